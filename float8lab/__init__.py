@@ -1,0 +1,35 @@
+"""FP8 training and inference for PyTorch, in pure Python.
+
+>>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+>>> report = float8lab.convert_to_float8(model)
+>>> model(torch.ones(2, 64)).shape
+torch.Size([2, 64])
+"""
+
+from float8lab import nn, recipes
+from float8lab.nn import Linear, convert_to_float8, count_gemms, to_high_precision
+from float8lab.recipes import (
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    quantized_model_init,
+)
+from float8lab.tensor import Float8Tensor, fallback, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Float8Tensor",
+    "Linear",
+    "autocast",
+    "convert_to_float8",
+    "count_gemms",
+    "fallback",
+    "fp8_autocast",
+    "fp8_model_init",
+    "nn",
+    "quantize",
+    "quantized_model_init",
+    "recipes",
+    "to_high_precision",
+]

@@ -1,0 +1,149 @@
+"""FP8 number formats and how a tensor is cut into blocks that share a scale.
+
+The scale convention of the whole library, stated once: ``scale`` is the *decode* factor,
+``x ~= qdata.float() * scale``. The bytes of a quantized tensor are a function of the tensor and
+its scale alone: ``clamp(x * min(1 / scale, FLOAT32_MAX), -largest, largest)`` rounded to nearest
+even, every step in float32 with IEEE rounding.
+
+A *block* is the patch of a tensor that shares one scale, given as one size per dimension, with
+``-1`` for the whole dimension: ``(-1, -1)`` per tensor, ``(1, -1)`` per row, ``(1, 128)``,
+``(128, 128)``, and ``(1, 32)`` for MX. A block cut off by the edge of the tensor is a block of its
+own.
+
+Sources: FP8 formats, arXiv:2209.05433; OCP Microscaling Formats (MX) v1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "FLOAT32_MAX",
+    "FP8_DTYPES",
+    "HIGH_PRECISION_DTYPES",
+    "SCALE_RULES",
+    "Float8Spec",
+    "largest",
+    "scale_shape",
+]
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+FP8_DTYPES = (E4M3, E5M2)
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+SCALE_RULES = ("fp32", "pow2", "e8m0")
+"""How a scale follows from a block's amax.
+
+``fp32``: ``1 / (largest / amax)``. ``pow2``: the encode factor ``largest / amax`` rounded down to a
+power of two. ``e8m0``: ``amax / largest`` rounded up to a power of two, exponent in [-127, 127].
+"""
+
+_LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def largest(fp8_dtype: torch.dtype) -> float:
+    """Largest finite value of an FP8 format.
+
+    >>> largest(torch.float8_e4m3fn), largest(torch.float8_e5m2)
+    (448.0, 57344.0)
+    """
+    return _LARGEST[fp8_dtype]
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a tensor: the number of blocks along each dimension.
+
+    An empty dimension that one block spans whole still has one scale.
+
+    >>> scale_shape((300, 256), (128, 128)), scale_shape((300, 256), (1, -1))
+    ((3, 2), (300, 1))
+    """
+    return tuple(
+        1 if size == -1 else -(-length // size) for length, size in zip(shape, block, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Float8Spec:
+    """How a tensor is stored in FP8: number format, block shape, scale rule.
+
+    Hashable and compared by value; a ``Float8Tensor`` carries one, a recipe is made of them.
+    """
+
+    fp8_dtype: torch.dtype = E4M3
+    block: tuple[int, ...] = (-1, -1)
+    """Sizes of a block, one per dimension; -1 is the whole dimension."""
+    scale_rule: str = "fp32"
+    """One of ``SCALE_RULES``."""
+
+    def __post_init__(self) -> None:
+        if self.fp8_dtype not in FP8_DTYPES:
+            raise ValueError(
+                f"fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {self.fp8_dtype}."
+            )
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(f"scale_rule must be one of {SCALE_RULES}; got {self.scale_rule!r}.")
+        if not all(isinstance(b, int) and (b > 0 or b == -1) for b in self.block):
+            raise ValueError(
+                f"block must hold positive sizes, or -1 for a whole dimension; got {self.block}."
+            )
+
+    def transpose(self) -> Float8Spec:
+        """The spec of the transposed matrix."""
+        *leading, rows, columns = self.block
+        return replace(self, block=(*leading, columns, rows))
+
+    def expand(self, ndim: int) -> Float8Spec:
+        """This matrix spec for a tensor of ``ndim`` dimensions.
+
+        A per-tensor block covers the leading dimensions too; any other block treats them as a batch.
+
+        >>> Float8Spec(block=(1, 128)).expand(3).block, Float8Spec().expand(3).block
+        ((1, 1, 128), (-1, -1, -1))
+        """
+        extra = ndim - len(self.block)
+        if extra == 0:
+            return self
+        if extra < 0:
+            return replace(self, block=self.block[-ndim:] if ndim else ())
+        lead = -1 if all(b == -1 for b in self.block) else 1
+        return replace(self, block=(lead,) * extra + self.block)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""
+        return scale_shape(shape, self.block)
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale covers the whole tensor."""
+        return all(b == -1 for b in self.block)
+
+    @property
+    def granularity(self) -> str:
+        """The usual name of the block shape, for people to read."""
+        if self.per_tensor:
+            return "tensor"
+        names = {(1, -1): "row", (-1, 1): "column"}
+        tail = tuple(self.block[-2:])
+        return names.get(tail, "x".join("all" if b == -1 else str(b) for b in self.block))
+
+    def describe(self) -> str:
+        """One short phrase, as reprs and reports print it.
+
+        >>> Float8Spec(block=(1, 128)).describe()
+        'e4m3 1x128 fp32'
+        """
+        name = "e4m3" if self.fp8_dtype == E4M3 else "e5m2"
+        return f"{name} {self.granularity} {self.scale_rule}"
+
+    def largest(self) -> float:
+        """Largest finite value of the format."""
+        return largest(self.fp8_dtype)
+
+

@@ -1,0 +1,14 @@
+"""Modules that run in FP8, and conversion of existing models."""
+
+from float8lab.nn.convert import ConversionReport, convert_to_float8, to_high_precision
+from float8lab.nn.count import GemmCounts, count_gemms
+from float8lab.nn.linear import Linear
+
+__all__ = [
+    "ConversionReport",
+    "GemmCounts",
+    "Linear",
+    "convert_to_float8",
+    "count_gemms",
+    "to_high_precision",
+]

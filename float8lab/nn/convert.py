@@ -1,0 +1,427 @@
+"""convert_to_float8: turn the linear layers of an existing model into FP8 ones, in place.
+
+A layer is converted by changing the class of the very object, ``torch.nn.Linear`` to
+``float8lab.Linear``: parameters, hooks, attributes, parametrizations and every reference to the
+layer stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.linear import Linear
+from float8lab.nn.precision import Precision
+from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.state import STATE, Region, in_backward
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["ConversionReport", "LayerReport", "convert_to_float8", "matches", "to_high_precision"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one candidate layer."""
+
+    name: str
+    shape: tuple[int, int]
+    """(out_features, in_features)"""
+    converted: bool
+    note: str
+    """Converted: the recipe. Skipped: why."""
+    parameters: int
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What convert_to_float8 did; ``print`` it for a table.
+
+    Attributes:
+        layers: one entry for each candidate, in the model's order.
+        unmatched: names given in ``exclude`` or ``overrides`` that no layer has.
+        total_parameters: of the whole model, shared ones counted once.
+    """
+
+    layers: tuple[LayerReport, ...]
+    unmatched: tuple[str, ...]
+    total_parameters: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def converted(self) -> tuple[LayerReport, ...]:
+        """The layers that run in FP8."""
+        return tuple(layer for layer in self.layers if layer.converted)
+
+    @property
+    def skipped(self) -> tuple[LayerReport, ...]:
+        """The candidates left in high precision."""
+        return tuple(layer for layer in self.layers if not layer.converted)
+
+    def __str__(self) -> str:
+        rows = [("layer", "out x in", "", "", "share")]
+        for layer in self.layers:
+            shape = f"{layer.shape[0]} x {layer.shape[1]}"
+            state = "FP8" if layer.converted else "skipped"
+            rows.append((layer.name or "(model)", shape, state, layer.note, self._share(layer)))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i == 4 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        in_fp8 = sum(layer.parameters for layer in self.converted)
+        share = 100 * in_fp8 / self.total_parameters if self.total_parameters else 0.0
+        lines.append(
+            f"{len(self.converted)} of {len(self.layers)} linear layers in FP8, "
+            f"{share:.1f} % of {self.total_parameters:,} parameters"
+        )
+        lines += [f"no layer is called {name!r}" for name in self.unmatched]
+        lines += list(self.notes)
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _share(self, layer: LayerReport) -> str:
+        return f"{100 * layer.parameters / max(self.total_parameters, 1):.1f} %"
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a qualified layer name is meant by a pattern.
+
+    A pattern is one or more whole path components, found anywhere in the name; a component may be a
+    glob; a glob may also match the whole name.
+
+    >>> matches("blocks.0.attn.qkv", "attn"), matches("blocks.0.attn.qkv", "blocks.0")
+    (True, True)
+    >>> matches("blocks.0.attn.qkv", "at"), matches("blocks.10.mlp", "blocks.1")
+    (False, False)
+    >>> matches("blocks.0.attn.qkv", "*.qkv"), matches("blocks.10.mlp", "blocks.1?.mlp")
+    (True, True)
+    """
+    parts, wanted = name.split("."), pattern.split(".")
+    found = any(
+        all(fnmatchcase(p, w) for p, w in zip(parts[i:], wanted, strict=False))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
+    return found or fnmatchcase(name, pattern)
+
+
+def convert_to_float8(  # noqa: PLR0913  # each is a keyword that users set on its own
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    exclude: Sequence[str] = (),
+    overrides: Mapping[str, Recipe | None] | None = None,
+    strict: bool = False,
+) -> ConversionReport:
+    """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place.
+
+    Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
+    state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
+    ``autocast(recipe=...)`` by that recipe, and in high precision under
+    ``autocast(enabled=False)``. Converting again changes recipes and converts what is new.
+
+    With a delayed recipe, one call of ``model`` is one step of the scales; call the model itself,
+    or use ``autocast`` around what you call.
+
+    Args:
+        model: converted in place; may itself be a linear layer.
+        recipe: None is ``Float8CurrentScaling()``.
+        filter_fn: ``filter_fn(layer, name)`` returns False for layers to leave alone.
+        exclude: layers to leave alone: whole path components (``"lm_head"``, ``"blocks.0"``) or
+            globs (``"*.router"``).
+        overrides: recipes of single layers by the same patterns; they win over ``recipe`` and over
+            an enclosing autocast; None keeps a layer in high precision. The last match counts. A
+            subclass of ``torch.nn.Linear`` with a forward of its own is converted only if named
+            here.
+        strict: raise if anything asked for could not be done; the model is then unchanged.
+
+    Returns:
+        A printable report of each candidate: converted or skipped, and why.
+
+    Raises:
+        TypeError: ``recipe`` or an override is not a recipe.
+        ValueError: ``strict`` and a layer cannot be converted, or a name matches nothing.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
+    >>> print(float8lab.convert_to_float8(model, exclude=["1"]))
+    layer  out x in                                  share
+    0      128 x 64  FP8      Float8CurrentScaling()  89.0 %
+    1      8 x 128   skipped  excluded by '1'         11.0 %
+    1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
+    """
+    base = Float8CurrentScaling() if recipe is None else recipe
+    overrides = dict(overrides or {})
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    for name, value in [("recipe", base), *((f"overrides[{k!r}]", v) for k, v in overrides.items())]:
+        if not isinstance(value, Recipe) and not (value is None and name != "recipe"):
+            raise TypeError(
+                f"{name} must be one of float8lab.recipes; got {type(value).__name__}. "
+                "Construct one, for example recipes.Float8CurrentScaling()."
+            )
+    plans = [
+        _plan_layer(layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=overrides)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) or _is_opaque_linear(layer)
+    ]
+    names = [plan.report.name for plan in plans]
+    unmatched = tuple(
+        pattern
+        for pattern in (*exclude, *overrides)
+        if not any(matches(name, pattern) for name in names)
+    )
+    report = ConversionReport(
+        layers=tuple(plan.report for plan in plans),
+        unmatched=unmatched,
+        total_parameters=sum(p.numel() for p in model.parameters()),
+        notes=_notes(plans),
+    )
+    undone = [plan.report for plan in plans if plan.failed]
+    if strict and (undone or unmatched):
+        raise ValueError(
+            "convert_to_float8(strict=True) must do all that was asked; got\n"
+            + "\n".join([f"  {r.name}: {r.note}" for r in undone])
+            + "\n".join([f"  no layer is called {name!r}" for name in unmatched])
+            + "\nExclude these layers, correct the names, or pass strict=False."
+        )
+    for plan in plans:
+        if plan.report.converted:
+            _convert_layer(plan)
+    if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
+        _make_region_of_calls(model)
+    return report
+
+
+@dataclass(frozen=True)
+class _LayerPlan:
+    layer: nn.Module
+    report: LayerReport
+    recipe: Recipe | None
+    pinned: bool = False
+    failed: bool = False
+    """Asked for, but not possible."""
+
+
+def _is_opaque_linear(layer: nn.Module) -> bool:
+    """Modules that hold a linear's weight but multiply it in a fused function of their own."""
+    return isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None
+
+
+def _plan_layer(
+    layer: nn.Module,
+    name: str,
+    base: Recipe,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    exclude: Sequence[str],
+    overrides: Mapping[str, Recipe | None],
+) -> _LayerPlan:
+    named = [pattern for pattern in overrides if matches(name, pattern)]
+    recipe = overrides[named[-1]] if named else base
+    excluded = next((pattern for pattern in exclude if matches(name, pattern)), None)
+    obstacle = _obstacle(layer, told=bool(named))
+
+    def plan(note: str, *, converted: bool = False, failed: bool = False) -> _LayerPlan:
+        shape, count = _shape_and_count(layer)
+        report = LayerReport(name, shape, converted, note, count)
+        return _LayerPlan(layer, report, recipe if converted else None, bool(named), failed)
+
+    if excluded is not None:
+        return plan(f"excluded by {excluded!r}")
+    if filter_fn is not None and not filter_fn(layer, name):
+        return plan("left out by filter_fn")
+    if recipe is None:
+        return plan("high precision by overrides")
+    if obstacle is not None:
+        return plan(obstacle, failed=True)
+    return plan(repr(recipe), converted=True)
+
+
+def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, int], int]:
+    if isinstance(layer, nn.MultiheadAttention):
+        weight = layer.in_proj_weight
+        count = weight.numel() + (0 if layer.in_proj_bias is None else layer.in_proj_bias.numel())
+        return (weight.shape[0], weight.shape[1]), count
+    shape = (layer.out_features, layer.in_features)
+    own = [p for p in layer.parameters() if not isinstance(p, UninitializedTensorMixin)]
+    return shape, sum(p.numel() for p in own)  # type: ignore[return-value]  # ints of nn.Linear
+
+
+def _obstacle(layer: nn.Module, *, told: bool) -> str | None:
+    """Why a layer cannot be converted, or None."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return "torch.nn.MultiheadAttention multiplies in a fused function"
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return "its weight is used by torch.nn.MultiheadAttention directly"
+    if any(isinstance(p, UninitializedTensorMixin) for p in layer.parameters()):
+        return "not initialised yet; run one batch first"
+    if isinstance(layer, Linear):
+        return None
+    if "forward" in vars(layer):
+        return "forward was replaced on the layer itself"
+    if type(layer).forward is not nn.Linear.forward and not told:
+        return f"{type(layer).__name__} has a forward of its own; name it in overrides to convert"
+    dtype = layer.weight.dtype
+    if dtype not in HIGH_PRECISION_DTYPES:
+        return f"its weight is {dtype}"
+    return None
+
+
+def _notes(plans: Sequence[_LayerPlan]) -> tuple[str, ...]:
+    """Recipes whose GEMMs this device has to run in high precision."""
+    emulated = {}
+    for plan in plans:
+        if plan.recipe is None:
+            continue
+        device = next(plan.layer.parameters()).device
+        linear = plan.recipe.linear
+        if not has_fp8_gemm(linear.x.block, linear.w.block, device):
+            emulated[plan.recipe] = device
+    return tuple(
+        f"{recipe}: {device} has no such FP8 GEMM; tensors are quantized, dequantized and "
+        "multiplied in high precision"
+        for recipe, device in emulated.items()
+    )
+
+
+def _convert_layer(plan: _LayerPlan) -> None:
+    layer = plan.layer
+    if not isinstance(layer, Linear):
+        layer.__class__ = _class_of(layer, _float8_class)
+        layer._fp8 = Precision()
+    precision: Precision = layer._fp8  # type: ignore[assignment]  # a Linear's Precision
+    precision.recipe, precision.pinned = plan.recipe, plan.pinned
+    precision.name = plan.report.name
+
+
+_CLASSES: dict[type, type] = {nn.Linear: Linear}
+"""The FP8 class of each class of linear layer met so far."""
+
+
+def _float8_class(original: type) -> type:
+    if original not in _CLASSES:
+        # Everything but forward is the original's; Linear comes between it and nn.Linear.
+        namespace = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "forward": Linear.forward,
+        }
+        _CLASSES[original] = type(original.__name__, (original, Linear), namespace)
+    return _CLASSES[original]
+
+
+def _plain_class(converted: type) -> type:
+    originals = {float8: original for original, float8 in _CLASSES.items()}
+    return originals.get(converted, converted)
+
+
+def _class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
+    """The layer's class after ``change``.
+
+    A parametrized layer has a class of its own on top of the real one; a copy of it goes on top of
+    the changed class.
+    """
+    cls = type(layer)
+    if not is_parametrized(layer):
+        return change(cls)
+    namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, (change(cls.__bases__[0]),), namespace)
+
+
+class _CallRegion:
+    """Makes each call of a model one delayed-scaling region, unless it is inside one already."""
+
+    def __init__(self) -> None:
+        self._open: Region | None = None
+        self._finished = False
+
+    def before(self, model: nn.Module, args: Any) -> None:
+        if self._open is None and STATE.region is None and model.training and not in_backward():
+            self._open = STATE.region = Region()
+            self._finished = False
+
+    def finished(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._finished = True
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        region = self._open
+        if region is None or STATE.region is not region:
+            return
+        self._open = STATE.region = None
+        if self._finished:
+            region.close()
+        else:
+            region.discard()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CallRegion:
+        return memo.setdefault(id(self), _CallRegion())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_open": None, "_finished": False}
+
+
+def _make_region_of_calls(model: nn.Module) -> None:
+    hooks = model._forward_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), _CallRegion) for hook in hooks):
+        return
+    region = _CallRegion()
+    model.register_forward_pre_hook(region.before, prepend=True)
+    # Two hooks, since one that is always called cannot tell an exception from a None result.
+    model.register_forward_hook(region.finished)
+    model.register_forward_hook(region.after, always_call=True)
+
+
+def to_high_precision(model: nn.Module) -> nn.Module:
+    """Undo ``convert_to_float8``, in place; FP8-stored weights are dequantized.
+
+    A ``float8lab.Linear`` built as one becomes a ``torch.nn.Linear``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, which
+            torch.nn.Linear cannot express.
+
+    >>> model = torch.nn.Linear(8, 8)
+    >>> _ = float8lab.convert_to_float8(model)
+    >>> type(float8lab.to_high_precision(model))
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    for layer in layers:
+        if layer.return_bias or layer._split is not None:
+            raise NotImplementedError(
+                "to_high_precision must find layers that torch.nn.Linear can express; got one with "
+                "return_bias or parameters_split. Run it under autocast(enabled=False) instead."
+            )
+    for layer in layers:
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            if isinstance(parameter, Float8Tensor):
+                plain = nn.Parameter(parameter.detach().dequantize(), parameter.requires_grad)
+                setattr(layer, name, plain)
+        layer.__class__ = _class_of(layer, _plain_class)
+        del layer._fp8
+    for module in model.modules():
+        _remove_region_hooks(module)
+    return model
+
+
+def _remove_region_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), _CallRegion):
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

@@ -1,0 +1,149 @@
+"""count_gemms: which matrix products really ran, and whether in FP8."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8lab.ops.gemm import has_fp8_gemm
+
+__all__ = ["GemmCounts", "count_gemms"]
+
+_HIGH_PRECISION = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
+}
+_FP8 = torch.ops.float8lab.scaled_mm.default
+
+
+class GemmCounts:
+    """Numbers of matrix products by module name; ``print`` it for a table.
+
+    Attributes:
+        fp8_by_module: FP8 GEMMs by qualified module name.
+        high_precision_by_module: the others, emulated FP8 formats included.
+    """
+
+    def __init__(self) -> None:
+        self.fp8_by_module: Counter[str] = Counter()
+        self.high_precision_by_module: Counter[str] = Counter()
+
+    @property
+    def fp8(self) -> int:
+        """All FP8 GEMMs."""
+        return sum(self.fp8_by_module.values())
+
+    @property
+    def high_precision(self) -> int:
+        """All other GEMMs."""
+        return sum(self.high_precision_by_module.values())
+
+    def __repr__(self) -> str:
+        names = list(dict.fromkeys([*self.fp8_by_module, *self.high_precision_by_module]))
+        rows = [(n, self.fp8_by_module[n], self.high_precision_by_module[n]) for n in names]
+        rows.append(("total", self.fp8, self.high_precision))
+        width = max(len(name or "(outside any module)") for name, _, _ in rows)
+        lines = [f"{'module':<{width}}  {'FP8':>6}  {'high precision':>14}"]
+        lines += [
+            f"{name or '(outside any module)':<{width}}  {fp8:>6}  {high:>14}"
+            for name, fp8, high in rows
+        ]
+        return "\n".join(lines)
+
+
+class count_gemms:
+    """Count the matrix products that run inside the ``with`` block, forward and backward.
+
+    Counts what reaches torch's dispatcher, whoever calls it: linear layers, matmul, attention
+    written with matmul; not the products inside a fused attention kernel, nor those of a graph that
+    torch.compile has compiled. An FP8 format that this device multiplies in high precision counts
+    as high precision. Module names are qualified from the module that was called first.
+
+    >>> layer = float8lab.Linear(32, 32, device="cpu")
+    >>> with float8lab.count_gemms() as counts, float8lab.autocast():
+    ...     layer(torch.ones(4, 32)).sum().backward()
+    >>> counts.fp8, counts.high_precision
+    (2, 0)
+    """
+
+    def __init__(self) -> None:
+        self._counts = GemmCounts()
+        self._names = _ModuleNames()
+        self._mode = _CountingMode(self._counts, self._names)
+
+    def __enter__(self) -> GemmCounts:
+        self._names.start()
+        self._mode.__enter__()
+        return self._counts
+
+    def __exit__(self, *exc: Any) -> None:
+        self._mode.__exit__(*exc)
+        self._names.stop()
+
+
+class _ModuleNames:
+    """Knows which module an op belongs to, in forward and in backward.
+
+    Forward: a stack kept by global module hooks. Backward: every autograd node carries the sequence
+    number it was created with; the module that was running then is looked up.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[nn.Module, str]] = []
+        self._by_sequence: dict[int, str] = {}
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        hooks = nn.modules.module
+        self._handles = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._stack.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = ""
+        if self._stack:
+            parent, parent_name = self._stack[-1]
+            own = next((n for n, m in parent.named_modules() if m is module), None)
+            name = ".".join(p for p in (parent_name, own or type(module).__name__) if p)
+        self._stack.append((module, name))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack and self._stack[-1][0] is module:
+            self._stack.pop()
+
+    def current(self) -> str:
+        """Name of the module that the op running now belongs to."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not self._stack:
+            return self._by_sequence.get(node._sequence_nr(), "")
+        name = self._stack[-1][1] if self._stack else ""
+        if self._stack and not name:
+            name = type(self._stack[-1][0]).__name__
+        self._by_sequence[torch.autograd._get_sequence_nr() - 1] = name
+        return name
+
+
+class _CountingMode(TorchDispatchMode):
+    def __init__(self, counts: GemmCounts, names: _ModuleNames) -> None:
+        super().__init__()
+        self._counts = counts
+        self._names = names
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is _FP8:
+            real = has_fp8_gemm(args[2], args[5], args[0].device)
+            target = self._counts.fp8_by_module if real else self._counts.high_precision_by_module
+            target[self._names.current()] += 1
+        elif op in _HIGH_PRECISION:
+            self._counts.high_precision_by_module[self._names.current()] += 1
+        return op(*args, **(kwargs or {}))

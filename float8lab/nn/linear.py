@@ -1,0 +1,259 @@
+"""Linear: torch.nn.Linear whose three GEMMs run in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.linear_function import linear
+from float8lab.nn.precision import Precision
+from float8lab.recipes.state import STATE
+from float8lab.tensor import Float8Tensor, quantize
+
+__all__ = ["Linear", "check_parallel_arguments", "default_device", "store_in_fp8"]
+
+
+def default_device() -> torch.device:
+    """Where modules put their parameters: the default device if the user set one, else CUDA."""
+    chosen = torch.get_default_device()
+    if chosen.type == "cpu" and torch.cuda.is_available() and not _default_device_was_set():
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _default_device_was_set() -> bool:
+    mode = torch.utils._device.CURRENT_DEVICE
+    return mode is not None or any(
+        isinstance(m, torch.utils._device.DeviceContext)
+        for m in torch.overrides._get_current_function_mode_stack()
+    )
+
+
+def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
+    """Raise unless the tensor-parallel arguments mean a single rank."""
+    if parallel_mode not in (None, "column", "row", "Column", "Row"):
+        raise ValueError(
+            f"parallel_mode must be None, 'column' or 'row'; got {parallel_mode!r}. Choose one."
+        )
+    size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+    if size != 1:
+        raise NotImplementedError(
+            f"tp_size must be 1; got {size}. Tensor parallelism is not available yet: use FSDP2 or "
+            "data parallelism."
+        )
+
+
+def store_in_fp8(module: nn.Module, names: Sequence[str]) -> None:
+    """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active."""
+    init = STATE.init
+    if init is None:
+        return
+    spec = init.recipe.linear.w
+    for name in names:
+        value = getattr(module, name).detach()
+        stored = quantize(
+            value, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule,
+            amax_epsilon=init.recipe.linear.amax_epsilon,
+        )  # fmt: skip
+        parameter = nn.Parameter(stored)
+        if init.preserve_high_precision_init_val and isinstance(parameter, Float8Tensor):
+            parameter._high_precision_init_val = value.cpu()
+        setattr(module, name, parameter)
+
+
+def _normal_init(weight: Tensor) -> None:
+    nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+class Linear(nn.Linear):
+    """``y = x @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
+
+    Shape: input ``[..., in_features]`` of any leading dimensions and any size, zero and multiples
+    of nothing included; output ``[..., out_features]``.
+
+    Numerics: outside ``autocast`` this is ``torch.nn.Linear``. Inside, the recipe says how x,
+    weight and dy are cast; products accumulate in float32; the bias is added before the output is
+    rounded. x is saved for backward in FP8.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+        bias: learn an additive bias, initialised to 0.
+        init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
+            deviation 0.023.
+        parameters_split: names, or a mapping from names to sizes along dimension 0, of several
+            parameters that together form the weight (``<name>_weight``) and the bias
+            (``<name>_bias``).
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU. ``"meta"`` works.
+        params_dtype: dtype of the parameters; None is the default dtype.
+        return_bias: do not add the bias; return ``(output, bias)``.
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the caller
+            allocates, instead of producing ``weight.grad``.
+        sequence_parallel: no effect on a single rank.
+        tp_group: must be None or of one rank.
+        tp_size: must be 1.
+        parallel_mode: None, "column" or "row"; no effect on a single rank.
+
+    Raises:
+        NotImplementedError: more than one tensor-parallel rank.
+        ValueError: ``parameters_split`` does not add up to ``out_features``.
+
+    >>> layer = float8lab.Linear(64, 32, device="cpu")
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     layer(torch.ones(3, 64)).shape
+    torch.Size([3, 32])
+    """
+
+    # Defaults for layers that convert_to_float8 turned into a Linear without calling __init__.
+    _fp8: Precision
+    return_bias = False
+    fuse_wgrad_accumulation = False
+    _split: dict[str, int] | None = None
+    _init_method: Callable[[Tensor], Any] | None = None
+
+    def __init__(  # noqa: PLR0913  # the signature is the interface that users' code is written for
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        device: torch.device | str | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+    ) -> None:
+        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.sequence_parallel = sequence_parallel
+        self._init_method = init_method
+        self._split = _sizes_of_split(parameters_split, out_features)
+        self._fp8 = Precision()
+        where = torch.device(device) if device is not None else default_device()
+        dtype = params_dtype or torch.get_default_dtype()
+        sizes = {"": out_features} if self._split is None else self._split
+        self._names = [f"{name}_" if name else "" for name in sizes]
+        for prefix, size in zip(self._names, sizes.values(), strict=True):
+            weight = torch.empty(size, in_features, device=where, dtype=dtype)
+            self.register_parameter(f"{prefix}weight", nn.Parameter(weight))
+            value = torch.zeros(size, device=where, dtype=dtype) if bias else None
+            parameter = None if value is None else nn.Parameter(value)
+            self.register_parameter(f"{prefix}bias", parameter)
+        self.reset_parameters()
+        store_in_fp8(self, [f"{prefix}weight" for prefix in self._names])
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight by ``init_method`` and the bias to 0."""
+        init = self._init_method or _normal_init
+        with torch.no_grad():
+            if self._split is None:
+                init(self.weight)
+            else:
+                # One call on the whole weight, as if it were not split.
+                first = getattr(self, f"{self._names[0]}weight")
+                whole = torch.empty(
+                    self.out_features, self.in_features, device=first.device, dtype=first.dtype
+                )
+                init(whole)
+                for prefix, part in zip(
+                    self._names, whole.split(list(self._split.values())), strict=True
+                ):
+                    getattr(self, f"{prefix}weight").copy_(part)
+            for prefix in self._names:
+                if getattr(self, f"{prefix}bias") is not None:
+                    nn.init.zeros_(getattr(self, f"{prefix}bias"))
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only one of a single rank is supported."""
+        check_parallel_arguments(1, tp_group, None)
+
+    def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply the layer.
+
+        Args:
+            inp: ``[..., in_features]``.
+            is_first_microbatch: True or False keeps the FP8 cast of the weight until its next
+                change, and True makes ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead
+                of adding to it. The result is the same with None.
+
+        Returns:
+            ``[..., out_features]``; with ``return_bias``, that without bias, and the bias.
+        """
+        if inp.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"inp must have {self.in_features} as its last dimension (in_features); got shape "
+                f"{tuple(inp.shape)}. Reshape it, or build the layer with that in_features."
+            )
+        weight, bias = self._whole_parameters()
+        added = None if self.return_bias else bias
+        x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
+        call = self._fp8.begin(x, training=self.training)
+        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
+            y = self._forward_in_high_precision(x, weight, added)
+        else:
+            call.first_microbatch = is_first_microbatch
+            if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad"):
+                call.fused_weight = weight
+            y = linear(x, weight, added, call)
+            self._fp8.end(call)
+        return (y, bias) if self.return_bias else y
+
+    def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
+        if self._split is None:
+            return self.weight, self.bias
+        weights = [getattr(self, f"{prefix}weight") for prefix in self._names]
+        biases = [getattr(self, f"{prefix}bias") for prefix in self._names]
+        plain = [w.dequantize() if isinstance(w, Float8Tensor) else w for w in weights]
+        return torch.cat(plain), None if biases[0] is None else torch.cat(biases)
+
+    def _forward_in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self._fp8.calibrate(x, weight)
+        plain = weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+        return nn.functional.linear(x, plain, bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        device = next((p.device for p in self.parameters()), None)
+        if device is not None:
+            self._fp8.to(device)
+        return result
+
+
+def _sizes_of_split(
+    split: Sequence[str] | Mapping[str, int] | None, out_features: int
+) -> dict[str, int] | None:
+    if split is None:
+        return None
+    if isinstance(split, Mapping):
+        sizes = {name.rstrip("_"): size for name, size in split.items()}
+    elif out_features % len(split):
+        raise ValueError(
+            f"parameters_split must name a number of parameters that divides out_features "
+            f"{out_features}; got {len(split)} names. Pass a mapping from names to sizes instead."
+        )
+    else:
+        sizes = {name.rstrip("_"): out_features // len(split) for name in split}
+    # A name that already ends in _weight or _bias stands for the pair.
+    sizes = {n.removesuffix("_weight").removesuffix("_bias"): s for n, s in sizes.items()}
+    if sum(sizes.values()) != out_features:
+        raise ValueError(
+            f"parameters_split must add up to out_features {out_features}; got {sizes}. "
+            "Correct the sizes."
+        )
+    return sizes

@@ -1,0 +1,301 @@
+"""The autograd function of a linear layer in FP8.  M tokens, N out features, K in features.
+
+Between the ops travel plain tensors, padded so that every dimension is a multiple of ``ALIGN``.
+Saved for backward: x transposed in FP8, and the FP8 weight where its transpose has the same bytes
+(one scale per tensor or square blocks), else the weight itself, which is alive anyway.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import Float8Spec
+from float8lab.nn.precision import DY, W, Call, X
+from float8lab.ops import (
+    cast_op,
+    cast_pair_op,
+    quantize_op,
+    quantize_pair_op,
+    round_up,
+    scaled_mm_op,
+    transpose_op,
+)
+from float8lab.recipes.recipe import Recipe
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["linear"]
+
+ALIGN = 16
+"""Multiple that Hopper's FP8 GEMM wants of every dimension."""
+
+_Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``, ordinary or a Float8Tensor.
+        bias: ``[N]`` or None.
+        call: how to cast, from ``Precision.begin``.
+
+    Returns:
+        ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.
+    """
+    result: Tensor = _Linear.apply(x, weight, bias, call)
+    return result
+
+
+def _cast(x: Tensor, spec: Float8Spec, index: int, call: Call) -> _Operand:
+    """One orientation of x in FP8."""
+    plan = call.plan
+    if plan.delayed:
+        scale, slot = call.scale(index, x)
+        return cast_op(x, scale, slot, spec.fp8_dtype, spec.block, ALIGN), scale
+    q, scale, _ = quantize_op(
+        x, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN
+    )
+    return q, scale
+
+
+def _cast_pair(
+    x: Tensor, spec: Float8Spec, index: int, call: Call, *, column_sum: bool = False
+) -> tuple[_Operand, _Operand, Tensor]:
+    """x and x transposed in FP8 from one read of x, and its column sums if asked."""
+    plan = call.plan
+    if plan.delayed:
+        scale, slot = call.scale(index, x)
+        q, q_t, total = cast_pair_op(x, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
+        return (q, scale), (q_t, scale), total
+    q, scale, q_t, scale_t, total = quantize_pair_op(
+        x, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN, column_sum
+    )
+    return (q, scale), (q_t, scale_t), total
+
+
+def _gemm(
+    a: _Operand,
+    a_spec: Float8Spec,
+    b: _Operand,
+    b_spec: Float8Spec,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    out: Tensor = scaled_mm_op(*a, a_spec.block, *b, b_spec.block, bias, dtype, fast_accum)
+    return out
+
+
+def _crop(x: Tensor, rows: int, columns: int) -> Tensor:
+    return x if x.shape == (rows, columns) else x[:rows, :columns]
+
+
+def _pad_columns_of_bias(bias: Tensor | None, width: int) -> Tensor | None:
+    if bias is None or bias.shape[0] == width:
+        return bias
+    return torch.nn.functional.pad(bias, (0, width - bias.shape[0]))
+
+
+def _same_when_transposed(spec: Float8Spec) -> bool:
+    return spec.block[0] == spec.block[1]
+
+
+def _stored(weight: Tensor, spec: Float8Spec) -> _Operand | None:
+    """The FP8 data of a weight that is stored as ``spec`` wants it."""
+    if not isinstance(weight, Float8Tensor):
+        return None
+    if (weight.spec.block, weight.spec.fp8_dtype) != (spec.block, spec.fp8_dtype):
+        return None
+    q = weight.qdata
+    rows, columns = (round_up(size, ALIGN) for size in q.shape)
+    if q.shape != (rows, columns):
+        pad = (0, columns - q.shape[1], 0, rows - q.shape[0])
+        q = torch.nn.functional.pad(q.view(torch.uint8), pad).view(q.dtype)
+        missing = [n - h for n, h in zip(spec.scale_shape(q.shape), weight.scale.shape, strict=True)]
+        pad = (0, missing[1], 0, missing[0])
+        return q, torch.nn.functional.pad(weight.scale, pad, value=1.0)
+    return q, weight.scale
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+
+
+def _cast_weight(weight: Tensor, call: Call) -> _Operand:
+    """The weight in FP8, cast once per version of the weight while that cast is in use.
+
+    The cast is kept weakly: alive as long as a graph holds it, gone when backward has run, so
+    memory between steps is that of the weight alone and an update that torch's version counter
+    does not see (``weight.data``) cannot leave a stale cast behind. A caller who passes
+    ``is_first_microbatch`` vouches for the weight, and the cast is then kept until the next one.
+    """
+    spec, precision = call.plan.w, call.precision
+    stored = _stored(weight, spec)
+    if stored is not None:
+        return stored
+    weight = _plain(weight)
+    if weight.is_inference() or precision is None or torch.compiler.is_compiling():
+        return _cast(weight, spec, W, call)
+    version = _WeightVersion(weight, call.recipe)
+    cached = precision.weight_cast
+    if cached is not None and cached.version == version:
+        q = cached.q()
+        if q is not None:
+            call.used[W] = cached.scale
+            return q, cached.scale
+    slots = call.slots
+    if slots is not None and call.fixed is None:
+        # A weight that did not change keeps its scale: cached or not, the bytes are the same.
+        if slots.weight_scale is not None and slots.weight_scale[0] == version:
+            call.used[W] = scale = slots.weight_scale[1]
+            q = cast_op(weight, scale, None, spec.fp8_dtype, spec.block, ALIGN)
+        else:
+            q, scale = _cast(weight, spec, W, call)
+            slots.weight_scale = (version, scale)
+    else:
+        q, scale = _cast(weight, spec, W, call)
+    hold = weakref.ref(q) if call.first_microbatch is None else partial(_identity, q)
+    precision.weight_cast = _WeightCast(version, hold, scale)
+    return q, scale
+
+
+class _WeightVersion:
+    """Equal for the same tensor object with the same contents, as far as torch can tell."""
+
+    __slots__ = ("_tensor", "_key")
+
+    def __init__(self, weight: Tensor, recipe: Recipe) -> None:
+        self._tensor = weakref.ref(weight)
+        self._key = (weight._version, weight.data_ptr(), recipe)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _WeightVersion):
+            return NotImplemented
+        mine = self._tensor()
+        return mine is not None and mine is other._tensor() and self._key == other._key
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+
+
+class _WeightCast(NamedTuple):
+    version: _WeightVersion
+    q: Callable[[], Tensor | None]
+    scale: Tensor
+
+
+def _identity(q: Tensor) -> Tensor:
+    return q
+
+
+def _transposed_weight(saved: Tensor, scale: Tensor | None, call: Call) -> _Operand:
+    """The weight's transpose in FP8, for dgrad."""
+    spec = call.plan.w
+    if scale is not None:
+        # Square blocks: same bytes. Tensors without blocks have a 0-d or [1, 1] scale.
+        return transpose_op(saved, 1), scale.t()
+    return _cast(_plain(saved).t(), spec, W, call)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        plan = call.plan
+        device_type = x.device.type
+        dtype = x.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        N, K = weight.shape
+        x2 = x.reshape(-1, K)
+        M = x2.shape[0]
+        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        keep_x_t = needs_dw and plan.wgrad
+        keep_w = needs_dx and plan.dgrad and _same_when_transposed(plan.w)
+
+        x_q = x_t = w_q = None
+        if plan.fprop and keep_x_t:
+            x_q, x_t, _ = _cast_pair(x2, plan.x, X, call)
+        elif plan.fprop:
+            x_q = _cast(x2, plan.x, X, call)
+        elif keep_x_t:
+            x_t = _cast(x2.t(), plan.x, X, call)
+        if plan.fprop or keep_w:
+            w_q = _cast_weight(weight, call)
+
+        if x_q is not None and w_q is not None:
+            padded = _pad_columns_of_bias(bias, w_q[0].shape[0])
+            y = _gemm(x_q, plan.x, w_q, plan.w, padded, dtype, plan.fast_accum[0])
+            y = _crop(y, M, N)
+        else:
+            plain = None if bias is None else bias.to(dtype)
+            y = torch.nn.functional.linear(x2.to(dtype), _plain(weight).to(dtype), plain)
+
+        saved_x: tuple[Tensor | None, Tensor | None] = (None, None)
+        if keep_x_t:
+            saved_x = x_t  # type: ignore[assignment]  # set above whenever keep_x_t
+        elif needs_dw:
+            saved_x = (x2, None)
+        saved_w: tuple[Tensor | None, Tensor | None] = (None, None)
+        if keep_w:
+            saved_w = w_q  # type: ignore[assignment]  # set above whenever keep_w
+        elif needs_dx:
+            saved_w = (weight, None)
+        ctx.save_for_backward(*saved_x, *saved_w)
+        ctx.call = call
+        ctx.meta = (x.shape, x.dtype, weight.dtype, (M, N, K))
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.reshape(*x.shape[:-1], N)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        saved_x, x_scale, saved_w, w_scale = ctx.saved_tensors
+        call: Call = ctx.call
+        plan = call.plan
+        x_shape, x_dtype, w_dtype, (M, N, K) = ctx.meta
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        fp8_dx, fp8_dw = needs_dx and plan.dgrad, needs_dw and plan.wgrad
+        dy2 = dy.reshape(-1, N)
+
+        dy_q = dy_t = total = None
+        if fp8_dx and fp8_dw:
+            dy_q, dy_t, total = _cast_pair(dy2, plan.dy, DY, call, column_sum=needs_db)
+        elif fp8_dx:
+            dy_q = _cast(dy2, plan.dy, DY, call)
+        elif fp8_dw:
+            dy_t = _cast(dy2.t(), plan.dy, DY, call)
+
+        dx = dw = db = None
+        if fp8_dx:
+            w_t = _transposed_weight(saved_w, w_scale, call)
+            dx = _gemm(dy_q, plan.dy, w_t, plan.w, None, x_dtype, plan.fast_accum[1])  # type: ignore[arg-type]
+            dx = _crop(dx, M, K).reshape(x_shape)
+        elif needs_dx:
+            dx = (dy2 @ _plain(saved_w).to(dy.dtype)).to(x_dtype).reshape(x_shape)
+        if needs_dw:
+            fused = call.fused_weight
+            dtype = w_dtype if fused is None else fused.main_grad.dtype  # type: ignore[attr-defined]
+            if fp8_dw:
+                dw = _gemm(dy_t, plan.dy, (saved_x, x_scale), plan.x, None, dtype, plan.fast_accum[2])  # type: ignore[arg-type]
+                dw = _crop(dw, N, K)
+            else:
+                dw = (dy2.t() @ saved_x.to(dy.dtype)).to(dtype)
+            if fused is not None:
+                dw = _accumulate(fused, dw, overwrite=call.first_microbatch is True)
+        if needs_db:
+            db = (dy2.sum(0, dtype=torch.float32) if total is None else total).to(ctx.bias_dtype)
+        return dx, dw, db, None
+
+
+def _accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> None:
+    """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``."""
+    if overwrite:
+        weight.main_grad.copy_(dw)
+    else:
+        weight.main_grad.add_(dw)
+    weight.grad_added_to_main_grad = True  # the mark that Megatron's optimizers look for

@@ -1,0 +1,208 @@
+"""What one module needs to run in FP8: its recipe, delayed state, recomputation records.
+
+A module asks ``Precision.begin`` once, at the top of ``forward``; the answer is a ``Call`` (run in
+FP8, like this) or None (run in high precision). The call is handed down to the autograd function,
+and its backward uses what the forward was given.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.recipes.delayed import DelayedSlots
+from float8lab.recipes.recipe import LinearPlan, Recipe
+from float8lab.recipes.state import DEFAULT_RECIPE, STATE, in_backward
+
+__all__ = ["DY", "W", "X", "Call", "Precision"]
+
+X, W, DY = 0, 1, 2
+"""Indices of a linear layer's cast tensors."""
+
+
+class Call:
+    """How one forward call of a module, and its backward, run in FP8."""
+
+    __slots__ = (
+        "plan", "recipe", "slots", "record", "fixed", "used", "precision", "first_microbatch",
+        "fused_weight",
+    )  # fmt: skip
+
+    def __init__(self, recipe: Recipe, slots: DelayedSlots | None, record: bool) -> None:
+        self.recipe = recipe
+        self.plan: LinearPlan = recipe.linear
+        self.slots = slots
+        self.record = record
+        self.fixed: dict[int, Tensor] | None = None  # scales that a recomputation must use again
+        self.used: dict[int, Tensor] = {}  # scales of forward tensors, for such a recomputation
+        self.precision: Precision | None = None
+        self.first_microbatch: bool | None = None
+        self.fused_weight: Tensor | None = None  # weight whose gradient goes into its main_grad
+
+    def scale(self, index: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Delayed scaling: decode scale for tensor ``index``, and the slot for its amax."""
+        if self.fixed is not None and index in self.fixed:
+            return self.fixed[index], None
+        assert self.slots is not None, "asked for under a delayed recipe only"
+        scale, slot = self.slots.scale_for(index, x, record=self.record)
+        self.used[index] = scale
+        return scale, slot
+
+
+class Precision:
+    """The FP8 state of one module: ``module._fp8``.
+
+    Attributes:
+        recipe: the module's own recipe, or None to follow the enclosing autocast.
+        pinned: ``recipe`` wins over an enclosing autocast; pinned None means high precision.
+        name: qualified name, where known.
+    """
+
+    def __init__(
+        self, recipe: Recipe | None = None, *, pinned: bool = False, name: str = ""
+    ) -> None:
+        self.recipe = recipe
+        self.pinned = pinned
+        self.name = name
+        self.slots: dict[tuple[Recipe, Any], DelayedSlots] = {}
+        self.weight_cast: Any = None  # the weight's latest cast; belongs to linear_function
+        self._last: Call | None = None
+        self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
+        return {
+            "recipe": self.recipe, "pinned": self.pinned, "name": self.name, "slots": slots,
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["recipe"], pinned=state["pinned"], name=state["name"])  # type: ignore[misc]
+        self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
+        copy = Precision(self.recipe, pinned=self.pinned, name=self.name)
+        copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
+        memo[id(self)] = copy
+        return copy
+
+    def active_recipe(self) -> Recipe | None:
+        """The recipe in force right here, or None for high precision."""
+        if STATE.enabled is False:
+            return None
+        if self.pinned or STATE.enabled is None:
+            return self.recipe
+        return STATE.recipe or self.recipe or DEFAULT_RECIPE
+
+    def begin(
+        self, x: Tensor, *, training: bool
+    ) -> Call | None:
+        """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            return None
+        frame = _checkpoint_frame()
+        if in_backward():
+            return self._begin_again(x.device, frame)
+        recipe = self.active_recipe()
+        call = None
+        if recipe is not None:
+            slots, record = None, False
+            if recipe.linear.delayed:
+                slots = self._slots(recipe, x.device)
+                record = training or STATE.calibrating
+            call = Call(recipe, slots, record)
+            call.precision = self
+            if STATE.region is not None:
+                STATE.region.fp8_calls += 1
+                if record and slots is not None:
+                    STATE.region.packs[slots.pack] = None
+        self._last = call
+        if frame is not None:
+            if self._by_frame is None:
+                self._by_frame = weakref.WeakKeyDictionary()
+            self._by_frame[frame] = call
+        return call
+
+    def _begin_again(self, device: torch.device, frame: Any) -> Call | None:
+        """The call of a recomputation: the scales of the original call, and nothing recorded."""
+        by_frame = self._by_frame
+        original = by_frame[frame] if by_frame and frame in by_frame else self._last
+        # Outside any autocast the recomputation runs as the original did; an autocast entered
+        # again inside the checkpointed function speaks for itself.
+        recipe = self.active_recipe() if STATE.enabled is not None else None
+        if STATE.enabled is None:
+            recipe = original.recipe if original is not None else None
+        if recipe is None:
+            return None
+        call = Call(recipe, self._slots(recipe, device) if recipe.linear.delayed else None, False)
+        call.precision = self
+        if original is not None and original.recipe == recipe:
+            call.fixed = original.used
+            call.record = original.record  # of the gradients, which only this call's backward sees
+        return call
+
+    def calibrate(self, x: Tensor, weight: Tensor) -> None:
+        """Record amaxes of a call in high precision, if an autocast asks for calibration."""
+        if not STATE.calibrating or STATE.enabled or in_backward():
+            return
+        recipe = STATE.recipe or self.recipe or DEFAULT_RECIPE
+        if self.pinned:
+            recipe = self.recipe or recipe
+        if not recipe.linear.delayed or x.dtype not in HIGH_PRECISION_DTYPES:
+            return
+        slots = self._slots(recipe, x.device)
+        slots.observe(X, x.detach().reshape(-1, x.shape[-1]))
+        slots.observe(W, weight.detach())
+        if STATE.region is not None:
+            STATE.region.packs[slots.pack] = None
+
+    def end(self, call: Call) -> None:
+        """A recording call outside every region is a region of its own."""
+        if call.record and call.fixed is None and STATE.region is None and call.slots is not None:
+            call.slots.pack.update()
+
+    def to(self, device: torch.device) -> None:
+        """Follow the module to another device."""
+        self.weight_cast = None
+        for slots in self.slots.values():
+            slots.to(device)
+
+    def _slots(self, recipe: Any, device: torch.device) -> DelayedSlots:
+        key = (recipe, STATE.group)
+        slots = self.slots.get(key)
+        if slots is None:
+            plan = recipe.linear
+            slots = DelayedSlots(
+                recipe,
+                STATE.group,
+                fp8_dtypes=[plan.x.fp8_dtype, plan.w.fp8_dtype, plan.dy.fp8_dtype],
+                forward=[True, True, False],
+                device=device,
+            )
+            self.slots[key] = slots
+        elif slots.pack.scale.device != device:
+            slots.to(device)
+        return slots
+
+
+def _checkpoint_frame() -> Any:
+    """The object that stands for the enclosing non-reentrant activation checkpoint, or None.
+
+    ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats;
+    its saved-tensor hooks hold one, the frame, in their closure on both occasions.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    code = getattr(hooks[0], "__code__", None) if hooks else None
+    if code is None:
+        return None
+    cells = dict(zip(code.co_freevars, hooks[0].__closure__ or (), strict=False))
+    if "frame" in cells:
+        return cells["frame"].cell_contents
+    if "target_frame_ref" in cells:
+        return cells["target_frame_ref"].cell_contents()
+    return None

@@ -1,0 +1,34 @@
+"""One file per op family: plain tensors in, fresh plain tensors out.
+
+``reference.py`` holds every op in plain PyTorch; ``kernels/`` holds the CUDA launchers and is the
+only place that imports triton.
+"""
+
+from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.quantize import (
+    amax_op,
+    cast_op,
+    cast_pair_op,
+    dequantize_op,
+    quantize_op,
+    quantize_pair_op,
+    transpose_op,
+)
+from float8lab.ops.reference import encode_from_amax, round_up, scale_from_amax
+from float8lab.ops.scaling import NO_DATA, update_scales_op
+
+__all__ = [
+    "NO_DATA",
+    "amax_op",
+    "cast_op",
+    "cast_pair_op",
+    "dequantize_op",
+    "encode_from_amax",
+    "quantize_op",
+    "quantize_pair_op",
+    "round_up",
+    "scale_from_amax",
+    "scaled_mm_op",
+    "transpose_op",
+    "update_scales_op",
+]

@@ -1,0 +1,51 @@
+"""Register an op with torch.library: the reference on CPU, a Triton or cuBLASLt launcher on CUDA.
+
+The CUDA launcher is named by a string, ``"module:function"`` inside ``float8lab.ops.kernels``, and
+imported on its first call: importing float8lab must not import triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["register"]
+
+_LIBRARY = torch.library.Library("float8lab", "DEF")
+
+
+def _lazy(path: str) -> Callable[..., Any]:
+    module_name, function_name = path.split(":")
+    launcher: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal launcher
+        if launcher is None:
+            module = importlib.import_module(f"float8lab.ops.kernels.{module_name}")
+            launcher = getattr(module, function_name)
+        return launcher(*args)
+
+    return call
+
+
+def register(
+    schema: str, *, cuda: str, reference: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Define ``float8lab::<schema>`` and return its overload, to be called with plain tensors.
+
+    Args:
+        schema: the op's signature; it never has an output that aliases an input.
+        cuda: ``"module:function"`` of the launcher in ``float8lab.ops.kernels``.
+        reference: the CPU implementation, which also specifies the op.
+        fake: allocates the outputs, for fake tensors and for the CUDA launcher alike.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, reference, "CPU")
+    _LIBRARY.impl(name, _lazy(cuda), "CUDA")
+    torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
+    overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
+    return overload

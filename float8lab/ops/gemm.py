@@ -1,0 +1,65 @@
+"""The FP8 matrix product ``y = a @ b.T``.  M rows of a, N rows of b, K contraction.
+
+All three GEMMs of a linear layer have this one form, both operands contiguous along K, which is
+the only one Hopper's FP8 tensor cores take: ``y = x @ w.T``, ``dx = dy @ (w.T).T`` and
+``dw = dy.T @ (x.T).T``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3, E5M2
+from float8lab.ops import reference
+from float8lab.ops._register import register
+
+__all__ = ["has_fp8_gemm", "scaled_mm_op"]
+
+
+def _fake_scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+scaled_mm_op = register(
+    "scaled_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block,"
+    " Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    cuda="gemm:scaled_mm",
+    reference=reference.scaled_mm,
+    fake=_fake_scaled_mm,
+)
+
+
+_FP8_PAIRS = {
+    *(((ra, -1), (rb, -1)) for ra in (-1, 1) for rb in (-1, 1)),
+    ((1, 128), (1, 128)),
+    ((1, 128), (128, 128)),
+    ((128, 128), (1, 128)),
+}
+"""Blocks of a and b that cuBLASLt multiplies on Hopper without dequantizing."""
+
+
+def has_fp8_gemm(a_block: Sequence[int], b_block: Sequence[int], device: torch.device) -> bool:
+    """Whether the product runs in FP8 on this device, not as dequantize + high-precision GEMM.
+
+    A device other than CUDA answers as a Hopper GPU would: it runs the reference of that.
+    """
+    if (tuple(a_block), tuple(b_block)) not in _FP8_PAIRS:
+        return False
+    if device.type != "cuda":
+        return True
+    blockwise = a_block[1] != -1
+    return torch.cuda.get_device_capability(device) >= ((9, 0) if blockwise else (8, 9))

@@ -1,0 +1,153 @@
+"""Quantize, dequantize and transpose matrices.  M rows, K columns.
+
+The public functions check their arguments and call the registered op; the ops underneath
+(``*_op``) are for callers that have checked already, such as the modules' forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import scale_shape
+from float8lab.ops import reference
+from float8lab.ops._register import register
+from float8lab.ops.reference import round_up
+
+__all__ = [
+    "amax_op",
+    "cast_op",
+    "cast_pair_op",
+    "dequantize_op",
+    "empty_scale",
+    "quantize_op",
+    "quantize_pair_op",
+    "transpose_op",
+]
+
+
+def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
+    """Room for the scales of a quantized matrix of ``shape``, on the device of ``x``.
+
+    Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row.
+    """
+    rows, columns = scale_shape(tuple(shape), tuple(block))
+    if reference.scales_by_column(block):
+        return x.new_empty((columns, rows), dtype=torch.float32).t()
+    return x.new_empty((rows, columns), dtype=torch.float32)
+
+
+def _fake_amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    return x.new_empty(scale_shape(tuple(x.shape), tuple(block)), dtype=torch.float32)
+
+
+def _fake_quantize(
+    x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float, align: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (round_up(x.shape[0], align), round_up(x.shape[1], align))
+    q = x.new_empty(shape, dtype=fp8_dtype)
+    scale = empty_scale(x, shape, block)
+    return q, scale, torch.empty_like(scale)
+
+
+def _fake_quantize_pair(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, scale, _ = _fake_quantize(x, fp8_dtype, block, rule, eps, align)
+    q_t, scale_t, _ = _fake_quantize(x.t(), fp8_dtype, block, rule, eps, align)
+    return q, scale, q_t, scale_t, _fake_column_sum(x, column_sum)
+
+
+def _fake_column_sum(x: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(x.shape[1] if wanted else 0, dtype=torch.float32)
+
+
+def _fake_cast(
+    x: Tensor,
+    scale: Tensor,
+    amax_slot: Tensor | None,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    align: int,
+) -> Tensor:
+    shape = (round_up(x.shape[0], align), round_up(x.shape[1], align))
+    return x.new_empty(shape, dtype=fp8_dtype)
+
+
+def _fake_cast_pair(
+    x: Tensor,
+    scale: Tensor,
+    amax_slot: Tensor | None,
+    fp8_dtype: torch.dtype,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    M, K = round_up(x.shape[0], align), round_up(x.shape[1], align)
+    q = x.new_empty((M, K), dtype=fp8_dtype)
+    return q, x.new_empty((K, M), dtype=fp8_dtype), _fake_column_sum(x, column_sum)
+
+
+def _fake_transpose(q: Tensor, align: int) -> Tensor:
+    return q.new_empty((round_up(q.shape[1], align), round_up(q.shape[0], align)))
+
+
+def _fake_dequantize(
+    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return q.new_empty(q.shape, dtype=dtype)
+
+
+amax_op = register(
+    "amax(Tensor x, int[] block) -> Tensor",
+    cuda="quantize:amax",
+    reference=reference.amax,
+    fake=_fake_amax,
+)
+quantize_op = register(
+    "quantize(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align)"
+    " -> (Tensor, Tensor, Tensor)",
+    cuda="quantize:quantize",
+    reference=reference.quantize,
+    fake=_fake_quantize,
+)
+quantize_pair_op = register(
+    "quantize_pair(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"
+    " bool column_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cuda="quantize:quantize_pair",
+    reference=reference.quantize_pair,
+    fake=_fake_quantize_pair,
+)
+cast_op = register(
+    "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int[] block,"
+    " int align) -> Tensor",
+    cuda="quantize:cast",
+    reference=reference.cast,
+    fake=_fake_cast,
+)
+cast_pair_op = register(
+    "cast_pair(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align,"
+    " bool column_sum) -> (Tensor, Tensor, Tensor)",
+    cuda="quantize:cast_pair",
+    reference=reference.cast_pair,
+    fake=_fake_cast_pair,
+)
+transpose_op = register(
+    "transpose(Tensor q, int align) -> Tensor",
+    cuda="quantize:transpose",
+    reference=reference.transpose,
+    fake=_fake_transpose,
+)
+dequantize_op = register(
+    "dequantize(Tensor q, Tensor scale, int[] block, ScalarType dtype) -> Tensor",
+    cuda="quantize:dequantize",
+    reference=reference.dequantize,
+    fake=_fake_dequantize,
+)

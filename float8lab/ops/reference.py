@@ -1,0 +1,253 @@
+"""Every op in plain PyTorch: the specification, the test oracle and the CPU implementation.
+
+M rows, K columns, N output features, S delayed-scaling slots, H history length. Matrices are 2-D;
+a *block* is ``(rows, columns)`` as in ``float8lab.formats``. Ops that quantize can pad: both
+dimensions of the result are rounded up to a multiple of ``align``, and everything, scales
+included, is as if the input had been padded with zeros first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import FLOAT32_MAX, largest, scale_shape
+
+__all__ = [
+    "amax",
+    "cast",
+    "cast_pair",
+    "dequantize",
+    "encode_from_amax",
+    "quantize",
+    "quantize_pair",
+    "round_up",
+    "scale_from_amax",
+    "scaled_mm",
+    "scales_by_column",
+    "transpose",
+    "update_scales_",
+]
+
+NO_DATA = -1.0
+"""What an amax slot holds when nothing was recorded in it since the last update."""
+
+_EXPONENT_BITS = 0x7F800000
+
+
+def round_up(size: int, align: int) -> int:
+    """The smallest multiple of ``align`` that is not below ``size``.
+
+    >>> round_up(17, 16), round_up(0, 16)
+    (32, 0)
+    """
+    return -(-size // align) * align
+
+
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    if x.shape == (rows, columns):
+        return x
+    padded = x.new_zeros((rows, columns))
+    padded[: x.shape[0], : x.shape[1]] = x
+    return padded
+
+
+def _align(x: Tensor, align: int) -> Tensor:
+    return _pad(x, round_up(x.shape[0], align), round_up(x.shape[1], align))
+
+
+def scales_by_column(block: Sequence[int]) -> bool:
+    """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks.
+
+    cuBLASLt reads them so; see "Scaling Factors Layouts" in the cuBLAS documentation.
+    """
+    return block[0] == 1 and block[1] > 1
+
+
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest absolute value of each block, float32; NaN if the block holds one, 0 if it is empty."""
+    M, K = x.shape
+    rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
+    shape = scale_shape((M, K), tuple(block))
+    if x.numel() == 0:
+        return x.new_zeros(shape, dtype=torch.float32)
+    blocks = _pad(x.abs(), shape[0] * rows, shape[1] * columns)
+    blocks = blocks.view(shape[0], rows, shape[1], columns)
+    return blocks.amax(dim=(1, 3)).float()
+
+
+def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
+    """``fp8_max / amax``, at most the largest float32; on request rounded down to a power of 2."""
+    encode = (fp8_max / amax).clamp(max=FLOAT32_MAX)
+    if power_of_2:
+        encode = (encode.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return encode
+
+
+def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
+    """Decode scale of each block from its amax, by one of ``formats.SCALE_RULES``.
+
+    ``amax`` is first raised to ``eps``; 0, inf and NaN then give scale 1.
+
+    >>> scale_from_amax(torch.tensor([448.0, 3.0, 0.0, torch.inf]), torch.float8_e4m3fn, "pow2")
+    tensor([1.0000, 0.0078, 1.0000, 1.0000])
+    """
+    raised = amax.clamp(min=eps)
+    usable = (raised > 0) & (raised < torch.inf)
+    if rule == "e8m0":
+        bits = (raised / largest(fp8_dtype)).view(torch.int32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+        scale = (exponent << 23).view(torch.float32)
+    else:
+        scale = 1.0 / encode_from_amax(raised, largest(fp8_dtype), power_of_2=rule == "pow2")
+    return torch.where(usable, scale, 1.0)
+
+
+def _expand(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Scales, one per block, as a matrix that broadcasts against one of ``shape``."""
+    if block[0] > 1:
+        scale = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
+    if block[1] > 1:
+        scale = scale.repeat_interleave(block[1], dim=1)[:, : shape[1]]
+    return scale
+
+
+def _encode(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[int]) -> Tensor:
+    encode = _expand((1.0 / scale).clamp(max=FLOAT32_MAX), block, x.shape)
+    limit = largest(fp8_dtype)
+    return (x.float() * encode).clamp(-limit, limit).to(fp8_dtype)
+
+
+def quantize(
+    x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float, align: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Current scaling: FP8 data, scales and amaxes of each block of ``x``."""
+    x = _align(x, align)
+    block_amax = amax(x, block)
+    if scales_by_column(block):
+        block_amax = block_amax.t().contiguous().t()
+    scale = scale_from_amax(block_amax, fp8_dtype, rule, eps)
+    return _encode(x, scale, fp8_dtype, block).contiguous(), scale, block_amax
+
+
+def quantize_pair(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``quantize`` of ``x`` and of its transpose: q, scale, q_t, scale_t and the column sums."""
+    q, scale, _ = quantize(x, fp8_dtype, block, rule, eps, align)
+    if block[0] == block[1]:
+        q_t, scale_t = q.t().contiguous(), scale.t().contiguous()
+    else:
+        q_t, scale_t, _ = quantize(x.t(), fp8_dtype, block, rule, eps, align)
+    return q, scale, q_t, scale_t, _column_sum(x, column_sum)
+
+
+def _column_sum(x: Tensor, wanted: bool) -> Tensor:
+    return x.float().sum(0) if wanted else x.new_empty(0, dtype=torch.float32)
+
+
+def cast(
+    x: Tensor,
+    scale: Tensor,
+    amax_slot: Tensor | None,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    align: int,
+) -> Tensor:
+    """Given scaling: FP8 data of ``x`` under ``scale``.
+
+    With ``amax_slot`` (one element) the amax of ``x`` is also recorded there: the slot becomes the
+    larger of its content and the amax.
+    """
+    if amax_slot is not None and x.numel():
+        amax_slot.copy_(torch.maximum(amax_slot, x.abs().max().float()))
+    scale = scale.view(1, 1) if scale.numel() == 1 else scale
+    return _encode(_align(x, align), scale, fp8_dtype, block).contiguous()
+
+
+def cast_pair(
+    x: Tensor,
+    scale: Tensor,
+    amax_slot: Tensor | None,
+    fp8_dtype: torch.dtype,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-tensor ``cast`` of ``x``, the same bytes transposed, and the column sums."""
+    q = cast(x, scale, amax_slot, fp8_dtype, (-1, -1), align)
+    return q, q.t().contiguous(), _column_sum(x, column_sum)
+
+
+def transpose(q: Tensor, align: int) -> Tensor:
+    """The transposed matrix of one-byte elements, contiguous and zero-padded."""
+    return _align(q.view(torch.uint8), align).t().contiguous().view(q.dtype)
+
+
+def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``q * scale``, multiplied in float32 and rounded once to ``dtype``."""
+    return (q.float() * _expand(scale, block, q.shape)).to(dtype)
+
+
+def scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], accumulated in float32.
+
+    ``fast_accum`` permits a GPU to accumulate with fewer bits; here it changes nothing.
+    """
+    if a_block[1] == -1 and b_block[1] == -1:
+        out = a.float() @ b.float().t()
+        out = out * _expand(a_scale, a_block, (a.shape[0], 1))
+        out = out * _expand(b_scale, b_block, (b.shape[0], 1)).t()
+    else:
+        left = dequantize(a, a_scale, a_block, torch.float32)
+        out = left @ dequantize(b, b_scale, b_block, torch.float32).t()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+def update_scales_(
+    history: Tensor,
+    amax: Tensor,
+    scale: Tensor,
+    steps: Tensor,
+    fp8_max: Tensor,
+    margin: int,
+    interval: int,
+    most_recent: bool,
+    power_of_2: bool,
+) -> None:
+    """Advance the delayed-scaling state of S slots, in place.
+
+    A slot whose ``amax`` is ``NO_DATA`` or not finite stays as it is. Any other slot's history
+    ([H, S], newest first) takes the amax in and drops its oldest; its ``steps`` count goes up; and
+    on every ``interval``-th step its decode ``scale`` becomes ``2 ** margin / encode`` with
+    ``encode = fp8_max / amax``, rounded down to a power of two if asked, of the newest or the
+    largest amax of the history. An amax of 0 keeps the scale. All ``amax`` end as ``NO_DATA``.
+    """
+    seen = (amax >= 0) & (amax < torch.inf)
+    rolled = torch.cat((amax[None], history[:-1]))
+    history.copy_(torch.where(seen, rolled, history))
+    steps.add_(seen)
+    chosen = history[0] if most_recent else history.amax(0)
+    encode = encode_from_amax(chosen, fp8_max, power_of_2=power_of_2) * 2.0**-margin
+    due = seen & (chosen > 0) & ((steps - 1) % interval == 0)
+    scale.copy_(torch.where(due, 1.0 / encode, scale))
+    amax.fill_(NO_DATA)

@@ -1,0 +1,33 @@
+"""Recipes (data), autocast (what is in force) and delayed-scaling state."""
+
+from float8lab.recipes.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    LinearPlan,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from float8lab.recipes.state import (
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    quantized_model_init,
+)
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "LinearPlan",
+    "MXFP8BlockScaling",
+    "Recipe",
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "quantized_model_init",
+]

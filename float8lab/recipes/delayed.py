@@ -1,0 +1,233 @@
+"""Delayed-scaling state: amax history and scale of every tensor that a module casts.
+
+A *slot* is the state of one cast tensor: an amax accumulator, a scale, a history column. A module's
+slots for one recipe are a ``DelayedSlots``; the slots of many modules lie side by side in a
+``ScalePack``, so that one launch, and across ranks one all-reduce, advances them all. Each
+``DelayedSlots`` starts in a pack of its own; the first region in which several packs are used
+merges them.
+
+Casts never read ``ScalePack.scale`` itself but ``ScalePack.live``, a copy made once per update:
+what backward or a recomputation saved stays what the forward used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8lab.ops import NO_DATA, amax_op, encode_from_amax, scale_from_amax, update_scales_op
+from float8lab.recipes.recipe import DelayedScaling
+
+__all__ = ["DelayedSlots", "ScalePack", "merge_packs"]
+
+_TENSORS = ("history", "amax", "scale", "steps", "fp8_max", "forward")
+
+
+class ScalePack:
+    """The packed state of S slots of one recipe, reduction group and device."""
+
+    __slots__ = (*_TENSORS, "recipe", "group", "members", "amaxes", "_live", "__weakref__")
+
+    history: Tensor  # [H, S] float32, newest first
+    amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
+    scale: Tensor  # [S] float32 decode scales
+    steps: Tensor  # [S] int32, updates that saw data; 0 means the scale was never set
+    fp8_max: Tensor  # [S] float32, largest value of the slot's format
+    forward: Tensor  # [S] bool, forward tensors (x, w), not gradients
+
+    def __init__(
+        self, recipe: DelayedScaling, group: Any, tensors: dict[str, Tensor]
+    ) -> None:
+        self.recipe = recipe
+        self.group = group
+        for name in _TENSORS:
+            setattr(self, name, tensors[name])
+        self.members: list[weakref.ref[DelayedSlots]] = []
+        self.amaxes: Sequence[Tensor] = self.amax.unbind()
+        self._live: Sequence[Tensor] | None = None
+
+    @property
+    def live(self) -> Sequence[Tensor]:
+        """One 0-d decode scale per slot, unchanged by later updates."""
+        if self._live is None:
+            self._live = self.scale.clone().unbind()
+        return self._live
+
+    def set_scale(self, slot: int, scale: Tensor) -> None:
+        """Give one slot a scale from outside its history."""
+        self.scale[slot] = scale.view(())
+        self._live = None
+
+    def update(self) -> None:
+        """Advance every slot that recorded an amax since the last update."""
+        recipe = self.recipe
+        if recipe.reduce_amax and dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=self.group)
+        if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
+            self._update_by_callables()
+        else:
+            update_scales_op(
+                self.history,
+                self.amax,
+                self.scale,
+                self.steps,
+                self.fp8_max,
+                recipe.margin,
+                recipe.interval,
+                recipe.amax_compute_algo == "most_recent",
+                recipe.power_of_2_scale,
+            )
+        self._live = None
+
+    def _update_by_callables(self) -> None:
+        """``update_scales_`` with the user's functions in place of the two formulas."""
+        recipe, algo = self.recipe, self.recipe.amax_compute_algo
+        seen = (self.amax >= 0) & (self.amax < torch.inf)
+        due = seen & (self.steps % recipe.interval == 0)
+        old = self.scale.clone()
+        update_scales_op(
+            self.history,
+            self.amax,
+            self.scale,
+            self.steps,
+            self.fp8_max,
+            recipe.margin,
+            recipe.interval,
+            algo == "most_recent",
+            recipe.power_of_2_scale,
+        )
+        if callable(algo):
+            chosen = algo(self.history)
+        else:
+            chosen = self.history[0] if algo == "most_recent" else self.history.amax(0)
+        if recipe.scaling_factor_compute_algo is not None:
+            encode = recipe.scaling_factor_compute_algo(chosen, 1.0 / old, self.fp8_max, recipe)
+        else:
+            encode = encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
+            encode = encode * 2.0**-recipe.margin
+        usable = due & (chosen > 0) & (chosen < torch.inf) & (encode > 0) & (encode < torch.inf)
+        self.scale.copy_(torch.where(usable, 1.0 / encode, old))
+
+    def discard_forward(self) -> None:
+        """Forget the amaxes of forward tensors recorded since the last update."""
+        self.amax.masked_fill_(self.forward, NO_DATA)
+
+
+class DelayedSlots:
+    """The slots of one module under one recipe: consecutive columns of a pack."""
+
+    __slots__ = ("fp8_dtypes", "pack", "seeded", "start", "weight_scale", "__weakref__")
+
+    def __init__(
+        self,
+        recipe: DelayedScaling,
+        group: Any,
+        *,
+        fp8_dtypes: Sequence[torch.dtype],
+        forward: Sequence[bool],
+        device: torch.device,
+    ) -> None:
+        count = len(fp8_dtypes)
+        limits = [torch.finfo(dtype).max for dtype in fp8_dtypes]
+        self.fp8_dtypes = tuple(fp8_dtypes)
+        self.seeded = [False] * count
+        self.weight_scale: tuple[Any, Tensor] | None = None
+        tensors = {
+            "history": torch.zeros(recipe.amax_history_len, count, device=device),
+            "amax": torch.full((count,), NO_DATA, device=device),
+            "scale": torch.ones(count, device=device),
+            "steps": torch.zeros(count, dtype=torch.int32, device=device),
+            "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
+            "forward": torch.tensor(forward, device=device),
+        }
+        self._adopt(ScalePack(recipe, group, tensors), 0)
+
+    def _adopt(self, pack: ScalePack, start: int) -> None:
+        self.pack, self.start = pack, start
+        pack.members.append(weakref.ref(self))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This module's columns of the pack (views)."""
+        columns = slice(self.start, self.start + len(self.fp8_dtypes))
+        return {name: getattr(self.pack, name)[..., columns] for name in _TENSORS}
+
+    def _separate(self, tensors: dict[str, Tensor]) -> None:
+        self._adopt(ScalePack(self.pack.recipe, self.pack.group, tensors), 0)
+
+    def to(self, device: torch.device) -> None:
+        """Move to another device, into a pack of its own."""
+        if self.pack.scale.device != device:
+            self.weight_scale = None
+            self._separate({k: t.to(device, copy=True) for k, t in self.tensors().items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "recipe": self.pack.recipe,
+            "fp8_dtypes": self.fp8_dtypes,
+            "seeded": list(self.seeded),
+            "tensors": {name: t.clone() for name, t in self.tensors().items()},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.fp8_dtypes = state["fp8_dtypes"]
+        self.seeded = state["seeded"]
+        self.weight_scale = None
+        self._adopt(ScalePack(state["recipe"], None, state["tensors"]), 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedSlots:
+        copy = DelayedSlots.__new__(DelayedSlots)
+        copy.__setstate__(self.__getstate__())
+        copy.pack.group = self.pack.group
+        memo[id(self)] = copy
+        return copy
+
+    def scale_for(self, index: int, x: Tensor, *, record: bool) -> tuple[Tensor, Tensor | None]:
+        """Scale to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
+        slot = self.start + index
+        if not self.seeded[index]:
+            # Without history there is no scale yet: this tensor's own is used, and kept if it may.
+            scale = self._own_scale(index, x)
+            if not record:
+                return scale, None
+            if x.numel():
+                self.pack.set_scale(slot, scale)
+                self.seeded[index] = True
+        pack = self.pack
+        return pack.live[slot], pack.amaxes[slot] if record else None
+
+    def observe(self, index: int, x: Tensor) -> None:
+        """Record the amax of ``x`` without casting it (calibration)."""
+        if x.numel() == 0:
+            return
+        if not self.seeded[index]:
+            self.pack.set_scale(self.start + index, self._own_scale(index, x))
+            self.seeded[index] = True
+        slot = self.pack.amaxes[self.start + index]
+        slot.copy_(torch.maximum(slot, amax_op(x, (-1, -1)).view(())))
+
+    def _own_scale(self, index: int, x: Tensor) -> Tensor:
+        recipe = self.pack.recipe
+        rule = "pow2" if recipe.power_of_2_scale else "fp32"
+        scale = scale_from_amax(amax_op(x, (-1, -1)), self.fp8_dtypes[index], rule)
+        return scale * 2.0**recipe.margin
+
+
+def merge_packs(packs: Iterable[ScalePack]) -> ScalePack:
+    """Lay the slots of several packs of one recipe and group side by side in a new one."""
+    packs = list(packs)
+    if len(packs) == 1:
+        return packs[0]
+    members = [m for pack in packs for ref in pack.members if (m := ref()) and m.pack is pack]
+    columns = [member.tensors() for member in members]
+    tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
+    merged = ScalePack(packs[0].recipe, packs[0].group, tensors)
+    start = 0
+    for member in members:
+        member._adopt(merged, start)
+        start += len(member.fp8_dtypes)
+    return merged

@@ -1,0 +1,326 @@
+"""Recipes: how the three GEMMs of a linear layer are cast to FP8, as plain frozen data.
+
+``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad), ``dw = dy.T @ x`` (wgrad). A recipe gives one
+``Float8Spec`` each to x, w and dy, says which GEMMs run in FP8, and where the amax comes from.
+``Recipe.linear`` holds exactly that; modules read it and never ask for a recipe's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from float8lab.formats import Float8Spec, largest
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "LinearPlan",
+    "MXFP8BlockScaling",
+    "Recipe",
+]
+
+
+class _FormatPair(NamedTuple):
+    forward: torch.dtype
+    backward: torch.dtype
+
+    @property
+    def max_fwd(self) -> float:
+        """Largest finite value of the forward tensors' format."""
+        return largest(self.forward)
+
+    @property
+    def max_bwd(self) -> float:
+        """Largest finite value of the gradients' format."""
+        return largest(self.backward)
+
+
+class Format(Enum):
+    """FP8 formats of the forward tensors (x, w) and of the gradients (dy)."""
+
+    E4M3 = _FormatPair(torch.float8_e4m3fn, torch.float8_e4m3fn)
+    """Everything in e4m3: 3 mantissa bits, largest value 448."""
+    E5M2 = _FormatPair(torch.float8_e5m2, torch.float8_e5m2)
+    """Everything in e5m2: 2 mantissa bits, largest value 57344."""
+    HYBRID = _FormatPair(torch.float8_e4m3fn, torch.float8_e5m2)
+    """e4m3 forward, e5m2 for gradients."""
+
+
+class LinearPlan(NamedTuple):
+    """What a linear layer does under a recipe."""
+
+    x: Float8Spec
+    w: Float8Spec
+    dy: Float8Spec
+    fprop: bool
+    """Whether the GEMM runs in FP8; so too dgrad and wgrad."""
+    dgrad: bool
+    wgrad: bool
+    fast_accum: tuple[bool, bool, bool]
+    """Per GEMM: let the tensor cores accumulate with fewer bits."""
+    delayed: bool
+    """Scales come from the amax history; else from the tensor itself."""
+    amax_epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Recipe:
+    """Base of all recipes: frozen, keyword-only, equal and hashed by value."""
+
+    fp8_format: Format = Format.HYBRID
+    """Number formats of forward tensors and gradients."""
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    """Run the fprop, dgrad, wgrad GEMM in high precision instead of FP8."""
+    fast_accum: tuple[bool, bool, bool] = (True, False, False)
+    """Let the fprop, dgrad, wgrad GEMM accumulate with fewer bits where the GPU offers it."""
+    fp8_dpa: bool = False
+    """Run dot-product attention in FP8 (read by attention modules only)."""
+    fp8_mha: bool = False
+    """Keep FP8 between attention and its projections (read by attention modules only)."""
+
+    def __post_init__(self) -> None:
+        for name in ("override_linear_precision", "fast_accum"):
+            self._require(_is_bool_triple(getattr(self, name)), name, "a tuple of three bools")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                self._require(isinstance(value, bool), field.name, "a bool")
+        self._require(isinstance(self.fp8_format, Format), "fp8_format", "a recipes.Format")
+        self._check()
+        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        shown = [
+            f"{f.name}={_show(value)}"
+            for f, (_, value) in zip(fields(self), values, strict=True)
+            if value != f.default
+        ]
+        key = (type(self), *values)
+        object.__setattr__(self, "_repr", f"{type(self).__name__}({', '.join(shown)})")
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key))
+        object.__setattr__(self, "linear", self._plan())
+
+    # Set once on each instance by __post_init__. Declared as ClassVar to keep them from being
+    # dataclass fields: they take no part in __init__, fields() or replace().
+    linear: ClassVar[LinearPlan]
+    _repr: ClassVar[str]
+    _key: ClassVar[tuple[Any, ...]]
+    _hash: ClassVar[int]
+
+    def _require(self, condition: bool, field: str, requirement: str) -> None:
+        if not condition:
+            raise ValueError(
+                f"{field} must be {requirement}; got {getattr(self, field)!r}. "
+                f"See the fields of recipes.{type(self).__name__}."
+            )
+
+    def _check(self) -> None:
+        """Check the fields of a subclass."""
+
+    def _plan(self) -> LinearPlan:
+        raise NotImplementedError("construct one of the recipes in float8lab.recipes")
+
+    def _make_plan(
+        self,
+        *,
+        x: tuple[int, int],
+        w: tuple[int, int],
+        scale_rule: str = "fp32",
+        wgrad: bool = True,
+        delayed: bool = False,
+        amax_epsilon: float = 0.0,
+    ) -> LinearPlan:
+        forward, backward = self.fp8_format.value
+        high = self.override_linear_precision
+        return LinearPlan(
+            x=Float8Spec(forward, x, scale_rule),
+            w=Float8Spec(forward, w, scale_rule),
+            dy=Float8Spec(backward, x, scale_rule),
+            fprop=not high[0],
+            dgrad=not high[1],
+            wgrad=wgrad and not high[2],
+            fast_accum=self.fast_accum,
+            delayed=delayed,
+            amax_epsilon=amax_epsilon,
+        )
+
+    def __repr__(self) -> str:
+        return self._repr
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Recipe) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Format):
+        return f"Format.{value.name}"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _is_bool_triple(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and all(isinstance(v, bool) for v in value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DelayedScaling(Recipe):
+    """One scale per tensor, computed from the amaxes of earlier steps.
+
+    ``encode = 2 ** (floor(log2(largest / amax)) - margin)``, with amax chosen from a history of
+    ``amax_history_len`` steps; the decode scale is its inverse. A tensor without history is scaled
+    by its own amax.
+    """
+
+    margin: int = 0
+    """The encode scale is divided by ``2 ** margin``, which leaves room for growth."""
+    interval: int = 1
+    """Recompute the scale on every ``interval``-th step."""
+    amax_history_len: int = 1
+    """Steps that the amax history remembers."""
+    amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "most_recent"
+    """``"max"`` of the history, its ``"most_recent"`` entry, or a function from the history
+    ``[amax_history_len, slots]`` (newest first) to one amax per slot."""
+    scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
+    """Replaces the formula: ``f(amax, old_scaling_factor, fp8_max, recipe)`` returns the new
+    encode scales; all tensors are ``[slots]``."""
+    reduce_amax: bool = True
+    """Reduce amaxes over the ranks of the autocast's group at every update."""
+    power_of_2_scale: bool = True
+    """Round the encode scale down to a power of two, which makes casting back exact."""
+
+    def _check(self) -> None:
+        algo, factor = self.amax_compute_algo, self.scaling_factor_compute_algo
+        known = algo in ("max", "most_recent") if isinstance(algo, str) else callable(algo)
+        self._require(_is_int(self.margin), "margin", "an integer")
+        self._require(_is_int(self.interval) and self.interval > 0, "interval", "an integer > 0")
+        self._require(
+            _is_int(self.amax_history_len) and self.amax_history_len > 0,
+            "amax_history_len",
+            "an integer > 0",
+        )
+        self._require(known, "amax_compute_algo", '"max", "most_recent" or a callable')
+        self._require(
+            factor is None or callable(factor), "scaling_factor_compute_algo", "None or a callable"
+        )
+        _require_no_pure_e5m2(self)
+
+    def _plan(self) -> LinearPlan:
+        rule = "pow2" if self.power_of_2_scale else "fp32"
+        return self._make_plan(x=(-1, -1), w=(-1, -1), scale_rule=rule, delayed=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Float8CurrentScaling(Recipe):
+    """One scale per tensor, computed from the tensor itself: ``amax / largest``."""
+
+    power_of_2_scale: bool = False
+    """Round the encode scale down to a power of two."""
+    amax_epsilon: float = 0.0
+    """Amaxes are raised to at least this."""
+
+    def _check(self) -> None:
+        _require_epsilon(self, self.amax_epsilon)
+        _require_no_pure_e5m2(self)
+
+    def _plan(self) -> LinearPlan:
+        rule = "pow2" if self.power_of_2_scale else "fp32"
+        return self._make_plan(
+            x=(-1, -1), w=(-1, -1), scale_rule=rule, amax_epsilon=self.amax_epsilon
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Float8RowwiseScaling(Recipe):
+    """One scale per token and per output channel (per row of each GEMM operand)."""
+
+    fp8_format: Format = Format.E4M3
+    power_of_2_scale: bool = False
+    """Round the encode scales down to a power of two."""
+    amax_epsilon: float = 0.0
+    """Amaxes are raised to at least this."""
+    high_precision_wgrad: bool = False
+    """Compute the weight gradient in high precision."""
+
+    def _check(self) -> None:
+        _require_epsilon(self, self.amax_epsilon)
+        _require_no_pure_e5m2(self)
+
+    def _plan(self) -> LinearPlan:
+        return self._make_plan(
+            x=(1, -1),
+            w=(1, -1),
+            scale_rule="pow2" if self.power_of_2_scale else "fp32",
+            wgrad=not self.high_precision_wgrad,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Float8BlockScaling(Recipe):
+    """1x128 blocks for activations and gradients, 128x128 blocks for weights.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+    """
+
+    fp8_format: Format = Format.E4M3
+    fast_accum: tuple[bool, bool, bool] = (False, False, False)
+    power_of_2_scale: bool = False
+    """Round the encode scales down to a power of two."""
+    amax_epsilon: float = 0.0
+    """Amaxes are raised to at least this."""
+
+    def _check(self) -> None:
+        _require_epsilon(self, self.amax_epsilon)
+        _require_no_pure_e5m2(self)
+
+    def _plan(self) -> LinearPlan:
+        return self._make_plan(
+            x=(1, 128),
+            w=(128, 128),
+            scale_rule="pow2" if self.power_of_2_scale else "fp32",
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MXFP8BlockScaling(Recipe):
+    """OCP MX: 1x32 blocks with power-of-two (e8m0) scales, along the contraction of every GEMM.
+
+    Hopper has no MX tensor cores: there the operands are quantized, dequantized and multiplied in
+    high precision, and reports say so.
+    """
+
+    fp8_format: Format = Format.E4M3
+    fast_accum: tuple[bool, bool, bool] = (False, False, False)
+
+    def _check(self) -> None:
+        _require_no_pure_e5m2(self)
+
+    def _plan(self) -> LinearPlan:
+        return self._make_plan(x=(1, 32), w=(1, 32), scale_rule="e8m0")
+
+
+def _require_no_pure_e5m2(recipe: Recipe) -> None:
+    recipe._require(
+        recipe.fp8_format is not Format.E5M2,
+        "fp8_format",
+        "Format.E4M3 or Format.HYBRID (no GPU multiplies e5m2 by e5m2)",
+    )
+
+
+def _require_epsilon(recipe: Recipe, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    recipe._require(number and 0 <= value < float("inf"), "amax_epsilon", "a finite number >= 0")

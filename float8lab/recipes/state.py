@@ -1,0 +1,298 @@
+"""What is in force right now: ``autocast``, ``fp8_model_init``, regions and their bookkeeping.
+
+``STATE`` is the library's only global: one object, saved on entry and restored on exit of every
+context manager. A *region* is the span between the entry and the exit of the outermost enabled (or
+calibrating) autocast, or one call of a model converted with a delayed recipe; delayed scaling
+advances when it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from float8lab.recipes.delayed import ScalePack, merge_packs
+from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+
+__all__ = [
+    "DEFAULT_RECIPE",
+    "STATE",
+    "Region",
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "in_backward",
+    "quantized_model_init",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+DEFAULT_RECIPE = DelayedScaling()
+"""What ``autocast`` uses when it is given no recipe."""
+
+
+class _State:
+    __slots__ = ("enabled", "recipe", "calibrating", "group", "region", "init", "watch")
+
+    def __init__(self) -> None:
+        self.enabled: bool | None = None  # None: no autocast is active
+        self.recipe: Recipe | None = None  # None: the autocast named none
+        self.calibrating = False
+        self.group: Any = None
+        self.region: Region | None = None
+        self.init: _ModelInit | None = None
+        self.watch = True  # look for autocast regions without an FP8 module, until one has any
+
+
+STATE = _State()
+
+
+def in_backward() -> bool:
+    """Whether an autograd backward pass is running on this thread.
+
+    A module called there is being recomputed by activation checkpointing.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+class Region:
+    """The delayed-scaling packs that recorded amaxes since the region began."""
+
+    __slots__ = ("packs", "fp8_calls", "silent")
+
+    def __init__(self) -> None:
+        self.packs: dict[ScalePack, None] = {}
+        self.fp8_calls = 0
+        # Recomputation in backward re-enters user code, autocast included; nothing advances then.
+        self.silent = in_backward()
+
+    def close(self) -> None:
+        """Advance all scales, one launch for each recipe, reduction group and device."""
+        if self.silent or not self.packs:
+            return
+        batches: dict[Any, list[ScalePack]] = {}
+        for pack in self.packs:
+            batches.setdefault((pack.recipe, pack.group, pack.scale.device), []).append(pack)
+        for batch in batches.values():
+            merge_packs(batch).update()
+
+    def discard(self) -> None:
+        """Forget what the forward recorded: the region did not finish."""
+        for pack in self.packs:
+            pack.discard_forward()
+
+
+class autocast:
+    """Run float8lab modules in FP8 inside the ``with`` block; also usable as a decorator.
+
+    Wrap the forward pass; backward follows by itself. Modules of a converted model use
+    ``recipe`` in place of their own, except those whose recipe was set by ``overrides``. Regions
+    nest, the innermost wins. Delayed-scaling state advances when the outermost enabled region ends
+    without an exception.
+
+    Args:
+        enabled: False turns FP8 off inside, for every module.
+        calibrating: record amaxes without quantizing, so that scales are ready later; has an effect
+            of its own when ``enabled`` is False and the recipe is a delayed one.
+        recipe: None leaves a converted module its own recipe; any other module uses
+            ``DelayedScaling()``.
+        amax_reduction_group: process group over which delayed scaling reduces amaxes; None is the
+            default group, if torch.distributed is initialised.
+
+    Raises:
+        TypeError: ``recipe`` is not a recipe.
+        RuntimeError: an instance is entered while it is already active.
+
+    >>> layer = float8lab.Linear(32, 32, device="cpu")
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     y = layer(torch.ones(4, 32))
+    """
+
+    __slots__ = ("_enabled", "_calibrating", "_recipe", "_group", "_outer", "_region", "_watcher")
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipe must be one of float8lab.recipes; got {type(recipe).__name__}. "
+                "Construct one, for example recipes.DelayedScaling()."
+            )
+        self._enabled = bool(enabled)
+        self._calibrating = bool(calibrating)
+        self._recipe = recipe
+        self._group = amax_reduction_group
+        self._outer: tuple[Any, ...] | None = None
+        self._region: Region | None = None
+        self._watcher: _ModuleWatcher | None = None
+
+    def __enter__(self) -> autocast:
+        if self._outer is not None:
+            raise RuntimeError(
+                "autocast must not be entered again while it is active; got the same instance "
+                "nested in itself. Create a second autocast(...) for the inner block."
+            )
+        state = STATE
+        self._outer = (state.enabled, state.recipe, state.calibrating, state.group, state.region)
+        state.enabled = self._enabled
+        state.recipe = self._recipe
+        state.calibrating = self._calibrating
+        state.group = self._group
+        if state.region is None and (self._enabled or self._calibrating):
+            state.region = self._region = Region()
+            if state.watch and self._enabled and not torch.compiler.is_compiling():
+                self._watcher = _ModuleWatcher()
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        state, region, outer = STATE, self._region, self._outer
+        assert outer is not None, "__exit__ follows __enter__"
+        state.enabled, state.recipe, state.calibrating, state.group, state.region = outer
+        self._outer = self._region = None
+        if region is None:
+            return
+        if self._watcher is not None:
+            watcher, self._watcher = self._watcher, None
+            watcher.finish(region, warn=exc_type is None)
+        if exc_type is None:
+            region.close()
+        else:
+            region.discard()
+
+    def __call__(self, function: _F) -> _F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with autocast(self._enabled, self._calibrating, self._recipe, self._group):
+                return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]  # same signature as function
+
+
+class fp8_autocast(autocast):
+    """``autocast`` under its older name and parameter names.
+
+    Args:
+        enabled: as in ``autocast``.
+        calibrating: as in ``autocast``.
+        fp8_recipe: ``recipe`` of ``autocast``.
+        fp8_group: ``amax_reduction_group`` of ``autocast``.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: Any = None,
+    ) -> None:
+        super().__init__(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+class _ModuleWatcher:
+    """Counts the leaf modules that run in a region, to say what an FP8-less region held.
+
+    Active only until the first region in which FP8 ran: after that it costs nothing.
+    """
+
+    __slots__ = ("seen", "_handle")
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self._handle = nn.modules.module.register_module_forward_pre_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any) -> None:
+        if next(module.children(), None) is None:
+            self.seen[type(module).__name__] += 1
+
+    def finish(self, region: Region, *, warn: bool) -> None:
+        self._handle.remove()
+        if region.fp8_calls:
+            STATE.watch = False
+        elif warn and not region.silent:
+            STATE.watch = False
+            seen = ", ".join(f"{n} x {name}" for name, n in sorted(self.seen.items()))
+            warnings.warn(
+                f"No FP8 module ran inside autocast(enabled=True); it saw "
+                f"{seen or 'no module call'}. Convert the model with "
+                "float8lab.convert_to_float8(model) or build it from float8lab modules.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+class _ModelInit:
+    __slots__ = ("recipe", "preserve_high_precision_init_val")
+
+    def __init__(self, recipe: Recipe, preserve_high_precision_init_val: bool) -> None:
+        self.recipe = recipe
+        self.preserve_high_precision_init_val = preserve_high_precision_init_val
+
+
+class quantized_model_init:
+    """Modules created inside keep their weights in FP8 only, one byte a parameter.
+
+    For inference, for frozen base weights (LoRA), and for training with an optimizer that holds
+    high-precision master weights. Also usable as a decorator.
+
+    Args:
+        enabled: False restores ordinary weights inside an enabled block.
+        recipe: its weight format and granularity are used; None is ``Float8CurrentScaling()``.
+        preserve_high_precision_init_val: keep the initial values on the CPU for master weights;
+            ``parameter.get_high_precision_init_val()`` returns them and
+            ``parameter.clear_high_precision_init_val()`` frees them.
+    """
+
+    __slots__ = ("_enabled", "_recipe", "_preserve", "_outer")
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipe must be one of float8lab.recipes; got {type(recipe).__name__}. "
+                "Construct one, for example recipes.Float8CurrentScaling()."
+            )
+        self._enabled = bool(enabled)
+        self._recipe = recipe
+        self._preserve = bool(preserve_high_precision_init_val)
+        self._outer: list[_ModelInit | None] = []
+
+    def __enter__(self) -> quantized_model_init:
+        self._outer.append(STATE.init)
+        recipe = self._recipe if self._recipe is not None else Float8CurrentScaling()
+        STATE.init = _ModelInit(recipe, self._preserve) if self._enabled else None
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        STATE.init = self._outer.pop()
+
+    def __call__(self, function: _F) -> _F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]  # same signature as function
+
+
+class fp8_model_init(quantized_model_init):
+    """``quantized_model_init`` under its older name."""
+
+    __slots__ = ()

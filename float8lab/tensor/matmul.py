@@ -1,0 +1,80 @@
+"""Handlers of matrix products: FP8 GEMMs where the scales permit.  M, N, K as in ``ops.gemm``.
+
+A GEMM contracts K, so no scale may change along it except blockwise: each operand must be scaled
+per tensor, per row of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is
+quantized to match its partner; a pair that does not fit is dequantized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.ops import quantize_op, scaled_mm_op, transpose_op
+from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.float8_tensor import Float8Tensor
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+# Specs of two operands in [rows, K] form that one FP8 GEMM takes: scales constant along K, or
+# blocks of equal length along it.
+_WHOLE = ((-1, -1), (1, -1))
+_BLOCKS = {(1, 128): ((1, 128), (128, 128)), (128, 128): ((1, 128),), (1, 32): ((1, 32),)}
+
+
+def _compatible(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return (a in _WHOLE and b in _WHOLE) or b in _BLOCKS.get(tuple(a), ())
+
+
+def _partner_spec(spec: Float8Spec) -> Float8Spec:
+    """How to quantize an ordinary tensor that meets one of ``spec``."""
+    block = (1, 128) if spec.block == (128, 128) else spec.block
+    return Float8Spec(spec.fp8_dtype, block, spec.scale_rule)
+
+
+def _rows_by_k(x: Any, partner: Float8Spec) -> tuple[Tensor, Tensor, Float8Spec]:
+    """An operand in [rows, K] form as contiguous data, scales and spec."""
+    if isinstance(x, Float8Tensor):
+        q = x.qdata if x.qdata.is_contiguous() else transpose_op(x.qdata.t(), 1)
+        return q, x.scale, x.spec
+    spec = _partner_spec(partner)
+    q, scale, _ = quantize_op(x, spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, 1)
+    return q, scale, spec
+
+
+def _product(a: Any, b_t: Any, bias: Tensor | None) -> Tensor | None:
+    """``a @ b_t.T + bias`` in FP8, or None if the two cannot meet in one FP8 GEMM."""
+    specs = [x.spec for x in (a, b_t) if isinstance(x, Float8Tensor)]
+    plain = [x for x in (a, b_t) if not isinstance(x, Float8Tensor)]
+    if any(x.dtype not in HIGH_PRECISION_DTYPES for x in plain) or isinstance(bias, Float8Tensor):
+        return None
+    first = specs[0].block
+    second = specs[1].block if len(specs) == 2 else _partner_spec(specs[0]).block
+    if not _compatible(first, second):
+        return None
+    qa, scale_a, spec_a = _rows_by_k(a, specs[0])
+    qb, scale_b, spec_b = _rows_by_k(b_t, specs[0])
+    return scaled_mm_op(
+        qa, scale_a, spec_a.block, qb, scale_b, spec_b.block, bias, a.dtype, False
+    )  # type: ignore[no-any-return]  # an op of torch.library is untyped
+
+
+@implements(aten.mm.default)
+def _mm(op: Any, a: Any, b: Any) -> Any:
+    out = _product(a, b.t(), None)
+    return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
+
+
+@implements(aten.addmm.default)
+def _addmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    is_bias = bias.ndim == 1 and beta == 1 and alpha == 1
+    out = _product(a, b.t(), bias) if is_bias else None
+    if out is None:
+        kwargs = {"beta": beta, "alpha": alpha}
+        return run_fallback(Float8Tensor, op, (bias, a, b), kwargs)
+    return out
