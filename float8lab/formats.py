@@ -102,7 +102,7 @@ class Float8Spec:
     def expand(self, ndim: int) -> Float8Spec:
         """This matrix spec for a tensor of ``ndim`` dimensions.
 
-        A per-tensor block covers the leading dimensions too; any other block treats them as a batch.
+        A per-tensor block covers the leading dimensions too; any other treats them as a batch.
 
         >>> Float8Spec(block=(1, 128)).expand(3).block, Float8Spec().expand(3).block
         ((1, 1, 128), (-1, -1, -1))
@@ -129,9 +129,10 @@ class Float8Spec:
         """The usual name of the block shape, for people to read."""
         if self.per_tensor:
             return "tensor"
-        names = {(1, -1): "row", (-1, 1): "column"}
-        tail = tuple(self.block[-2:])
-        return names.get(tail, "x".join("all" if b == -1 else str(b) for b in self.block))
+        names: dict[tuple[int, ...], str] = {(1, -1): "row", (-1, 1): "column"}
+        return names.get(
+            self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
+        )
 
     def describe(self) -> str:
         """One short phrase, as reprs and reports print it.
@@ -145,5 +146,3 @@ class Float8Spec:
     def largest(self) -> float:
         """Largest finite value of the format."""
         return largest(self.fp8_dtype)
-
-

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -117,7 +117,7 @@ def matches(name: str, pattern: str) -> bool:
     return found or fnmatchcase(name, pattern)
 
 
-def convert_to_float8(  # noqa: PLR0913  # each is a keyword that users set on its own
+def convert_to_float8(  # each is a keyword that users set on its own
     model: nn.Module,
     recipe: Recipe | None = None,
     *,
@@ -157,7 +157,7 @@ def convert_to_float8(  # noqa: PLR0913  # each is a keyword that users set on i
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
     >>> print(float8lab.convert_to_float8(model, exclude=["1"]))
-    layer  out x in                                  share
+    layer  out x in                                    share
     0      128 x 64  FP8      Float8CurrentScaling()  89.0 %
     1      8 x 128   skipped  excluded by '1'         11.0 %
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
@@ -165,7 +165,10 @@ def convert_to_float8(  # noqa: PLR0913  # each is a keyword that users set on i
     base = Float8CurrentScaling() if recipe is None else recipe
     overrides = dict(overrides or {})
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    for name, value in [("recipe", base), *((f"overrides[{k!r}]", v) for k, v in overrides.items())]:
+    for name, value in [
+        ("recipe", base),
+        *((f"overrides[{k!r}]", v) for k, v in overrides.items()),
+    ]:
         if not isinstance(value, Recipe) and not (value is None and name != "recipe"):
             raise TypeError(
                 f"{name} must be one of float8lab.recipes; got {type(value).__name__}. "
@@ -185,7 +188,7 @@ def convert_to_float8(  # noqa: PLR0913  # each is a keyword that users set on i
     report = ConversionReport(
         layers=tuple(plan.report for plan in plans),
         unmatched=unmatched,
-        total_parameters=sum(p.numel() for p in model.parameters()),
+        total_parameters=sum(_size(p) for p in model.parameters()),
         notes=_notes(plans),
     )
     undone = [plan.report for plan in plans if plan.failed]
@@ -255,8 +258,12 @@ def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, int], int]:
         count = weight.numel() + (0 if layer.in_proj_bias is None else layer.in_proj_bias.numel())
         return (weight.shape[0], weight.shape[1]), count
     shape = (layer.out_features, layer.in_features)
-    own = [p for p in layer.parameters() if not isinstance(p, UninitializedTensorMixin)]
-    return shape, sum(p.numel() for p in own)  # type: ignore[return-value]  # ints of nn.Linear
+    return shape, sum(_size(p) for p in layer.parameters())  # type: ignore[return-value]  # ints
+
+
+def _size(parameter: Tensor) -> int:
+    """Number of elements; 0 for a lazy layer's parameter that has no shape yet."""
+    return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel()
 
 
 def _obstacle(layer: nn.Module, *, told: bool) -> str | None:
@@ -265,7 +272,7 @@ def _obstacle(layer: nn.Module, *, told: bool) -> str | None:
         return "torch.nn.MultiheadAttention multiplies in a fused function"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "its weight is used by torch.nn.MultiheadAttention directly"
-    if any(isinstance(p, UninitializedTensorMixin) for p in layer.parameters()):
+    if any(isinstance(p, UninitializedParameter) for p in layer.parameters()):
         return "not initialised yet; run one batch first"
     if isinstance(layer, Linear):
         return None
@@ -290,20 +297,18 @@ def _notes(plans: Sequence[_LayerPlan]) -> tuple[str, ...]:
         if not has_fp8_gemm(linear.x.block, linear.w.block, device):
             emulated[plan.recipe] = device
     return tuple(
-        f"{recipe}: {device} has no such FP8 GEMM; tensors are quantized, dequantized and "
-        "multiplied in high precision"
+        f"{recipe}: no FP8 GEMM on {device}: quantized, then multiplied in high precision"
         for recipe, device in emulated.items()
     )
 
 
 def _convert_layer(plan: _LayerPlan) -> None:
-    layer = plan.layer
+    layer: Any = plan.layer  # its class changes below
     if not isinstance(layer, Linear):
         layer.__class__ = _class_of(layer, _float8_class)
         layer._fp8 = Precision()
-    precision: Precision = layer._fp8  # type: ignore[assignment]  # a Linear's Precision
-    precision.recipe, precision.pinned = plan.recipe, plan.pinned
-    precision.name = plan.report.name
+    layer._fp8.recipe, layer._fp8.pinned = plan.recipe, plan.pinned
+    layer._fp8.name = plan.report.name
 
 
 _CLASSES: dict[type, type] = {nn.Linear: Linear}

@@ -116,7 +116,7 @@ class Linear(nn.Linear):
     _split: dict[str, int] | None = None
     _init_method: Callable[[Tensor], Any] | None = None
 
-    def __init__(  # noqa: PLR0913  # the signature is the interface that users' code is written for
+    def __init__(  # the signature is the interface that users' code is written for
         self,
         in_features: int,
         out_features: int,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.precision import DY, W, Call, X
+from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import (
     cast_op,
     cast_pair_op,
@@ -93,6 +93,11 @@ def _gemm(
     return out
 
 
+def _compress(scale: Tensor, spec: Float8Spec) -> Tensor:
+    """Scales as they are saved for backward: one byte each where that is exact."""
+    return scale.to(torch.float8_e8m0fnu) if spec.scale_rule == "e8m0" else scale
+
+
 def _crop(x: Tensor, rows: int, columns: int) -> Tensor:
     return x if x.shape == (rows, columns) else x[:rows, :columns]
 
@@ -118,7 +123,9 @@ def _stored(weight: Tensor, spec: Float8Spec) -> _Operand | None:
     if q.shape != (rows, columns):
         pad = (0, columns - q.shape[1], 0, rows - q.shape[0])
         q = torch.nn.functional.pad(q.view(torch.uint8), pad).view(q.dtype)
-        missing = [n - h for n, h in zip(spec.scale_shape(q.shape), weight.scale.shape, strict=True)]
+        missing = [
+            n - h for n, h in zip(spec.scale_shape(q.shape), weight.scale.shape, strict=True)
+        ]
         pad = (0, missing[1], 0, missing[0])
         return q, torch.nn.functional.pad(weight.scale, pad, value=1.0)
     return q, weight.scale
@@ -169,7 +176,7 @@ def _cast_weight(weight: Tensor, call: Call) -> _Operand:
 class _WeightVersion:
     """Equal for the same tensor object with the same contents, as far as torch can tell."""
 
-    __slots__ = ("_tensor", "_key")
+    __slots__ = ("_key", "_tensor")
 
     def __init__(self, weight: Tensor, recipe: Recipe) -> None:
         self._tensor = weakref.ref(weight)
@@ -237,8 +244,8 @@ class _Linear(torch.autograd.Function):
             y = torch.nn.functional.linear(x2.to(dtype), _plain(weight).to(dtype), plain)
 
         saved_x: tuple[Tensor | None, Tensor | None] = (None, None)
-        if keep_x_t:
-            saved_x = x_t  # type: ignore[assignment]  # set above whenever keep_x_t
+        if x_t is not None:
+            saved_x = (x_t[0], _compress(x_t[1], plan.x))
         elif needs_dw:
             saved_x = (x2, None)
         saved_w: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -271,22 +278,24 @@ class _Linear(torch.autograd.Function):
             dy_t = _cast(dy2.t(), plan.dy, DY, call)
 
         dx = dw = db = None
-        if fp8_dx:
+        if dy_q is not None:
             w_t = _transposed_weight(saved_w, w_scale, call)
-            dx = _gemm(dy_q, plan.dy, w_t, plan.w, None, x_dtype, plan.fast_accum[1])  # type: ignore[arg-type]
+            dx = _gemm(dy_q, plan.dy, w_t, plan.w, None, x_dtype, plan.fast_accum[1])
             dx = _crop(dx, M, K).reshape(x_shape)
         elif needs_dx:
             dx = (dy2 @ _plain(saved_w).to(dy.dtype)).to(x_dtype).reshape(x_shape)
         if needs_dw:
             fused = call.fused_weight
-            dtype = w_dtype if fused is None else fused.main_grad.dtype  # type: ignore[attr-defined]
-            if fp8_dw:
-                dw = _gemm(dy_t, plan.dy, (saved_x, x_scale), plan.x, None, dtype, plan.fast_accum[2])  # type: ignore[arg-type]
+            dtype = w_dtype if fused is None else fused.main_grad.dtype
+            if dy_t is not None:
+                x_t = (saved_x, x_scale.float())
+                dw = _gemm(dy_t, plan.dy, x_t, plan.x, None, dtype, plan.fast_accum[2])
                 dw = _crop(dw, N, K)
             else:
                 dw = (dy2.t() @ saved_x.to(dy.dtype)).to(dtype)
             if fused is not None:
-                dw = _accumulate(fused, dw, overwrite=call.first_microbatch is True)
+                _accumulate(fused, dw, overwrite=call.first_microbatch is True)
+                dw = None
         if needs_db:
             db = (dy2.sum(0, dtype=torch.float32) if total is None else total).to(ctx.bias_dtype)
         return dx, dw, db, None

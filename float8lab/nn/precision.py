@@ -7,6 +7,7 @@ and its backward uses what the forward was given.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -18,7 +19,7 @@ from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.state import DEFAULT_RECIPE, STATE, in_backward
 
-__all__ = ["DY", "W", "X", "Call", "Precision"]
+__all__ = ["DY", "Call", "Precision", "W", "X"]
 
 X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
@@ -28,8 +29,15 @@ class Call:
     """How one forward call of a module, and its backward, run in FP8."""
 
     __slots__ = (
-        "plan", "recipe", "slots", "record", "fixed", "used", "precision", "first_microbatch",
+        "first_microbatch",
+        "fixed",
         "fused_weight",
+        "plan",
+        "precision",
+        "recipe",
+        "record",
+        "slots",
+        "used",
     )  # fmt: skip
 
     def __init__(self, recipe: Recipe, slots: DelayedSlots | None, record: bool) -> None:
@@ -41,7 +49,7 @@ class Call:
         self.used: dict[int, Tensor] = {}  # scales of forward tensors, for such a recomputation
         self.precision: Precision | None = None
         self.first_microbatch: bool | None = None
-        self.fused_weight: Tensor | None = None  # weight whose gradient goes into its main_grad
+        self.fused_weight: Any = None  # weight whose gradient goes into its main_grad
 
     def scale(self, index: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Delayed scaling: decode scale for tensor ``index``, and the slot for its amax."""
@@ -97,9 +105,7 @@ class Precision:
             return self.recipe
         return STATE.recipe or self.recipe or DEFAULT_RECIPE
 
-    def begin(
-        self, x: Tensor, *, training: bool
-    ) -> Call | None:
+    def begin(self, x: Tensor, *, training: bool) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
@@ -197,10 +203,13 @@ def _checkpoint_frame() -> Any:
     if torch.compiler.is_compiling():
         return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    code = getattr(hooks[0], "__code__", None) if hooks else None
+    if hooks is None:
+        return None
+    pack = inspect.unwrap(hooks[0])
+    code = getattr(pack, "__code__", None)
     if code is None:
         return None
-    cells = dict(zip(code.co_freevars, hooks[0].__closure__ or (), strict=False))
+    cells = dict(zip(code.co_freevars, pack.__closure__ or (), strict=False))
     if "frame" in cells:
         return cells["frame"].cell_contents
     if "target_frame_ref" in cells:

@@ -43,23 +43,47 @@ scaled_mm_op = register(
 )
 
 
-_FP8_PAIRS = {
-    *(((ra, -1), (rb, -1)) for ra in (-1, 1) for rb in (-1, 1)),
+_BLOCK_PAIRS = (
     ((1, 128), (1, 128)),
     ((1, 128), (128, 128)),
     ((128, 128), (1, 128)),
-}
-"""Blocks of a and b that cuBLASLt multiplies on Hopper without dequantizing."""
+)
+"""Blocks of a and b that cuBLASLt multiplies on Hopper, since CUDA 12.9 and E4M3 by E4M3 only."""
 
 
-def has_fp8_gemm(a_block: Sequence[int], b_block: Sequence[int], device: torch.device) -> bool:
+def has_fp8_gemm(
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+    device: torch.device,
+    *,
+    a_dtype: torch.dtype = E4M3,
+    b_dtype: torch.dtype = E4M3,
+) -> bool:
     """Whether the product runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
     A device other than CUDA answers as a Hopper GPU would: it runs the reference of that.
+
+    >>> has_fp8_gemm((1, 128), (128, 128), torch.device("cpu"))
+    True
+    >>> has_fp8_gemm((1, 32), (1, 32), torch.device("cpu"))
+    False
     """
-    if (tuple(a_block), tuple(b_block)) not in _FP8_PAIRS:
+    on_gpu = device.type == "cuda"
+    capability = _capability(device) if on_gpu else (9, 0)
+    if a_dtype == b_dtype == E5M2:
         return False
-    if device.type != "cuda":
-        return True
-    blockwise = a_block[1] != -1
-    return torch.cuda.get_device_capability(device) >= ((9, 0) if blockwise else (8, 9))
+    if a_block[1] == -1 and b_block[1] == -1:
+        return capability >= (8, 9)
+    if (tuple(a_block), tuple(b_block)) not in _BLOCK_PAIRS or not a_dtype == b_dtype == E4M3:
+        return False
+    return capability[0] == 9 and (_cuda_version() >= (12, 9) or not on_gpu)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))

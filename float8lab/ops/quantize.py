@@ -99,9 +99,7 @@ def _fake_transpose(q: Tensor, align: int) -> Tensor:
     return q.new_empty((round_up(q.shape[1], align), round_up(q.shape[0], align)))
 
 
-def _fake_dequantize(
-    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+def _fake_dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
 

@@ -67,7 +67,7 @@ def scales_by_column(block: Sequence[int]) -> bool:
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Largest absolute value of each block, float32; NaN if the block holds one, 0 if it is empty."""
+    """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
     M, K = x.shape
     rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
     shape = scale_shape((M, K), tuple(block))

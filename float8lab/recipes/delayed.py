@@ -40,9 +40,7 @@ class ScalePack:
     fp8_max: Tensor  # [S] float32, largest value of the slot's format
     forward: Tensor  # [S] bool, forward tensors (x, w), not gradients
 
-    def __init__(
-        self, recipe: DelayedScaling, group: Any, tensors: dict[str, Tensor]
-    ) -> None:
+    def __init__(self, recipe: DelayedScaling, group: Any, tensors: dict[str, Tensor]) -> None:
         self.recipe = recipe
         self.group = group
         for name in _TENSORS:
@@ -121,7 +119,7 @@ class ScalePack:
 class DelayedSlots:
     """The slots of one module under one recipe: consecutive columns of a pack."""
 
-    __slots__ = ("fp8_dtypes", "pack", "seeded", "start", "weight_scale", "__weakref__")
+    __slots__ = ("__weakref__", "fp8_dtypes", "pack", "seeded", "start", "weight_scale")
 
     def __init__(
         self,

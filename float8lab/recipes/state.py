@@ -38,7 +38,7 @@ DEFAULT_RECIPE = DelayedScaling()
 
 
 class _State:
-    __slots__ = ("enabled", "recipe", "calibrating", "group", "region", "init", "watch")
+    __slots__ = ("calibrating", "enabled", "group", "init", "recipe", "region", "watch")
 
     def __init__(self) -> None:
         self.enabled: bool | None = None  # None: no autocast is active
@@ -66,7 +66,7 @@ def in_backward() -> bool:
 class Region:
     """The delayed-scaling packs that recorded amaxes since the region began."""
 
-    __slots__ = ("packs", "fp8_calls", "silent")
+    __slots__ = ("fp8_calls", "packs", "silent")
 
     def __init__(self) -> None:
         self.packs: dict[ScalePack, None] = {}
@@ -116,7 +116,7 @@ class autocast:
     ...     y = layer(torch.ones(4, 32))
     """
 
-    __slots__ = ("_enabled", "_calibrating", "_recipe", "_group", "_outer", "_region", "_watcher")
+    __slots__ = ("_calibrating", "_enabled", "_group", "_outer", "_recipe", "_region", "_watcher")
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class _ModuleWatcher:
     Active only until the first region in which FP8 ran: after that it costs nothing.
     """
 
-    __slots__ = ("seen", "_handle")
+    __slots__ = ("_handle", "seen")
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
@@ -235,7 +235,7 @@ class _ModuleWatcher:
 
 
 class _ModelInit:
-    __slots__ = ("recipe", "preserve_high_precision_init_val")
+    __slots__ = ("preserve_high_precision_init_val", "recipe")
 
     def __init__(self, recipe: Recipe, preserve_high_precision_init_val: bool) -> None:
         self.recipe = recipe
@@ -256,7 +256,7 @@ class quantized_model_init:
             ``parameter.clear_high_precision_init_val()`` frees them.
     """
 
-    __slots__ = ("_enabled", "_recipe", "_preserve", "_outer")
+    __slots__ = ("_enabled", "_outer", "_preserve", "_recipe")
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The dispatch table: which handler runs when an aten op meets a Float8Tensor.
 
 ``implements`` enters a handler; an op without one *falls back*: its Float8Tensor arguments are
-dequantized, the op runs on ordinary tensors, what it wrote in place is quantized again. ``fallback``
-sets whether that warns (once per op), raises, or stays silent.
+dequantized, the op runs on ordinary tensors, what it wrote in place is quantized again.
+``fallback`` sets whether that warns (once per op), raises, or stays silent.
 """
 
 from __future__ import annotations

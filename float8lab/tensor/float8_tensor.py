@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ class Float8Tensor(Tensor):
 
     qdata: Tensor
     scale: Tensor
-    amax: Tensor
+    amax: Tensor  # type: ignore[assignment]  # hides the method; torch.amax(x) reduces
     spec: Float8Spec
 
     @staticmethod
     def __new__(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> Float8Tensor:
-        wrapper: Float8Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             qdata.shape,
             strides=qdata.stride(),
@@ -64,10 +65,11 @@ class Float8Tensor(Tensor):
     ) -> Float8Tensor:
         return Float8Tensor(inner["qdata"], inner["scale"], inner["amax"], *context)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Ops need no __torch_function__: everything is handled below autograd.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
         cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not all(issubclass(t, (Float8Tensor, Tensor)) for t in types):
@@ -123,7 +125,7 @@ class Float8Tensor(Tensor):
         """Free the kept initial values."""
         self._high_precision_init_val = None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stub
         facts = [f"fp8={self.spec.describe()}", f"dtype={self.dtype}"]
         with torch.no_grad():
             if self.qdata.is_meta or _is_fake(self.qdata):
@@ -191,27 +193,27 @@ def _quantized(
     block: tuple[int, ...] = spec.block[-2:]
     if x.ndim < 2:
         block = (-1, -1) if spec.per_tensor else (1, *spec.block)
-    rows = x.shape[-2] if x.ndim > 2 else 0
-    if x.ndim > 2 and block[0] > 1 and rows % block[0]:
+    if x.ndim > 2 and not spec.per_tensor and block[0] != 1 and x.shape[0]:
         # A block must not reach from one matrix of the batch into the next.
+        matrix_spec = Float8Spec(spec.fp8_dtype, spec.block[1:], spec.scale_rule)
+        given = [None] * x.shape[0] if scale is None else scale.expand(scales).unbind()
         parts = [
-            _quantized(m, Float8Spec(spec.fp8_dtype, spec.block[1:], spec.scale_rule),
-                       scale=None if scale is None else scale[i], amax_epsilon=amax_epsilon)
-            for i, m in enumerate(x)
-        ]  # fmt: skip
+            _quantized(m, matrix_spec, scale=s, amax_epsilon=amax_epsilon)
+            for m, s in zip(x.unbind(), given, strict=True)
+        ]
         qdata, scale, amax = (
             torch.stack([getattr(p, name) for p in parts]) for name in ("qdata", "scale", "amax")
         )
         return Float8Tensor(qdata, scale, amax, spec, x.dtype)
-    matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
-    flat_scales = (-1, scales[-1]) if matrix.numel() and scales else (1, 1)
+    matrix = x.reshape(math.prod(shape[:-1]), shape[-1]) if x.ndim else x.reshape(1, 1)
     if scale is None:
         qdata, scale, amax = quantize_op(
             matrix, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1
         )
     else:
         scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
-        qdata = cast_op(matrix, scale.reshape(flat_scales), None, spec.fp8_dtype, block, 1)
+        flat = scale.reshape(math.prod(scales[:-1]), scales[-1] if scales else 1)
+        qdata = cast_op(matrix, flat, None, spec.fp8_dtype, block, 1)
         amax = scale * spec.largest()
     return Float8Tensor(
         qdata.reshape(shape), scale.reshape(scales), amax.reshape(scales), spec, x.dtype

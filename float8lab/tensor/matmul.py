@@ -24,11 +24,15 @@ aten = torch.ops.aten
 # Specs of two operands in [rows, K] form that one FP8 GEMM takes: scales constant along K, or
 # blocks of equal length along it.
 _WHOLE = ((-1, -1), (1, -1))
-_BLOCKS = {(1, 128): ((1, 128), (128, 128)), (128, 128): ((1, 128),), (1, 32): ((1, 32),)}
+_BLOCKS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
+    (1, 128): ((1, 128), (128, 128)),
+    (128, 128): ((1, 128),),
+    (1, 32): ((1, 32),),
+}
 
 
 def _compatible(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return (a in _WHOLE and b in _WHOLE) or b in _BLOCKS.get(tuple(a), ())
+    return (a in _WHOLE and b in _WHOLE) or b in _BLOCKS.get(a, ())
 
 
 def _partner_spec(spec: Float8Spec) -> Float8Spec:
@@ -59,9 +63,10 @@ def _product(a: Any, b_t: Any, bias: Tensor | None) -> Tensor | None:
         return None
     qa, scale_a, spec_a = _rows_by_k(a, specs[0])
     qb, scale_b, spec_b = _rows_by_k(b_t, specs[0])
-    return scaled_mm_op(
+    out: Tensor = scaled_mm_op(
         qa, scale_a, spec_a.block, qb, scale_b, spec_b.block, bias, a.dtype, False
-    )  # type: ignore[no-any-return]  # an op of torch.library is untyped
+    )
+    return out
 
 
 @implements(aten.mm.default)

@@ -35,9 +35,7 @@ def _view(op: Any, x: Float8Tensor, size: Any) -> Any:
     if x.spec.per_tensor:
         spec = replace(x.spec, block=(-1,) * len(shape))
         ones = (1,) * len(shape)
-        return Float8Tensor(
-            op(x.qdata, size), x.scale.view(ones), x.amax.view(ones), spec, x.dtype
-        )
+        return Float8Tensor(op(x.qdata, size), x.scale.view(ones), x.amax.view(ones), spec, x.dtype)
     block = _block_of_view(tuple(x.shape), shape, x.spec.block)
     if block is None:
         return run_fallback(Float8Tensor, op, (x, size), {})

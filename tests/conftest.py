@@ -1,0 +1,36 @@
+"""What every test runs under: seed 0, NaN in unwritten memory, GPU tests skipped without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Deterministic mode fills torch.empty with NaN, so an output nobody wrote fails its test. The
+    # mode also warns about ops without a deterministic kernel; pyproject.toml ignores that.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if hasattr(config, "workerinput"):  # a pytest-xdist worker: the workers share the cores
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    no_gpu = pytest.mark.skip(reason="needs a CUDA GPU; torch sees none")
+    one_gpu = pytest.mark.skip(reason=f"needs at least two CUDA GPUs; torch sees {gpus}")
+    for item in items:
+        if item.get_closest_marker("gpu") and gpus < 1:
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("multi_gpu") and gpus < 2:
+            item.add_marker(one_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Run the test on the CPU and, marked ``gpu``, on the GPU."""
+    return torch.device(request.param)

@@ -1,0 +1,387 @@
+"""convert_to_float8: what is converted, what survives, and what the report says."""
+
+import copy
+import io
+import pickle
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn.convert import matches
+
+BLOCK = recipes.Float8BlockScaling()
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attn = nn.Linear(width, width)
+        self.attn2 = nn.Linear(width, width)
+
+
+class Model(nn.Module):
+    """Two blocks and a tied embedding."""
+
+    def __init__(self, width=16, vocabulary=32):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block.attn2(torch.relu(block.attn(x)))
+        return self.lm_head(x)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def converted(report):
+    return [layer.name for layer in report.converted]
+
+
+def test_everything_that_a_user_holds_stays_the_same():
+    model = Model()
+    parameters = dict(model.named_parameters())
+    layers = dict(model.named_modules())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keys = list(model.state_dict())
+    float8lab.convert_to_float8(model)
+    assert dict(model.named_modules()) == layers  # the same objects
+    assert all(p is parameters[n] for n, p in model.named_parameters())
+    assert model.lm_head.weight is model.embed.weight
+    assert list(model.state_dict()) == keys
+    before = model.blocks[0].attn.weight.detach().clone()
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.blocks[0].attn.weight, before)
+
+
+def test_converted_layers_are_linear_layers():
+    model = Model()
+    float8lab.convert_to_float8(model)
+    assert isinstance(model.lm_head, float8lab.Linear)
+    assert isinstance(model.lm_head, nn.Linear)
+
+
+def test_plain_checkpoints_load_strictly_both_ways():
+    plain, model = Model(), Model()
+    float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    model(TOKENS).sum().backward()
+    model.load_state_dict(plain.state_dict(), strict=True)
+    plain.load_state_dict(model.state_dict(), strict=True)
+
+
+def test_fp8_runs_by_default_and_obeys_autocast():
+    model = Model()
+    reference = copy.deepcopy(model)
+    float8lab.convert_to_float8(model)
+    with float8lab.count_gemms() as counts:
+        model(TOKENS)
+    assert (counts.fp8, counts.high_precision) == (5, 0)
+    with float8lab.autocast(enabled=False):
+        assert torch.equal(model(TOKENS), reference(TOKENS))
+
+
+def test_idempotent_and_recipes_can_change():
+    model = Model()
+    first = float8lab.convert_to_float8(model)
+    layer = model.lm_head
+    second = float8lab.convert_to_float8(model)
+    assert str(first) == str(second)
+    assert model.lm_head is layer
+    float8lab.convert_to_float8(model, BLOCK)
+    assert model.lm_head._fp8.recipe == BLOCK
+
+
+def test_to_high_precision_undoes_it():
+    model = Model()
+    reference = copy.deepcopy(model)
+    float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    model(TOKENS)
+    assert float8lab.to_high_precision(model) is model
+    assert type(model.lm_head) is nn.Linear
+    assert vars(model.lm_head).keys() == vars(reference.lm_head).keys()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert torch.equal(model(TOKENS), reference(TOKENS))
+    float8lab.convert_to_float8(model)
+    assert isinstance(model.lm_head, float8lab.Linear)
+
+
+def test_to_high_precision_dequantizes_stored_weights():
+    with float8lab.fp8_model_init():
+        model = nn.Sequential(float8lab.Linear(16, 16, device="cpu"))
+    value = model[0].weight.dequantize()
+    float8lab.to_high_precision(model)
+    assert type(model[0]) is nn.Linear
+    assert type(model[0].weight) is nn.Parameter
+    assert torch.equal(model[0].weight, value)
+
+
+def test_the_model_itself_may_be_a_linear_layer():
+    model = nn.Linear(16, 8)
+    float8lab.convert_to_float8(model)
+    assert isinstance(model, float8lab.Linear)
+
+
+# --- what survives on a layer --------------------------------------------------------------------
+
+
+def test_hooks_and_attributes_survive():
+    layer = nn.Linear(16, 16)
+    calls = []
+    layer.register_forward_hook(lambda m, a, out: calls.append("forward"))
+    layer.register_full_backward_hook(lambda m, gi, go: calls.append("backward"))
+    layer.note = "mine"
+    float8lab.convert_to_float8(layer)
+    layer(torch.randn(2, 16, requires_grad=True)).sum().backward()
+    assert calls == ["forward", "backward"]
+    assert layer.note == "mine"
+
+
+class Halve(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def test_parametrizations_survive_and_can_be_removed():
+    layer = nn.Linear(16, 16, bias=False)
+    parametrize.register_parametrization(layer, "weight", Halve())
+    float8lab.convert_to_float8(layer)
+    x = torch.randn(4, 16)
+    expected = nn.functional.linear(x, layer.weight)
+    with float8lab.count_gemms() as counts:
+        y = layer(x)
+    assert counts.fp8 == 1
+    assert (y - expected).norm() < 0.06 * expected.norm()
+    y.sum().backward()
+    assert layer.parametrizations.weight.original.grad is not None
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is float8lab.Linear
+    float8lab.to_high_precision(layer)
+    assert type(layer) is nn.Linear
+
+
+def test_parametrizing_a_converted_layer():
+    layer = nn.Linear(16, 16)
+    float8lab.convert_to_float8(layer)
+    weight_norm(layer)
+    with float8lab.count_gemms() as counts:
+        layer(torch.randn(4, 16))
+    assert counts.fp8 == 1
+    float8lab.to_high_precision(layer)
+    assert not isinstance(layer, float8lab.Linear)
+    assert parametrize.is_parametrized(layer)
+
+
+class WithoutForward(nn.Linear):
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+    def extra_repr(self):
+        return "mine"
+
+
+class WithForward(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
+    layer = WithoutForward(8, 8, bias=False)
+    float8lab.convert_to_float8(layer)
+    assert isinstance(layer, WithoutForward)
+    assert isinstance(layer, float8lab.Linear)
+    with float8lab.count_gemms() as counts:
+        layer(torch.randn(2, 8))
+    assert counts.fp8 == 1
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, torch.ones(8, 8))
+    assert repr(layer) == "WithoutForward(mine)"
+    float8lab.to_high_precision(layer)
+    assert type(layer) is WithoutForward
+
+
+def test_subclasses_with_a_forward_are_left_alone_unless_named():
+    model = nn.Sequential(WithForward(8, 8), nn.Linear(8, 8))
+    report = float8lab.convert_to_float8(model)
+    assert converted(report) == ["1"]
+    assert type(model[0]) is WithForward
+    assert report.skipped[0].note == (
+        "WithForward has a forward of its own; name it in overrides to convert"
+    )
+    report = float8lab.convert_to_float8(model, overrides={"0": recipes.Float8CurrentScaling()})
+    assert converted(report) == ["0", "1"]
+
+
+def test_a_forward_replaced_on_the_layer_is_left_alone():
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda x: x
+    report = float8lab.convert_to_float8(layer)
+    assert report.skipped[0].note == "forward was replaced on the layer itself"
+
+
+def test_multihead_attention_is_reported_not_converted():
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    report = float8lab.convert_to_float8(model)
+    assert converted(report) == ["linear1", "linear2"]
+    assert [layer.name for layer in report.skipped] == ["self_attn", "self_attn.out_proj"]
+    model(torch.randn(3, 2, 16)).sum().backward()
+
+
+def test_lazy_and_integer_layers_are_skipped_with_the_reason():
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64))
+    report = float8lab.convert_to_float8(model)
+    assert [layer.note for layer in report.skipped] == [
+        "not initialised yet; run one batch first",
+        "its weight is torch.float64",
+    ]
+
+
+@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
+def test_a_converted_model_can_be_copied(duplicate):
+    model = Model()
+    float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    for _ in range(2):
+        model(TOKENS).sum().backward()
+    if duplicate == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif duplicate == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    model.zero_grad()
+    twin.zero_grad()
+    assert torch.equal(model(TOKENS), twin(TOKENS))
+    assert torch.equal(model(TOKENS), twin(TOKENS))  # the scales advanced alike
+
+
+# --- choosing layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("attn", {"blocks.0.attn", "blocks.1.attn"}),
+        ("blocks.1", {"blocks.1.attn", "blocks.1.attn2"}),
+        ("blocks.0.attn", {"blocks.0.attn"}),
+        ("at", set()),
+        ("head", set()),
+        ("*head", {"lm_head"}),
+        ("blocks.*", {"blocks.0.attn", "blocks.0.attn2", "blocks.1.attn", "blocks.1.attn2"}),
+        ("*.attn?", {"blocks.0.attn2", "blocks.1.attn2"}),
+        ("*.0.attn", {"blocks.0.attn"}),
+    ],
+)
+def test_exclude_matches_components_or_globs(pattern, expected):
+    model = Model()
+    report = float8lab.convert_to_float8(model, exclude=[pattern])
+    assert {layer.name for layer in report.skipped} == expected
+    assert report.unmatched == (() if expected else (pattern,))
+
+
+def test_a_number_is_not_a_prefix():
+    assert not matches("blocks.10.attn", "blocks.1")
+
+
+def test_filter_fn_gets_layer_and_name():
+    model = Model()
+    seen = []
+
+    def wanted(layer, name):
+        seen.append((name, layer.out_features))
+        return "attn2" not in name
+
+    report = float8lab.convert_to_float8(model, filter_fn=wanted)
+    assert converted(report) == ["blocks.0.attn", "blocks.1.attn", "lm_head"]
+    assert ("lm_head", 32) in seen
+
+
+def test_overrides_win_over_recipe_and_autocast():
+    model = Model()
+    overrides = {"blocks": BLOCK, "blocks.1": None, "lm_head": recipes.Float8RowwiseScaling()}
+    report = float8lab.convert_to_float8(model, overrides=overrides)
+    notes = {layer.name: layer.note for layer in report.layers}
+    assert notes["blocks.0.attn"] == "Float8BlockScaling()"
+    assert notes["blocks.1.attn"] == "high precision by overrides"
+    assert notes["lm_head"] == "Float8RowwiseScaling()"
+    with float8lab.count_gemms() as counts, float8lab.autocast(recipe=recipes.DelayedScaling()):
+        model(TOKENS)
+    assert counts.fp8_by_module == {"blocks.0.attn": 1, "blocks.0.attn2": 1, "lm_head": 1}
+    assert counts.high_precision_by_module == {"blocks.1.attn": 1, "blocks.1.attn2": 1}
+    assert not model.blocks[0].attn._fp8.slots  # no delayed state: its own recipe was used
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": "current"}, "recipe must be one of float8lab.recipes; got str"),
+        ({"overrides": {"lm_head": 1}}, r"overrides\['lm_head'\] must be one of"),
+    ],
+)
+def test_what_is_not_a_recipe_is_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        float8lab.convert_to_float8(Model(), **arguments)
+
+
+def test_strict_raises_and_changes_nothing():
+    model = nn.Sequential(WithForward(8, 8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"0: WithForward has a forward") as error:
+        float8lab.convert_to_float8(model, exclude=["nothing"], strict=True)
+    assert "no layer is called 'nothing'" in str(error.value)
+    assert type(model[1]) is nn.Linear
+    report = float8lab.convert_to_float8(model, exclude=["0"], strict=True)
+    assert converted(report) == ["1"]
+
+
+class TestReports(expecttest.TestCase):
+    def test_conversion_report(self):
+        model = Model()
+        report = float8lab.convert_to_float8(
+            model,
+            recipes.MXFP8BlockScaling(),
+            exclude=["lm_head", "lm_heads"],
+            overrides={"blocks.1.attn": None, "blocks.0.attn2": BLOCK},
+        )
+        self.assertExpectedInline(
+            str(report),
+            """\
+layer           out x in                                         share
+blocks.0.attn   16 x 16   FP8      MXFP8BlockScaling()          17.0 %
+blocks.0.attn2  16 x 16   FP8      Float8BlockScaling()         17.0 %
+blocks.1.attn   16 x 16   skipped  high precision by overrides  17.0 %
+blocks.1.attn2  16 x 16   FP8      MXFP8BlockScaling()          17.0 %
+lm_head         32 x 16   skipped  excluded by 'lm_head'        32.0 %
+3 of 5 linear layers in FP8, 51.0 % of 1,600 parameters
+no layer is called 'lm_heads'
+MXFP8BlockScaling(): no FP8 GEMM on cpu: quantized, then multiplied in high precision""",
+        )
+
+    def test_gemm_counts(self):
+        model = Model()
+        float8lab.convert_to_float8(model, exclude=["lm_head"])
+        with float8lab.count_gemms() as counts:
+            model(TOKENS).sum().backward()
+        self.assertExpectedInline(
+            str(counts),
+            """\
+module             FP8  high precision
+blocks.0.attn        3               0
+blocks.0.attn2       3               0
+blocks.1.attn        3               0
+blocks.1.attn2       3               0
+lm_head              0               3
+total               12               3""",
+        )

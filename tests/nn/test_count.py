@@ -1,0 +1,52 @@
+"""count_gemms counts what reaches the dispatcher, under the module that asked for it."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import float8lab
+from float8lab import recipes
+
+
+def test_modules_that_were_not_converted_are_counted_too():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    float8lab.convert_to_float8(model, exclude=["1"])
+    with float8lab.count_gemms() as counts:
+        model(torch.randn(4, 8)).sum().backward()
+    assert counts.fp8_by_module == {"0": 2}  # the input needs no gradient
+    assert counts.high_precision_by_module == {"1": 3}
+    assert (counts.fp8, counts.high_precision) == (2, 3)
+
+
+def test_products_outside_modules():
+    with float8lab.count_gemms() as counts:
+        torch.randn(4, 8) @ torch.randn(8, 4)
+        torch.bmm(torch.randn(2, 4, 8), torch.randn(2, 8, 4))
+    assert counts.high_precision_by_module == {"": 2}
+    assert "(outside any module)" in str(counts)
+
+
+def test_recomputation_is_counted():
+    model = nn.Sequential(nn.Linear(8, 8))
+    float8lab.convert_to_float8(model)
+    x = torch.randn(4, 8, requires_grad=True)
+    with float8lab.count_gemms() as counts:
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert counts.fp8 == 4
+
+
+def test_formats_without_an_fp8_gemm_count_as_high_precision():
+    layer = nn.Linear(8, 8)
+    float8lab.convert_to_float8(layer, recipes.MXFP8BlockScaling())
+    with float8lab.count_gemms() as counts:
+        layer(torch.randn(4, 8))
+    assert (counts.fp8, counts.high_precision) == (0, 1)
+
+
+def test_nothing_is_counted_outside_the_block():
+    layer = nn.Linear(8, 8)
+    float8lab.convert_to_float8(layer)
+    with float8lab.count_gemms() as counts:
+        pass
+    layer(torch.randn(4, 8))
+    assert counts.fp8 == 0

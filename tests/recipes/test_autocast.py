@@ -1,0 +1,496 @@
+"""autocast, regions and delayed-scaling state: what advances, when, and what never does."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import float8lab
+from float8lab import recipes
+from float8lab.recipes.state import STATE
+
+DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+CURRENT = recipes.Float8CurrentScaling()
+
+
+def layer(K=32, N=16):
+    return float8lab.Linear(K, N, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_watching(monkeypatch):
+    # The warning about regions without FP8 modules has tests of its own.
+    monkeypatch.setattr(STATE, "watch", False)
+
+
+def slots_of(module, recipe=DELAYED):
+    return module._fp8.slots[recipe, None]
+
+
+def steps(module, recipe=DELAYED):
+    return slots_of(module, recipe).tensors()["steps"].tolist()
+
+
+def history(module, recipe=DELAYED):
+    return slots_of(module, recipe).tensors()["history"]
+
+
+def scales(module, recipe=DELAYED):
+    return slots_of(module, recipe).tensors()["scale"].clone()
+
+
+def encode_pow2(amax, largest=448.0):
+    return 2.0 ** torch.floor(torch.log2(torch.tensor(largest) / amax))
+
+
+# --- the context manager -------------------------------------------------------------------------
+
+
+def test_state_is_restored_on_exit_and_after_an_exception():
+    assert STATE.enabled is None
+    with float8lab.autocast(recipe=CURRENT):
+        assert STATE.enabled is True
+        assert STATE.recipe == CURRENT
+        with float8lab.autocast(enabled=False):
+            assert STATE.enabled is False
+        assert STATE.enabled is True
+    assert STATE.enabled is None
+
+    def boom():
+        with float8lab.autocast(recipe=CURRENT):
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        boom()
+    assert STATE.enabled is None
+    assert STATE.region is None
+
+
+def test_one_instance_can_be_used_in_sequence_but_not_nested():
+    region = float8lab.autocast(recipe=CURRENT)
+    m = layer()
+    for _ in range(2):
+        with region:
+            m(torch.ones(2, 32))
+    with region:
+        second = region
+        with pytest.raises(RuntimeError, match="must not be entered again while it is active"):
+            second.__enter__()
+    assert STATE.enabled is None
+
+
+def test_decorator_may_recurse():
+    m = layer()
+
+    @float8lab.autocast(recipe=CURRENT)
+    def run(depth):
+        assert STATE.recipe == CURRENT
+        return m(torch.ones(1, 32)) if depth == 0 else run(depth - 1)
+
+    assert run(3).shape == (1, 16)
+    assert STATE.enabled is None
+
+
+def test_autocast_objects_have_no_dict():
+    assert not hasattr(float8lab.autocast(), "__dict__")
+
+
+def test_older_spelling():
+    m = layer()
+    with float8lab.fp8_autocast(
+        enabled=True, calibrating=False, fp8_recipe=DELAYED, fp8_group=None
+    ):
+        m(torch.ones(2, 32))
+    assert steps(m) == [1, 1, 0]
+
+
+def test_recipe_none_means_delayed_scaling():
+    m = layer()
+    with float8lab.autocast():
+        m(torch.ones(2, 32))
+    assert steps(m, recipes.DelayedScaling()) == [1, 1, 0]
+
+
+def test_a_recipe_of_the_wrong_type_is_refused():
+    with pytest.raises(TypeError, match=r"recipe must be one of float8lab\.recipes; got dict"):
+        float8lab.autocast(recipe={"margin": 0})
+
+
+def gemms(module, x):
+    with float8lab.count_gemms() as counts:
+        module(x)
+    return counts.fp8, counts.high_precision
+
+
+def test_precedence_of_recipes():
+    x = torch.randn(4, 32)
+    plain = layer()
+    assert gemms(plain, x) == (0, 1)  # outside autocast: high precision
+    with float8lab.autocast(enabled=False):
+        assert gemms(plain, x) == (0, 1)
+        with float8lab.autocast(recipe=CURRENT):
+            assert gemms(plain, x) == (1, 0)
+    converted = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    float8lab.convert_to_float8(converted, CURRENT, overrides={"1": None})
+    assert gemms(converted, x) == (1, 1)
+    with float8lab.autocast(recipe=DELAYED):  # overrides the recipe of 0, not the pinned one of 1
+        assert gemms(converted, x) == (1, 1)
+    assert (DELAYED, None) in converted[0]._fp8.slots
+    with float8lab.autocast(enabled=False):
+        assert gemms(converted, x) == (0, 2)
+
+
+def test_a_bare_autocast_leaves_a_converted_layer_its_own_recipe():
+    m = torch.nn.Linear(32, 32)
+    float8lab.convert_to_float8(m, CURRENT)
+    with float8lab.autocast():
+        m(torch.randn(4, 32))
+    assert not m._fp8.slots
+
+
+# --- warnings ------------------------------------------------------------------------------------
+
+
+def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatch):
+    monkeypatch.setattr(STATE, "watch", True)
+    m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    with (
+        pytest.warns(UserWarning, match=r"it saw 2 x Linear, 1 x ReLU\. Convert") as caught,
+        float8lab.autocast(),
+    ):
+        m(torch.ones(1, 4))
+    assert caught[0].filename == __file__
+    with float8lab.autocast():  # said once; filterwarnings = error would raise here
+        m(torch.ones(1, 4))
+
+
+def test_a_region_with_fp8_modules_is_silent(monkeypatch):
+    monkeypatch.setattr(STATE, "watch", True)
+    with float8lab.autocast():
+        layer()(torch.ones(1, 32))
+    assert STATE.watch is False
+
+
+# --- delayed scaling: the formula and when it advances -------------------------------------------
+
+
+def test_scales_follow_the_history_of_earlier_regions():
+    m = layer()
+    for value in (2.0, 8.0, 1.0):
+        x = torch.full((4, 32), value, requires_grad=True)
+        with float8lab.autocast(recipe=DELAYED):
+            y = m(x)
+        y.backward(torch.full_like(y, 3.0 * value))
+    assert history(m)[:, 0].tolist() == [1.0, 8.0, 2.0, 0.0]
+    weight_amax = m.weight.detach().abs().max()
+    assert history(m)[0, 1] == weight_amax
+    # Gradients advance with the next region: two of the three have entered.
+    assert history(m)[:, 2].tolist() == [24.0, 6.0, 0.0, 0.0]
+    expected = 1 / torch.stack(
+        [
+            encode_pow2(torch.tensor(8.0)),
+            encode_pow2(weight_amax),
+            encode_pow2(torch.tensor(24.0), 57344.0),
+        ]
+    )
+    assert torch.equal(scales(m), expected)
+
+
+def test_a_call_uses_the_scale_of_the_previous_region():
+    m = layer()
+    with float8lab.autocast(recipe=recipes.DelayedScaling()):
+        m(torch.full((1, 32), 1.0))
+    before = scales(m, recipes.DelayedScaling())[0]
+    with float8lab.autocast(recipe=recipes.DelayedScaling()):
+        m(torch.full((1, 32), 448.0 * 16))  # saturates at the old scale
+        assert scales(m, recipes.DelayedScaling())[0] == before
+    assert scales(m, recipes.DelayedScaling())[0] == 16.0
+
+
+def test_n_calls_in_a_region_advance_once_with_the_largest_amax():
+    m = layer()
+    with float8lab.autocast(recipe=DELAYED):
+        for value in (1.0, 5.0, 2.0):
+            m(torch.full((2, 32), value))
+    assert steps(m) == [1, 1, 0]
+    assert history(m)[:, 0].tolist() == [5.0, 0.0, 0.0, 0.0]
+
+
+def test_a_module_that_is_not_called_does_not_advance():
+    a, b = layer(), layer()
+    with float8lab.autocast(recipe=DELAYED):
+        a(torch.ones(2, 32))
+        b(torch.ones(2, 32))
+    with float8lab.autocast(recipe=DELAYED):
+        a(torch.ones(2, 32))
+    assert steps(a)[0] == 2
+    assert steps(b)[0] == 1
+
+
+def test_all_modules_of_a_region_share_one_update(monkeypatch):
+    from float8lab.recipes import delayed
+
+    launches = []
+    monkeypatch.setattr(delayed, "update_scales_op", lambda *a: launches.append(a[1].numel()))
+    modules = [layer() for _ in range(5)]
+    for _ in range(2):
+        with float8lab.autocast(recipe=DELAYED):
+            for m in modules:
+                m(torch.ones(2, 32))
+    assert launches == [15, 15]
+
+
+def test_nested_enabled_regions_advance_at_the_exit_of_the_outermost():
+    m = layer()
+    with float8lab.autocast(recipe=DELAYED):
+        with float8lab.autocast(recipe=DELAYED):
+            m(torch.ones(2, 32))
+        assert steps(m) == [0, 0, 0]
+        with float8lab.autocast(enabled=False), float8lab.autocast(recipe=DELAYED):
+            m(torch.full((2, 32), 7.0))
+        assert steps(m) == [0, 0, 0]
+    assert steps(m)[0] == 1
+    assert history(m)[0, 0] == 7.0
+    with float8lab.autocast(enabled=False):
+        with float8lab.autocast(recipe=DELAYED):
+            m(torch.ones(2, 32))
+        assert steps(m)[0] == 2
+
+
+def test_an_exception_in_the_body_advances_nothing_and_is_forgotten():
+    m = layer()
+    with float8lab.autocast(recipe=DELAYED):
+        m(torch.full((2, 32), 2.0)).sum().backward()
+    before = {k: v.clone() for k, v in slots_of(m).tensors().items() if k != "amax"}
+
+    def fail():
+        with float8lab.autocast(recipe=DELAYED):
+            m(torch.full((2, 32), 1000.0))
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fail()
+    after = slots_of(m).tensors()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    with float8lab.autocast(recipe=DELAYED):
+        m(torch.full((2, 32), 4.0))
+    assert history(m)[:2, 0].tolist() == [4.0, 2.0]  # no 1000
+    assert steps(m) == [2, 1, 1]  # unchanged weight: its one amax counts once; dy's did advance
+
+
+def test_recipes_that_differ_in_any_field_share_nothing():
+    m = layer()
+    other = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max", margin=1)
+    for recipe in (DELAYED, other, DELAYED):
+        with float8lab.autocast(recipe=recipe):
+            m(torch.ones(2, 32))
+    assert steps(m, DELAYED)[0] == 2
+    assert steps(m, other)[0] == 1
+    assert slots_of(m, DELAYED).pack is not slots_of(m, other).pack
+
+
+def test_eval_changes_no_state():
+    m = layer()
+    with float8lab.autocast(recipe=DELAYED):
+        m(torch.ones(2, 32))
+    m.eval()
+    before = scales(m)
+    with float8lab.autocast(recipe=DELAYED):
+        m(torch.full((2, 32), 100.0)).sum().backward()
+    with float8lab.autocast(recipe=DELAYED):
+        pass
+    assert steps(m)[0] == 1
+    assert torch.equal(scales(m), before)
+
+
+def test_first_tensor_is_scaled_by_its_own_amax():
+    m = layer()
+    x = torch.randn(8, 32) * 1e-6
+    with float8lab.autocast(recipe=DELAYED):
+        y = m(x)
+    error = (y - torch.nn.functional.linear(x, m.weight, m.bias)).norm() / y.norm()
+    assert error < 0.05  # at scale 1 every element would round to 0
+
+
+# --- calibration ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_calibration_keeps_the_history_of_all_batches_and_ends_usable(training):
+    m = layer().train(training)
+    for value in (3.0, 9.0, 5.0):
+        with float8lab.autocast(enabled=False, calibrating=True, recipe=DELAYED):
+            x = torch.full((2, 32), value)
+            assert torch.equal(m(x), torch.nn.functional.linear(x, m.weight, m.bias))
+    assert history(m)[:, 0].tolist() == [5.0, 9.0, 3.0, 0.0]
+    m.eval()
+    x = torch.full((2, 32), 9.0)
+    with float8lab.autocast(recipe=DELAYED):
+        y = m(x)
+    assert scales(m)[0] == 1 / encode_pow2(torch.tensor(9.0))
+    exact = torch.nn.functional.linear(x, m.weight, m.bias)
+    assert (y - exact).norm() / exact.norm() < 0.05
+
+
+# --- activation checkpointing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, recipes.Float8BlockScaling()], ids=str)
+def test_checkpointing_gives_the_same_numbers_and_advances_once(recipe, use_reentrant):
+    plain = torch.nn.Sequential(layer(32, 32), torch.nn.GELU(), layer(32, 32))
+    saving = copy.deepcopy(plain)
+    for step in range(3):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step), requires_grad=True)
+        x2 = x.detach().clone().requires_grad_()
+        with float8lab.autocast(recipe=recipe):
+            y = plain(x)
+        with float8lab.autocast(recipe=recipe):
+            y2 = checkpoint(saving, x2, use_reentrant=use_reentrant)
+        (y * y).sum().backward()
+        (y2 * y2).sum().backward()
+        assert torch.equal(y, y2)
+        assert torch.equal(x.grad, x2.grad)
+        for p, p2 in zip(plain.parameters(), saving.parameters(), strict=True):
+            assert torch.equal(p.grad, p2.grad)
+    if recipe is DELAYED:
+        assert steps(saving[0]) == [3, 1, 2]
+        for i in (0, 2):
+            assert torch.equal(history(plain[i]), history(saving[i]))
+            assert torch.equal(scales(plain[i]), scales(saving[i]))
+
+
+def test_checkpointed_forwards_of_several_regions_recompute_with_their_own_scales():
+    plain, saving = layer(), layer()
+    saving.load_state_dict(plain.state_dict())
+    total = total2 = 0.0
+    for step in range(3):
+        x = torch.randn(4, 32) * 10.0**step
+        with float8lab.autocast(recipe=recipes.DelayedScaling()):
+            total = total + (plain(x) ** 2).sum()
+        with float8lab.autocast(recipe=recipes.DelayedScaling()):
+            total2 = total2 + (checkpoint(saving, x, use_reentrant=False) ** 2).sum()
+    total.backward()
+    total2.backward()
+    assert torch.equal(plain.weight.grad, saving.weight.grad)
+
+
+def test_autocast_inside_the_checkpointed_function():
+    m, m2 = layer(), layer()
+    m2.load_state_dict(m.state_dict())
+
+    def run(module, x):
+        with float8lab.autocast(recipe=DELAYED):
+            return module(x)
+
+    for _ in range(2):
+        x = torch.randn(4, 32, requires_grad=True)
+        run(m, x).sum().backward()
+        checkpoint(run, m2, x, use_reentrant=False).sum().backward()
+    assert torch.equal(m.weight.grad, m2.weight.grad)
+    assert torch.equal(history(m), history(m2))
+    assert steps(m2)[0] == 2
+
+
+# --- life of the state ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copied_module_has_equal_but_separate_state(duplicate):
+    m = layer()
+    with float8lab.autocast(recipe=DELAYED):
+        m(torch.full((2, 32), 3.0))
+    twin = duplicate(m)
+    assert torch.equal(scales(twin), scales(m))
+    with float8lab.autocast(recipe=DELAYED):
+        twin(torch.full((2, 32), 100.0))
+    assert steps(twin)[0] == 2
+    assert steps(m)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("reduce_amax", False), ("interval", 2), ("margin", 3), ("power_of_2_scale", False)],
+)
+def test_fields_of_delayed_scaling_take_effect(field, value):
+    base, changed = recipes.DelayedScaling(), recipes.DelayedScaling(**{field: value})
+    x = [torch.full((1, 32), v) for v in (3.0, 50.0)]
+    result = {}
+    for recipe in (base, changed):
+        m = layer()
+        for batch in x:
+            with float8lab.autocast(recipe=recipe):
+                m(batch)
+        result[recipe] = scales(m, recipe)[0]
+    expected = {
+        "reduce_amax": result[base],  # one process: see the distributed tests
+        "interval": 1 / encode_pow2(torch.tensor(3.0)),
+        "margin": result[base] * 8,
+        "power_of_2_scale": 1 / (torch.tensor(448.0) / 50.0),
+    }
+    assert result[changed] == expected[field]
+
+
+def test_amax_history_len_and_algo_take_effect():
+    for algo, expected in (("most_recent", 2.0), ("max", 8.0), (lambda h: h[1], 8.0)):
+        recipe = recipes.DelayedScaling(amax_history_len=2, amax_compute_algo=algo)
+        m = layer()
+        for value in (64.0, 8.0, 2.0):
+            with float8lab.autocast(recipe=recipe):
+                m(torch.full((1, 32), value))
+        assert scales(m, recipe)[0] == 1 / encode_pow2(torch.tensor(expected))
+
+
+def test_scaling_factor_compute_algo_takes_effect():
+    seen = []
+
+    def algo(amax, old_scaling_factor, fp8_max, recipe):
+        seen.append((amax[0].item(), old_scaling_factor[0].item(), fp8_max.tolist(), recipe))
+        return fp8_max / amax / 2
+
+    recipe = recipes.DelayedScaling(scaling_factor_compute_algo=algo)
+    m = layer()
+    with float8lab.autocast(recipe=recipe):
+        m(torch.full((1, 32), 7.0))
+    assert seen == [(7.0, 64.0, [448.0, 448.0, 57344.0], recipe)]
+    assert scales(m, recipe)[0] == 1 / 32.0
+
+
+def test_a_converted_delayed_model_advances_once_a_call():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    model.append(model[0])  # called twice
+    float8lab.convert_to_float8(model, DELAYED)
+    for _ in range(3):
+        model(torch.randn(4, 16)).sum().backward()
+    assert steps(model[0]) == [3, 1, 2]
+    assert steps(model[1]) == [3, 1, 2]
+    assert slots_of(model[0]).pack is slots_of(model[1]).pack
+    model.eval()
+    model(torch.randn(4, 16))
+    assert steps(model[0])[0] == 3
+
+
+def test_an_exception_in_a_converted_delayed_model_leaves_no_region_open():
+    class Fails(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(16, 16)
+            self.fail = True
+
+        def forward(self, x):
+            y = self.inner(x)
+            if self.fail:
+                raise KeyError("x")
+            return y
+
+    model = Fails()
+    float8lab.convert_to_float8(model, DELAYED)
+    with pytest.raises(KeyError):
+        model(torch.full((2, 16), 100.0))
+    assert STATE.region is None
+    model.fail = False
+    model(torch.full((2, 16), 2.0))
+    assert history(model.inner)[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0]
+    assert steps(model.inner)[0] == 1

@@ -1,0 +1,393 @@
+"""Float8Tensor: quantize, dequantize, repr, views, matrix products, and the fallback."""
+
+import copy
+import warnings
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import float8lab
+from float8lab.formats import Float8Spec
+from float8lab.tensor import Float8Tensor, dispatch, quantize
+from float8lab.tensor.dispatch import implements
+
+BLOCKS = {
+    "tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x128": (1, 128),
+    "128x128": (128, 128), "mx": (1, 32),
+}  # fmt: skip
+each_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+
+
+def rule(block):
+    return "e8m0" if block == (1, 32) else "fp32"
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+# --- quantize and dequantize ---------------------------------------------------------------------
+
+
+@each_block
+@pytest.mark.parametrize("shape", [(200, 300), (2, 3, 130, 40), (7,), (), (0, 5), (3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_round_trip(block, shape, dtype, device):
+    x = torch.randn(shape, device=device).to(dtype)
+    t = quantize(x, block=block, scale_rule=rule(block))
+    assert (t.shape, t.dtype, t.device) == (x.shape, x.dtype, x.device)
+    assert t.qdata.shape == x.shape
+    assert t.qdata.dtype == torch.float8_e4m3fn
+    assert t.scale.shape == t.amax.shape == t.spec.scale_shape(tuple(shape))
+    assert t.scale.dtype == t.amax.dtype == torch.float32
+    back = t.dequantize()
+    assert type(back) is torch.Tensor
+    assert back.dtype == dtype
+    if x.numel():
+        assert relative_error(back, x) < 0.045
+
+
+def test_scale_decodes_and_bytes_follow_from_it():
+    x = torch.randn(64, 96)
+    t = quantize(x)
+    assert torch.equal(t.scale, 1 / (448.0 / x.abs().max()).view(1, 1))
+    assert torch.equal(t.amax, x.abs().max().view(1, 1))
+    expected = (x * (1 / t.scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(t.qdata.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(t.dequantize(), t.qdata.float() * t.scale)
+
+
+@pytest.mark.parametrize(
+    ("values", "decoded"),
+    [
+        ([0.0, 0.0], [0.0, 0.0]),
+        ([448.0, -448.0], [448.0, -448.0]),
+        ([float("inf"), -1.0], [448.0, -1.0]),
+        ([float("-inf"), 1.0], [-448.0, 1.0]),
+        ([1e-45, 0.0], [0.0, 0.0]),
+    ],
+    ids=["zero", "largest", "inf", "minus-inf", "subnormal"],
+)
+def test_special_values(values, decoded):
+    t = quantize(torch.tensor([values]))
+    if values[0] not in (1e-45,):
+        assert t.scale.item() == 1.0
+    assert torch.isfinite(t.scale).all()
+    assert t.dequantize().tolist() == [decoded]
+
+
+def test_nan_stays_nan_and_spoils_only_its_block():
+    x = torch.ones(2, 256)
+    x[0, 3] = float("nan")
+    t = quantize(x, block=(1, 128))
+    assert t.scale[0, 0] == 1.0
+    back = t.dequantize()
+    assert back.isnan().sum() == 1
+    assert back[0, 3].isnan()
+
+
+def test_given_scale_saturates():
+    t = quantize(torch.tensor([[1.0, 1000.0, -1000.0]]), scale=0.5)
+    assert t.dequantize().tolist() == [[1.0, 224.0, -224.0]]
+    per_row = quantize(torch.ones(2, 4), block=(1, -1), scale=torch.tensor([[1.0], [2.0]]))
+    assert per_row.scale.tolist() == [[1.0], [2.0]]
+    assert torch.equal(per_row.dequantize(), torch.ones(2, 4))
+
+
+def test_amax_epsilon_and_e5m2():
+    t = quantize(torch.full((2, 2), 1e-3), torch.float8_e5m2, amax_epsilon=57344.0)
+    assert t.qdata.dtype == torch.float8_e5m2
+    assert t.scale.item() == 1.0
+    assert t.amax.item() == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize(torch.ones(2, dtype=torch.int32)), TypeError, "got torch.int32"),
+        (lambda: quantize([1.0]), TypeError, "got list"),
+        (lambda: quantize(torch.ones(2), torch.float16), ValueError, "fp8_dtype must be"),
+        (lambda: quantize(torch.ones(2, 2), block=(0, 1)), ValueError, "block must hold positive"),
+        (lambda: quantize(torch.ones(2), scale_rule="x"), ValueError, "scale_rule must be one of"),
+        (
+            lambda: quantize(torch.ones(4, 4), scale=torch.ones(4, 1)),
+            ValueError,
+            r"one scale per block, \(1, 1\); got shape \(4, 1\)",
+        ),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_block_never_reaches_into_the_next_matrix_of_a_batch():
+    x = torch.ones(2, 100, 64)
+    x[1] = 100.0
+    t = quantize(x, block=(128, 128))
+    assert t.scale.shape == (2, 1, 1)
+    assert torch.equal(t.dequantize(), x)
+
+
+@each_block
+def test_differentiable_casts(block):
+    x = torch.randn(8, 160, requires_grad=True)
+    t = quantize(x, block=block)
+    assert t.requires_grad
+    weight = torch.randn(8, 160)
+    (t.dequantize() * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+@each_block
+def test_flatten_and_unflatten(block):
+    t = quantize(torch.randn(40, 160), block=block)
+    names, context = t.__tensor_flatten__()
+    assert names == ["qdata", "scale", "amax"]
+    hash(context)
+    inner = {n: getattr(t, n) for n in names}
+    again = Float8Tensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
+    assert again.spec == t.spec
+    assert again.dtype == t.dtype
+    assert torch.equal(again.dequantize(), t.dequantize())
+
+
+def test_requantize_replaces_values_and_scales_in_place():
+    t = quantize(torch.ones(4, 4))
+    qdata = t.qdata
+    t.requantize_(torch.full((4, 4), 100.0))
+    assert t.qdata is qdata
+    assert torch.equal(t.dequantize(), torch.full((4, 4), 100.0))
+    with pytest.raises(ValueError, match=r"must have shape \(4, 4\); got \(4, 5\)"):
+        t.requantize_(torch.ones(4, 5))
+
+
+def test_parameter():
+    p = nn.Parameter(quantize(torch.randn(4, 4)))
+    assert isinstance(p, Float8Tensor)
+    assert isinstance(p, nn.Parameter)
+    assert p.requires_grad
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+VIEWS = {
+    "detach": lambda t: t.detach(),
+    "clone": lambda t: t.clone(),
+    "t": lambda t: t.t(),
+    "transpose": lambda t: t.transpose(0, 1),
+    "permute": lambda t: t.permute(1, 0),
+    "view": lambda t: t.view(2, 128, 256),
+    "reshape": lambda t: t.reshape(1, 256, 256),
+    "flatten": lambda t: t.view(2, 128, 256).flatten(0, 1),
+    "bfloat16": lambda t: t.to(torch.bfloat16),
+    "to-device": lambda t: t.to("cpu"),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@each_block
+def test_views_stay_fp8_and_equal_the_view_of_the_dequantized(view, block):
+    t = quantize(torch.randn(256, 256), block=block)
+    plain = t.dequantize()
+    if block == (-1, 1) and view in (VIEWS["view"], VIEWS["reshape"], VIEWS["flatten"]):
+        pytest.skip("a column's block would be cut by the view; tested below")
+    if block == (128, 128) and view in (VIEWS["view"], VIEWS["flatten"]):
+        pytest.skip("128x128 blocks are cut by the view; tested below")
+    result = view(t)
+    assert isinstance(result, Float8Tensor)
+    assert len(result.spec.block) == result.ndim
+    assert result.scale.shape == result.spec.scale_shape(tuple(result.shape))
+    assert torch.equal(result.dequantize(), view(plain))
+    assert result.spec.fp8_dtype == t.spec.fp8_dtype
+    assert result.spec.scale_rule == t.spec.scale_rule
+
+
+@pytest.mark.parametrize("block", [(-1, 1), (128, 128)], ids=str)
+def test_a_view_that_cuts_blocks_dequantizes(block):
+    t = quantize(torch.randn(256, 256), block=block)
+    with float8lab.fallback("silent"):
+        result = t.view(64, 4, 256)
+    assert type(result) is torch.Tensor
+    assert torch.equal(result, t.dequantize().view(64, 4, 256))
+
+
+@each_block
+def test_copy_between_float8_tensors_and_plain_ones(block):
+    a, b = torch.randn(256, 256), torch.randn(256, 256)
+    t, u = quantize(a, block=block), quantize(b, block=block)
+    t.copy_(u)
+    assert torch.equal(t.qdata.view(torch.uint8), u.qdata.view(torch.uint8))
+    assert torch.equal(t.scale, u.scale)
+    t.copy_(a)
+    assert torch.equal(t.dequantize(), quantize(a, block=block).dequantize())
+    plain = torch.empty(256, 256)
+    plain.copy_(u)
+    assert torch.equal(plain, u.dequantize())
+
+
+# --- matrix products -----------------------------------------------------------------------------
+
+
+PAIRS = {
+    "tensor-tensor": ((-1, -1), (-1, -1)),
+    "row-row": ((1, -1), (1, -1)),
+    "tensor-row": ((-1, -1), (1, -1)),
+    "block": ((1, 128), (128, 128)),
+    "1x128-1x128": ((1, 128), (1, 128)),
+    "mx": ((1, 32), (1, 32)),
+}
+
+
+@pytest.mark.parametrize(("block_x", "block_w"), PAIRS.values(), ids=PAIRS.keys())
+def test_products_of_float8_tensors(block_x, block_w, device):
+    x, w, bias = torch.randn(40, 96), torch.randn(50, 96), torch.randn(50)
+    x, w, bias = x.to(device), w.to(device), bias.to(device)
+    a = quantize(x, block=block_x, scale_rule=rule(block_x))
+    b = quantize(w, block=block_w, scale_rule=rule(block_w))
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    with warnings.catch_warnings(), float8lab.count_gemms() as counts:
+        warnings.simplefilter("error")
+        for y in (torch.mm(a, b.t()), a @ b.t(), torch.matmul(a, b.t()), F.linear(a, b)):
+            assert type(y) is torch.Tensor
+            assert y.dtype == torch.float32
+            assert relative_error(y, exact) < 2e-3
+        for y in (torch.addmm(bias, a, b.t()), F.linear(a, b, bias)):
+            assert relative_error(y, exact + bias.double()) < 2e-3
+    assert counts.fp8 + counts.high_precision == 6
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (128, 128), (1, 32)], ids=str)
+def test_products_with_plain_tensors_quantize_them(block):
+    x, w = torch.randn(3, 40, 96), torch.randn(50, 96)
+    t = quantize(w, block=block, scale_rule=rule(block))
+    y = F.linear(x, t)
+    exact = x.double() @ t.dequantize().double().t()
+    assert 1e-4 < relative_error(y, exact) < 0.05  # x was rounded to FP8 too
+    z = torch.mm(quantize(x[0]), w.t()) if block == (-1, -1) else F.linear(x[0], t)
+    assert relative_error(z, x[0].double() @ w.double().t()) < 0.06
+
+
+def test_scales_along_the_contraction_dequantize():
+    x, w = torch.randn(40, 96), torch.randn(96, 50)
+    t = quantize(w, block=(1, -1))  # one scale per row of w: it varies along K
+    with float8lab.fallback("silent"):
+        y = torch.mm(x, t)
+    assert torch.equal(y, torch.mm(x, t.dequantize()))
+
+
+def test_gradients_flow_through_products():
+    x = torch.randn(16, 32, requires_grad=True)
+    w = nn.Parameter(quantize(torch.randn(24, 32)))
+    F.linear(quantize(x), w).sum().backward()
+    ones = torch.ones(16, 24)
+    assert relative_error(x.grad, ones @ w.detach().dequantize()) < 0.05
+    assert relative_error(w.grad, ones.t() @ x.detach()) < 0.06
+
+
+# --- the fallback --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_warnings(monkeypatch):
+    policy = dispatch._Policy()
+    monkeypatch.setattr(dispatch, "_POLICY", policy)
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_other_ops_dequantize_with_one_warning_per_op():
+    t = quantize(torch.randn(4, 4))
+    with pytest.warns(UserWarning, match=r"aten\.sin\.default has no FP8 implementation"):
+        y = t.sin()
+    assert torch.equal(y, t.dequantize().sin())
+    t.sin()  # silent now: filterwarnings = error
+    with pytest.warns(UserWarning, match=r"aten\.cos\.default"):
+        t.cos()
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_fallback_policies():
+    t = quantize(torch.randn(4, 4))
+    with float8lab.fallback("error"):
+        with pytest.raises(NotImplementedError, match=r"aten\.sin\.default has no FP8"):
+            t.sin()
+        with float8lab.fallback("silent"):
+            t.sin()
+        with pytest.raises(NotImplementedError):
+            t.sin()
+    with pytest.raises(ValueError, match="policy must be one of"):
+        float8lab.fallback("never")
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_in_place_ops_quantize_again():
+    t = quantize(torch.randn(4, 4))
+    expected = quantize(t.dequantize() * 3)
+    with float8lab.fallback("silent"):
+        result = t.mul_(3)
+    assert result is t
+    assert isinstance(t, Float8Tensor)
+    assert torch.equal(t.dequantize(), expected.dequantize())
+
+
+def test_entering_a_handler_twice_raises():
+    with pytest.raises(ValueError, match="must have one handler"):
+        implements(torch.ops.aten.mm.default)(lambda *a: None)
+
+
+# --- repr ----------------------------------------------------------------------------------------
+
+
+class TestRepr(expecttest.TestCase):
+    def test_repr(self):
+        x = torch.tensor([[1.0, -2.0, 448.0], [0.5, 0.0, 3.0]])
+        shown = [
+            quantize(x),
+            quantize(x.bfloat16(), torch.float8_e5m2, block=(1, -1), scale_rule="pow2"),
+            quantize(x).requires_grad_(),
+            quantize(torch.tensor(2.0)),
+            quantize(torch.ones(0, 3)),
+            quantize(torch.empty(2, 3, device="meta")),
+            quantize(torch.zeros(2000, 2000), block=(128, 128)),
+        ]
+        self.assertExpectedInline(
+            "\n".join(map(repr, shown)),
+            """\
+Float8Tensor([[  1.0000,  -2.0000, 448.0000],
+              [  0.5000,   0.0000,   3.0000]],
+             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=1)
+Float8Tensor([[  1.0000,  -2.0000, 448.0000],
+              [  0.5000,   0.0000,   3.0000]],
+             fp8=e5m2 row pow2, dtype=torch.bfloat16, scale=6.10352e-05..0.0078125 (2, 1))
+Float8Tensor([[  1.0000,  -2.0000, 448.0000],
+              [  0.5000,   0.0000,   3.0000]],
+             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=1, requires_grad=True)
+Float8Tensor(2.,
+             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=0.00446429)
+Float8Tensor([], size=(0, 3),
+             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=1)
+Float8Tensor(..., size=(2, 3),
+             fp8=e4m3 tensor fp32, dtype=torch.float32, device='meta')
+Float8Tensor([[0., 0., 0.,  ..., 0., 0., 0.],
+              [0., 0., 0.,  ..., 0., 0., 0.],
+              [0., 0., 0.,  ..., 0., 0., 0.],
+              ...,
+              [0., 0., 0.,  ..., 0., 0., 0.],
+              [0., 0., 0.,  ..., 0., 0., 0.],
+              [0., 0., 0.,  ..., 0., 0., 0.]],
+             fp8=e4m3 128x128 fp32, dtype=torch.float32, scale=1..1 (16, 16))""",
+        )
+
+
+# --- specs ---------------------------------------------------------------------------------------
+
+
+def test_specs_are_values():
+    assert Float8Spec() == Float8Spec(torch.float8_e4m3fn, (-1, -1), "fp32")
+    assert len({Float8Spec(), Float8Spec(), Float8Spec(block=(1, -1))}) == 2
+    assert Float8Spec(block=(1, 128)).transpose().block == (128, 1)

@@ -1,0 +1,67 @@
+"""What the documentation shows is true: examples run, links lead to files.
+
+The pages are README.md and docs/**/*.md. The ```python blocks of a page run in order and share one
+namespace, in an empty working directory. ``<!-- no-run: reason -->`` on the line above a block
+skips it. Docstring examples find ``torch`` and ``float8lab`` imported.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import float8lab
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
+MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
+
+BLOCK = re.compile(
+    r"(?:^<!-- no-run(?P<why>.*?)-->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S
+)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start("code"))
+        if block["why"] is not None:
+            assert block["why"].strip(" :"), f"{page}:{line}: say why: <!-- no-run: reason -->"
+            continue
+        code = compile("\n" * line + block["code"], str(page), "exec")  # the page's line numbers
+        exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_page_links_lead_to_files(page: Path):
+    for link in LINK.finditer(page.read_text()):
+        target = link["target"].split("#")[0]
+        if target and not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).exists(), f"{page}: no file {target}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_docstring_examples_run(path: Path):
+    if "kernels" in path.relative_to(ROOT).parts:
+        pytest.importorskip("triton")
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    report: list[str] = []
+    finder = doctest.DocTestFinder()
+    for example in finder.find(module, name, extraglobs={"float8lab": float8lab, "torch": torch}):
+        runner.run(example, out=report.append)
+    assert runner.failures == 0, "".join(report)

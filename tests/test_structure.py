@@ -1,0 +1,195 @@
+"""The rules of the source tree that no linter knows: layers, imports, names, versions."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "float8lab"
+KERNELS = PACKAGE / "ops" / "kernels"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A module imports only from its own layer and from layers before it.
+LAYERS = (
+    "formats",
+    "ops",
+    "recipes",
+    "tensor",
+    "distributed",
+    "nn",
+    "optim",
+    "inspect",
+    "integrations",
+)
+
+# Files that may import inside a function, and why.
+LOCAL_IMPORTS = {
+    "float8lab/ops/_register.py": "loads a kernel file, and so triton, on an op's first CUDA call",
+}
+
+# Never imported by `import float8lab`.
+OPTIONAL = (
+    "triton",
+    "matplotlib",
+    "tqdm",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "IPython",
+)
+
+each_module = pytest.mark.parametrize(
+    "path", MODULES, ids=[path.relative_to(ROOT).as_posix() for path in MODULES]
+)
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _layer(path: Path) -> str:
+    """``float8lab/formats.py`` -> ``formats``, ``float8lab/ops/gemm.py`` -> ``ops``."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def _imports(path: Path, tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import statement of a file, with the absolute dotted name of what it imports."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            for alias in node.names:
+                yield node, ".".join(filter(None, [*base, node.module, alias.name]))
+
+
+def _versions(text: str) -> dict[str, str]:
+    """The tools that a file pins: ``ruff==0.1`` -> ``{"ruff": "0.1"}``."""
+    return dict(re.findall(r"\b(ruff|mypy)==([\w.]+)", text))
+
+
+def _run_python(code: str) -> str:
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@each_module
+def test_imports_only_from_layers_below(path: Path):
+    if path == PACKAGE / "__init__.py":
+        return  # the public names come from every layer
+    layer = _layer(path)
+    assert layer in LAYERS, f"float8lab/{layer} has no place in LAYERS"
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    for node, name in _imports(path, _parse(path)):
+        if name.split(".")[0] == "float8lab":
+            imported = name.split(".")[1] if "." in name else "__init__"
+            assert imported in allowed, f"{path}:{node.lineno}: {layer} must not import {name}"
+
+
+@each_module
+def test_only_kernel_files_import_triton_and_at_their_top(path: Path):
+    tree = _parse(path)
+    for node, name in _imports(path, tree):
+        if name.split(".")[0] == "triton":
+            assert KERNELS in path.parents, f"{path}:{node.lineno}: only ops/kernels has triton"
+            assert node in tree.body, f"{path}:{node.lineno}: import triton at the top"
+
+
+@each_module
+def test_no_import_inside_a_function(path: Path):
+    if path.relative_to(ROOT).as_posix() in LOCAL_IMPORTS:
+        return
+    for function in ast.walk(_parse(path)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                local = isinstance(node, ast.Import | ast.ImportFrom)
+                assert not local, f"{path}:{node.lineno}: import at the top of the file"
+
+
+@each_module
+def test_no_environment_variable_is_read(path: Path):
+    for node in ast.walk(_parse(path)):
+        name = getattr(node, "attr", None) or getattr(node, "name", None)
+        reads = name in ("environ", "environb", "getenv", "getenvb")
+        assert not reads, f"{path}:{getattr(node, 'lineno', 0)}: behaviour is an argument"
+
+
+@each_module
+def test_no_utils(path: Path):
+    assert path.stem not in ("util", "utils"), f"{path}: name the file after what it holds"
+
+
+@each_module
+def test_public_module_defines_all(path: Path):
+    if KERNELS in path.parents or (path.stem.startswith("_") and path.stem != "__init__"):
+        return
+    tree = _parse(path)
+    targets = [
+        target
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    empty = all(isinstance(node, ast.Expr) for node in tree.body)  # at most a docstring
+    assert empty or "__all__" in names, f"{path}: define __all__"
+
+
+def test_text_files_are_ascii():
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    for path in [ROOT / name for name in run.stdout.split("\0") if name]:
+        content = path.read_bytes() if path.is_file() else b""
+        if b"\0" in content:
+            continue  # not text
+        for number, line in enumerate(content.splitlines(), start=1):
+            assert line.isascii(), f"{path}:{number}: not ASCII: {line.decode(errors='replace')}"
+
+
+def test_pre_commit_pins_the_versions_of_pyproject():
+    pyproject = _versions((ROOT / "pyproject.toml").read_text())
+    assert set(pyproject) == {"ruff", "mypy"}
+    assert _versions((ROOT / ".pre-commit-config.yaml").read_text()) == pyproject
+
+
+@pytest.mark.parametrize("blocked", [(), OPTIONAL], ids=["installed", "missing"])
+def test_import_needs_and_loads_nothing_optional(blocked: tuple[str, ...]):
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+sys.modules.update(dict.fromkeys({blocked!r}))  # None: importing it raises
+import float8lab
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(*sorted(new & set({OPTIONAL!r}) - set({blocked!r})))
+"""
+    assert _run_python(code).split() == []
+
+
+def test_import_adds_less_than_300_ms_to_torch():
+    code = """
+import time, torch
+start = time.perf_counter()
+import float8lab
+print(time.perf_counter() - start)
+"""
+    seconds = min(float(_run_python(code)) for _ in range(3))
+    assert seconds < 0.3
