@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
@@ -21,7 +22,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision
 from float8lab.ops.gemm import has_fp8_gemm
-from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.recipes.state import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
@@ -287,19 +288,33 @@ def _obstacle(layer: nn.Module, *, told: bool) -> str | None:
 
 
 def _notes(plans: Sequence[_LayerPlan]) -> tuple[str, ...]:
-    """Recipes whose GEMMs this device has to run in high precision."""
-    emulated = {}
+    """Recipes of which this device has to run GEMMs in high precision."""
+    notes = {}
     for plan in plans:
         if plan.recipe is None:
             continue
         device = next(plan.layer.parameters()).device
-        linear = plan.recipe.linear
-        if not has_fp8_gemm(linear.x.block, linear.w.block, device):
-            emulated[plan.recipe] = device
-    return tuple(
-        f"{recipe}: no FP8 GEMM on {device}: quantized, then multiplied in high precision"
-        for recipe, device in emulated.items()
-    )
+        gemms = _emulated_gemms(plan.recipe.linear, device)
+        if gemms:
+            notes[plan.recipe] = (
+                f"{plan.recipe}: {device} has no FP8 GEMM for {', '.join(gemms)}; "
+                "they run in high precision"
+            )
+    return tuple(notes.values())
+
+
+def _emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
+    gemms = {
+        "fprop": (plan.fprop, plan.x, plan.w),
+        "dgrad": (plan.dgrad, plan.dy, plan.w),
+        "wgrad": (plan.wgrad, plan.dy, plan.x),
+    }
+    return [
+        name
+        for name, (in_fp8, a, b) in gemms.items()
+        if in_fp8
+        and not has_fp8_gemm(a.block, b.block, device, a_dtype=a.fp8_dtype, b_dtype=b.fp8_dtype)
+    ]
 
 
 def _convert_layer(plan: _LayerPlan) -> None:

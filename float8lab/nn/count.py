@@ -141,7 +141,8 @@ class _CountingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is _FP8:
-            real = has_fp8_gemm(args[2], args[5], args[0].device)
+            a, b = args[0], args[3]
+            real = has_fp8_gemm(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
             target = self._counts.fp8_by_module if real else self._counts.high_precision_by_module
             target[self._names.current()] += 1
         elif op in _HIGH_PRECISION:

@@ -366,7 +366,7 @@ blocks.1.attn2  16 x 16   FP8      MXFP8BlockScaling()          17.0 %
 lm_head         32 x 16   skipped  excluded by 'lm_head'        32.0 %
 3 of 5 linear layers in FP8, 51.0 % of 1,600 parameters
 no layer is called 'lm_heads'
-MXFP8BlockScaling(): no FP8 GEMM on cpu: quantized, then multiplied in high precision""",
+MXFP8BlockScaling(): cpu has no FP8 GEMM for fprop, dgrad, wgrad; they run in high precision""",
         )
 
     def test_gemm_counts(self):
