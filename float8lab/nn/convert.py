@@ -126,6 +126,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     exclude: Sequence[str] = (),
     overrides: Mapping[str, Recipe | None] | None = None,
     strict: bool = False,
+    fp8_all_gather: bool = True,
 ) -> ConversionReport:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place.
 
@@ -148,6 +149,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
             subclass of ``torch.nn.Linear`` with a forward of its own is converted only if named
             here.
         strict: raise if anything asked for could not be done; the model is then unchanged.
+        fp8_all_gather: if FSDP2 shards the model later, gather the weights in FP8, one byte an
+            element, in place of the parameters' dtype. A weight that is shared with a layer in
+            high precision, or that a GEMM needs in high precision, is gathered as usual.
 
     Returns:
         A printable report of each candidate: converted or skipped, and why.
@@ -203,6 +207,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     for plan in plans:
         if plan.report.converted:
             _convert_layer(plan)
+    _choose_all_gather(model, plans, fp8_all_gather)
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
         _make_region_of_calls(model)
     return report
@@ -324,6 +329,22 @@ def _convert_layer(plan: _LayerPlan) -> None:
         layer._fp8 = Precision()
     layer._fp8.recipe, layer._fp8.pinned = plan.recipe, plan.pinned
     layer._fp8.name = plan.report.name
+
+
+def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> None:
+    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree."""
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(module)
+    recipes = {id(plan.layer): plan.recipe for plan in plans if plan.report.converted}
+    for plan in plans:
+        if plan.report.converted:
+            layer: Any = plan.layer
+            others = users.get(id(layer._parameters.get("weight")), [])
+            agree = all(recipes.get(id(other)) == plan.recipe for other in others)
+            layer._fp8.fp8_all_gather = wanted and agree
 
 
 _CLASSES: dict[type, type] = {nn.Linear: Linear}

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.recipes.delayed import DelayedSlots
-from float8lab.recipes.recipe import LinearPlan, Recipe
+from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.state import DEFAULT_RECIPE, STATE, in_backward
+from float8lab.tensor.fsdp import MasterGather
 
 __all__ = ["DY", "Call", "Precision", "W", "X"]
 
@@ -68,11 +69,13 @@ class Precision:
         recipe: the module's own recipe, or None to follow the enclosing autocast.
         pinned: ``recipe`` wins over an enclosing autocast; pinned None means high precision.
         name: qualified name, where known.
+        fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
     """
 
     def __init__(
         self, recipe: Recipe | None = None, *, pinned: bool = False, name: str = ""
     ) -> None:
+        self.fp8_all_gather = False
         self.recipe = recipe
         self.pinned = pinned
         self.name = name
@@ -85,14 +88,17 @@ class Precision:
         slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
         return {
             "recipe": self.recipe, "pinned": self.pinned, "name": self.name, "slots": slots,
+            "fp8_all_gather": self.fp8_all_gather,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["recipe"], pinned=state["pinned"], name=state["name"])  # type: ignore[misc]
+        self.fp8_all_gather = state["fp8_all_gather"]
         self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         copy = Precision(self.recipe, pinned=self.pinned, name=self.name)
+        copy.fp8_all_gather = self.fp8_all_gather
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
         memo[id(self)] = copy
         return copy
@@ -104,6 +110,17 @@ class Precision:
         if self.pinned or STATE.enabled is None:
             return self.recipe
         return STATE.recipe or self.recipe or DEFAULT_RECIPE
+
+    def weight_gather(self) -> MasterGather | None:
+        """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
+        recipe = self.recipe
+        if not self.fp8_all_gather or recipe is None:
+            return None
+        plan = recipe.linear
+        if not plan.fprop or not plan.dgrad:
+            return None
+        headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
+        return MasterGather(plan.w, amax_epsilon=plan.amax_epsilon, headroom=headroom)
 
     def begin(self, x: Tensor, *, training: bool) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""

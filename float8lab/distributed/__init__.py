@@ -1,0 +1,3 @@
+"""What runs across processes: FP8 all-gather of sharded weights."""
+
+__all__: list[str] = []

@@ -1,0 +1,125 @@
+"""High-precision weights that FSDP2 gathers in FP8.
+
+FSDP2 looks for its all-gather hooks on the local tensor of the sharded parameter, a plain tensor
+that it makes itself. It registers that parameter with its module by ``setattr`` if the module's
+class defines ``__setattr__``, before it looks; our modules do, and ``hook_shard`` then puts a
+``MasterShard`` in the place of the local tensor. So nothing of the unsharded model is special: its
+parameters are ordinary ones. And nothing else of the sharded one: every operation on a
+``MasterShard``, save the few by which FSDP2 moves it, gives plain tensors, so optimizers run at
+full speed and checkpoints hold tensors that torch alone can load. If the hooks were lost all the
+same, the weight would be gathered in high precision and the module would cast it itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.tensor.fsdp import Gathered, MasterGather, unsharded_weight
+
+__all__ = ["MasterShard", "hook_shard"]
+
+
+class MasterShard(Tensor):
+    """A rank's rows of a high-precision weight, as FSDP2's local tensor: plain but for its hooks.
+
+    Attributes:
+        how: how the weight is gathered.
+        owner: the sharded parameter.
+    """
+
+    how: MasterGather
+    owner: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _moved(self, moved: Tensor) -> Tensor:
+        shard: MasterShard = torch.Tensor._make_subclass(MasterShard, moved)
+        shard.how, shard.owner = self.how, self.owner
+        return shard
+
+    # By these FSDP2 pads a shard anew, moves it to the device and pins it.
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().new_zeros(*args, **kwargs))
+
+    def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The last thing FSDP2 does to a shard that it has made anew; the others give copies, too.
+        shard = self._moved(super().narrow(*args, **kwargs))
+        self.how.shard = weakref.ref(shard)
+        return shard
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().to(*args, **kwargs))
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().cpu(*args, **kwargs))
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().pin_memory(*args, **kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor], Gathered]:
+        """What FSDP2 sends."""
+        data, gathered = self.how.gather(self.as_subclass(Tensor), mesh, outer_size)
+        return (data,), gathered
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Gathered,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """What the module computes with."""
+        return unsharded_weight(all_gather_outputs, metadata, param_dtype, out)
+
+
+def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
+    """Have FSDP2 gather a sharded parameter in FP8, if that is possible.
+
+    Args:
+        parameter: what a module is given as a parameter; left alone unless it is a DTensor cut into
+            rows by FSDP2 (or into rows and copied, by hybrid sharding), in high precision.
+        make: says how to gather it; None leaves it as it is.
+
+    Returns:
+        Whether the parameter is gathered in FP8.
+    """
+    # What a DTensor has; importing its class would double the time that importing us takes.
+    local, placements = (
+        getattr(parameter, "_local_tensor", None),
+        getattr(parameter, "placements", ()),
+    )
+    if isinstance(local, MasterShard):
+        return True
+    if type(local) is not Tensor or parameter.ndim != 2 or not placements:
+        return False
+    *copied, cut = placements
+    if not cut.is_shard(0) or len(copied) > 1 or not all(p.is_replicate() for p in copied):
+        return False
+    how = make()
+    if how is None:
+        return False
+    shard: MasterShard = torch.Tensor._make_subclass(MasterShard, local)
+    shard.how, shard.owner = how, parameter
+    how.shard = weakref.ref(shard)
+    parameter._local_tensor = shard
+    return True
