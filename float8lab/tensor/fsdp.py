@@ -276,11 +276,10 @@ def unsharded_weight(
             tensor.record_stream(torch.cuda.current_stream(scale.device))
     if out is None:
         qdata = outputs[0][:N].view(spec.fp8_dtype)
-        with torch.inference_mode(False):
-            weight = Float8Tensor(qdata, scale.clone(), amax.clone(), spec, dtype)
-        return weight, ()
+        return Float8Tensor(qdata, scale.clone(), amax.clone(), spec, dtype), ()
     # Autograd may have saved the scale; like the data it is the same again whenever it is read.
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((out.scale, out.amax)):
+    normal = tuple(t for t in (out.scale, out.amax) if not t.is_inference())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(normal):
         out.scale.copy_(scale)
         out.amax.copy_(amax)
     return None
