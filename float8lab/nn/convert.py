@@ -387,11 +387,34 @@ class _CallRegion:
     def __init__(self) -> None:
         self._open: Region | None = None
         self._finished = False
+        self._recipes: tuple[Recipe, ...] | None = None  # delayed ones; None: not known yet
+
+    def reset(self) -> None:
+        """Look for the layers' recipes again."""
+        self._recipes = None
+
+    def _prepare(self, model: nn.Module) -> tuple[Recipe, ...]:
+        recipes: dict[Recipe, None] = {}
+        for layer in model.modules():
+            precision = layer._fp8 if isinstance(layer, Linear) else None
+            if precision is not None and precision.recipe and precision.recipe.linear.delayed:
+                recipes[precision.recipe] = None
+                precision.prepare(next(p.device for p in layer.parameters()))
+        return tuple(recipes)
 
     def before(self, model: nn.Module, args: Any) -> None:
-        if self._open is None and STATE.region is None and model.training and not in_backward():
+        if not model.training or STATE.enabled is False or in_backward():
+            return
+        if self._open is None and STATE.region is None:
             self._open = STATE.region = Region()
             self._finished = False
+        assert STATE.region is not None, "opened above or before"
+        if self._recipes is None:
+            self._recipes = self._prepare(model)
+            # In an enclosing region other ranks may not call this model at all.
+            STATE.region.first = self._open is not None
+        for recipe in self._recipes:
+            STATE.region.expect(recipe, STATE.group)
 
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True
@@ -410,13 +433,15 @@ class _CallRegion:
         return memo.setdefault(id(self), _CallRegion())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_open": None, "_finished": False}
+        return {"_open": None, "_finished": False, "_recipes": None}
 
 
 def _make_region_of_calls(model: nn.Module) -> None:
     hooks = model._forward_pre_hooks.values()
-    if any(isinstance(getattr(hook, "__self__", None), _CallRegion) for hook in hooks):
-        return
+    for hook in hooks:
+        if isinstance(owner := getattr(hook, "__self__", None), _CallRegion):
+            owner.reset()
+            return
     region = _CallRegion()
     model.register_forward_pre_hook(region.before, prepend=True)
     # Two hooks, since one that is always called cannot tell an exception from a None result.
