@@ -250,7 +250,8 @@ class Float8Tensor(Tensor):
         # A view that shares blocks leaves its base behind, and so takes blocks of its own.
         x: Any = self if self._window is None else self.detach().clone()
         spec = (self.spec.fp8_dtype, self.spec.block, self.spec.scale_rule)
-        state = (x.qdata, x.scale, x.amax, *spec, self.dtype, self.requires_grad, self._extra())
+        data = x.qdata.view(torch.uint8)  # pickle, unlike torch.save, cannot load FP8 tensors
+        state = (data, x.scale, x.amax, *spec, self.dtype, self.requires_grad, self._extra())
         return _rebuild, state
 
     def __format__(self, format_spec: str) -> str:
@@ -314,7 +315,8 @@ class _Quantize(torch.autograd.Function):
 def _rebuild(*state: Any) -> Float8Tensor:
     """A Float8Tensor from what ``__reduce_ex__`` made of one; the function that pickles name."""
     qdata, scale, amax, fp8_dtype, block, scale_rule, dtype, requires_grad, extra = state
-    x = Float8Tensor(qdata, scale, amax, Float8Spec(fp8_dtype, tuple(block), scale_rule), dtype)
+    spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
+    x = Float8Tensor(qdata.view(fp8_dtype), scale, amax, spec, dtype)
     x.requires_grad_(requires_grad)
     x.__dict__.update(extra)
     return x
