@@ -215,6 +215,16 @@ class Float8Tensor(Tensor):
         """The values as nested lists of Python numbers."""
         return self.detach().dequantize().tolist()
 
+    def apply_(self, function: Any) -> Float8Tensor:  # type: ignore[override]  # stub
+        """Replace each value by ``function`` of it. CPU only and slow, as torch's."""
+        return self.requantize_(self.detach().dequantize().apply_(function))
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(
+            "DLPack shares memory, which must hold numbers of the tensor's dtype; got FP8 data "
+            "with scales. Export .dequantize(), or .qdata and .scale."
+        )
+
     def share_memory_(self) -> Float8Tensor:
         """Move the FP8 data and scales to shared memory."""
         for name in ("qdata", "scale", "amax"):

@@ -211,41 +211,55 @@ def _unbind(op: Any, x: Float8Tensor, dim: int = 0) -> list[Float8Tensor]:
 def _as_strided(
     op: Any, x: Float8Tensor, size: Any, stride: Any, storage_offset: Any = None
 ) -> Float8Tensor:
+    """Strides do not say which scale an element has: find the slices and permutation they mean."""
     size, stride = tuple(size), tuple(stride)
-    if storage_offset in (None, x.storage_offset()):
-        if (size, stride) == (tuple(x.shape), x.stride()):
-            return _alias(aten.alias.default, x)
-        order = _order(x, size, stride)
-        if order is not None:
-            return _reorder(aten.permute.default, x, order)
-        if x.is_contiguous() and stride == _contiguous_strides(size) and _same_count(x, size):
-            return _view(aten.view.default, x, size)
+    offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    if offset == 0 and (size, stride) == (tuple(x.shape), x.stride()):
+        return _alias(aten.alias.default, x)
+    box = _box(x, size, stride, offset)
+    if box is not None:
+        starts, lengths, order = box
+        for d, start in enumerate(starts):
+            length = lengths[d]
+            x = _slice(aten.slice.Tensor, x, d, start, start + length)
+        order += [d for d in range(x.ndim) if d not in order]
+        x = _reorder(aten.permute.default, x, order)
+        return _view(aten.view.default, x, size)
+    contiguous = tuple(math.prod(max(n, 1) for n in size[d + 1 :]) for d in range(len(size)))
+    end = offset + math.prod(size)
+    if x.is_contiguous() and stride == contiguous and offset >= 0 and end <= x.numel():
+        x = _view(aten.view.default, x, [x.numel()])
+        return _view(aten.view.default, _slice(aten.slice.Tensor, x, 0, offset, end), size)
+    if x.is_contiguous() and x.storage_offset() == 0:
+        return _any_view(op, x, size, stride, offset)
     raise NotImplementedError(
-        f"as_strided must keep or permute the dimensions of a Float8Tensor; got size {size}, "
+        f"as_strided must mean slices and a permutation of a Float8Tensor; got size {size}, "
         f"stride {stride}, offset {storage_offset} for one of size {tuple(x.shape)}, stride "
-        f"{x.stride()}, offset {x.storage_offset()}. Strides do not say which scale an element "
-        "has: use slices and permute, or dequantize() first."
+        f"{x.stride()}, offset {x.storage_offset()}. Use slices and permute, or dequantize() first."
     )
 
 
-def _order(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> list[int] | None:
-    """The permutation that gives ``x`` this size and stride, if there is one."""
-    free = list(zip(x.stride(), x.shape, strict=True))
+def _box(
+    x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> tuple[list[int], list[int], list[int]] | None:
+    """First index and length in each dimension of ``x``, and the order these come in, if so."""
+    starts = [0] * x.ndim
+    for d in sorted(range(x.ndim), key=x.stride, reverse=True):
+        if x.shape[d] > 1 and x.stride(d):
+            starts[d], offset = divmod(offset, x.stride(d))
     order: list[int] = []
-    for wanted in zip(stride, size, strict=True):
-        if wanted not in free:
+    for n, step in zip(size, stride, strict=True):
+        if n == 1:
+            continue
+        fits = [d for d in range(x.ndim) if x.shape[d] > 1 and x.stride(d) == step]
+        if not fits or fits[0] in order:
             return None
-        order.append(free.index(wanted))
-        free[order[-1]] = (-1, -1)
-    return order if len(order) == x.ndim else None
-
-
-def _contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(max(n, 1) for n in size[d + 1 :]) for d in range(len(size)))
-
-
-def _same_count(x: Tensor, size: tuple[int, ...]) -> bool:
-    return x.numel() == math.prod(size)
+        order.append(fits[0])
+    lengths = [1] * x.ndim
+    for d, n in zip(order, (n for n in size if n != 1), strict=True):
+        lengths[d] = n
+    inside = all(s >= 0 and s + n <= m for s, n, m in zip(starts, lengths, x.shape, strict=True))
+    return (starts, lengths, order) if offset == 0 and inside else None
 
 
 @implements(ANY_VIEW)
