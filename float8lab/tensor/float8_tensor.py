@@ -215,7 +215,7 @@ class Float8Tensor(Tensor):
         """The values as nested lists of Python numbers."""
         return self.detach().dequantize().tolist()
 
-    def apply_(self, function: Any) -> Float8Tensor:  # type: ignore[override]  # stub
+    def apply_(self, function: Any) -> Float8Tensor:
         """Replace each value by ``function`` of it. CPU only and slow, as torch's."""
         return self.requantize_(self.detach().dequantize().apply_(function))
 

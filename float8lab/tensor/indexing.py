@@ -122,10 +122,19 @@ def _repeat(op: Any, x: Float8Tensor, repeats: Sequence[int]) -> Float8Tensor:
 
 
 def _joinable(tensors: Sequence[Any]) -> bool:
-    first = tensors[0]
-    return all(isinstance(x, Float8Tensor) for x in tensors) and all(
-        (x.spec, x.dtype, x.ndim) == (first.spec, first.dtype, first.ndim) for x in tensors
-    )
+    if not all(isinstance(x, Float8Tensor) for x in tensors):
+        return False
+    kinds = {(x.spec.fp8_dtype, x.spec.scale_rule, x.dtype, x.ndim) for x in tensors}
+    return len(kinds) == 1
+
+
+def _common_block(tensors: Sequence[Float8Tensor]) -> tuple[int, ...]:
+    """The largest block that fits into those of all tensors."""
+    block = []
+    for d, sizes in enumerate(zip(*(x.spec.block for x in tensors), strict=True)):
+        whole = [x.shape[d] if b == -1 else b for x, b in zip(tensors, sizes, strict=True)]
+        block.append(sizes[0] if len(set(sizes)) == 1 else math.gcd(*whole))
+    return tuple(block)
 
 
 def _join(op: Any, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[int]) -> Float8Tensor:
@@ -142,15 +151,16 @@ def _cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         return run_fallback(Float8Tensor, op, (tensors, dim), {})
     dim %= tensors[0].ndim
     tensors = [x for x in tensors if x.shape[dim]] or list(tensors[:1])
-    b = tensors[0].spec.block[dim]
     if len(tensors) == 1:
         return tensors[0].map(torch.clone)
     lengths = [x.shape[dim] for x in tensors]
+    block = _common_block(tensors)
+    b = block[dim]
     if b == -1:
         b = math.gcd(*lengths)
     elif b > 1:
         b = math.gcd(b, *lengths[:-1])  # the last block may end early
-    tensors = [cut(x, _at(x.spec.block, dim, b)) for x in tensors]
+    tensors = [cut(x, _at(block, dim, b)) for x in tensors]
     return _join(op, tensors, dim, tensors[0].spec.block)
 
 
@@ -159,5 +169,6 @@ def _stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     if not _joinable(tensors):
         return run_fallback(Float8Tensor, op, (tensors, dim), {})
     dim %= tensors[0].ndim + 1
-    block = tensors[0].spec.block
+    block = _common_block(tensors)
+    tensors = [cut(x, block) for x in tensors]
     return _join(op, tensors, dim, (*block[:dim], 1, *block[dim:]))

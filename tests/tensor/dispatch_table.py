@@ -773,7 +773,7 @@ OPS: dict[str, tuple[str, ...]] = {
         torch.func.grad(lambda t: (t * t).sum())(x)
         torch.func.jvp(torch.sin, (x,), (p,))
         torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
-        x.to_sparse()
+        x.to_sparse().to_dense()
         x.to_dense()
         x.map_(p, max)
         x.record_stream(None)
