@@ -12,6 +12,7 @@ same, the weight would be gathered in high precision and the module would cast i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.tensor.fsdp import Gathered, MasterGather, unsharded_weight
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.fsdp import Gathered, MasterGather, settle, unsharded_weight
+from float8lab.tensor.views import cut
 
-__all__ = ["MasterShard", "hook_shard"]
+__all__ = ["MasterShard", "hook_shard", "store_shard"]
 
 
 class MasterShard(Tensor):
@@ -123,3 +126,41 @@ def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
     how.shard = weakref.ref(shard)
     parameter._local_tensor = shard
     return True
+
+
+def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    """Make FSDP2's shard of a parameter that is stored in FP8 exactly a part of the parameter.
+
+    FSDP2 pads a shard by copying it into a tensor of the parameter's blocks; that would quantize
+    it again where the shard's edge cuts a block. Such a shard gets smaller blocks, with the scales
+    that their elements had.
+
+    Args:
+        module: the module, which still has the whole parameter under ``name``.
+        name: of the parameter.
+        parameter: the sharded parameter that takes its place.
+    """
+    local, whole = getattr(parameter, "_local_tensor", None), module._parameters.get(name)
+    if not isinstance(local, Float8Tensor) or local.qdata.is_meta:
+        return
+    if not isinstance(whole, Float8Tensor) or whole.ndim != 2:
+        if local._window is not None:
+            settle(local)
+        return
+    *_, cut_by = parameter.placements
+    if not cut_by.is_shard(0):
+        return
+    mesh = parameter.device_mesh
+    rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    chunk = -(-whole.shape[0] // size)
+    block = whole.spec.block[0]
+    vars(module).setdefault("_stored_specs", {})[tuple(whole.shape)] = whole.spec
+    if block > 1 and chunk % block:
+        block = math.gcd(chunk, block)
+        whole = cut(whole.detach(), (block, whole.spec.block[1]))
+    first, count = rank * chunk, local.shape[0]
+    with torch.no_grad():
+        local.qdata.copy_(whole.qdata[first : first + count])
+        rows = slice(None) if block == -1 else slice(first // block, -(-(first + count) // block))
+        local.scale, local.amax = whole.scale[rows].clone(), whole.amax[rows].clone()
+    local.spec, local._window = whole.spec, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.distributed.fsdp import hook_shard
+from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.precision import Precision
@@ -180,6 +180,8 @@ class Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
+        if name.endswith("weight") and "_parameters" in self.__dict__:
+            store_shard(self, name, value)
         super().__setattr__(name, value)
         if name == "weight" and "_fp8" in self.__dict__:
             self._hook_shard()

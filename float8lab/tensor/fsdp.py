@@ -31,9 +31,10 @@ from torch import Tensor
 from float8lab.formats import Float8Spec
 from float8lab.ops import amax_op, cast_op, scale_from_amax
 from float8lab.recipes.state import in_backward
+from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.float8_tensor import Float8Tensor
 
-__all__ = ["Gathered", "MasterGather", "WeightGather", "unsharded_weight"]
+__all__ = ["Gathered", "MasterGather", "StoredGather", "WeightGather", "settle", "unsharded_weight"]
 
 
 class Gathered(NamedTuple):
@@ -199,6 +200,52 @@ class MasterGather(WeightGather):
         return cast_op(rows, scale, None, self.spec.fp8_dtype, self.spec.block, 1)
 
 
+class StoredGather(WeightGather):
+    """A shard that is stored in FP8.
+
+    Its blocks have scales already; those of a block that several ranks hold parts of, such as the
+    one block of a weight scaled as a whole, can differ after the ranks wrote to their parts. What
+    is reduced is the scale, whose largest the block gets, and bytes of another scale are cast.
+
+    Args:
+        spec: FP8 format, blocks and scale rule of the gathered weight.
+    """
+
+    def __init__(self, spec: Float8Spec) -> None:
+        super().__init__(spec)
+        self.shard: weakref.ref[Float8Tensor] | None = None
+
+    def current_shard(self) -> Tensor | None:
+        return self.shard() if self.shard is not None else None
+
+    def current_version(self) -> Any:
+        shard = self.shard() if self.shard is not None else None
+        return None if shard is None or shard.qdata.is_inference() else shard.qdata._version
+
+    def shard_amax(self, shard: Tensor, block: tuple[int, ...]) -> Tensor:
+        assert isinstance(shard, Float8Tensor), "current_shard is"
+        scale = expand_scale(shard.scale, shard.spec.block, shard.shape)
+        scale = scale.expand(shard.shape[0], scale.shape[1]).contiguous()
+        columns = -1 if scale.shape[1] == 1 else 1
+        if columns == 1 and block[1] > 1:
+            return block_amax(scale, block)
+        return block_amax(scale, (block[0], columns))
+
+    @property
+    def rule(self) -> Any:
+        return "stored"
+
+    def scales(self, amax: Tensor) -> Tensor:
+        return amax
+
+    def cast(self, rows: Tensor, scale: Tensor) -> Tensor:
+        assert isinstance(rows, Float8Tensor), "current_shard is"
+        if self.spec.block[0] == 1 and rows.spec == self.spec:
+            return rows.qdata  # no block is shared
+        values = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
+        return cast_op(values, scale, None, self.spec.fp8_dtype, self.spec.block, 1)
+
+
 class _Batch:
     """Weights whose amaxes are reduced together, in the order of their first gather."""
 
@@ -283,3 +330,47 @@ def unsharded_weight(
         out.scale.copy_(scale)
         out.amax.copy_(amax)
     return None
+
+
+def _pre_all_gather(
+    self: Float8Tensor,
+    mesh: Any,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: torch.nn.Module,
+    mp_policy: Any,
+) -> tuple[tuple[Tensor], Gathered]:
+    """What FSDP2 sends of a shard that is stored in FP8."""
+    if self._window is not None:
+        settle(self)
+    how: StoredGather | None = getattr(self, "_gather", None)
+    if how is None:
+        # Shards have smaller blocks than the weight where their edges cut its blocks.
+        spec = getattr(module, "_stored_specs", {}).get(tuple(outer_size), self.spec)
+        self._gather = how = StoredGather(spec)  # type: ignore[attr-defined]
+        how.shard = weakref.ref(self)
+    data, gathered = how.gather(self, mesh, outer_size)
+    return (data,), gathered
+
+
+def _post_all_gather(
+    self: Float8Tensor,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: Gathered,
+    param_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """What the module computes with."""
+    return unsharded_weight(all_gather_outputs, metadata, param_dtype, out)
+
+
+def settle(x: Float8Tensor) -> None:
+    """Give a view scales of its own: its base is FSDP2's padding, which nobody looks at."""
+    x._refresh()
+    x.scale, x.amax = x.scale.clone(), x.amax.clone()
+    x._window = None
+
+
+Float8Tensor.fsdp_pre_all_gather = _pre_all_gather  # type: ignore[attr-defined]
+Float8Tensor.fsdp_post_all_gather = _post_all_gather  # type: ignore[attr-defined]
