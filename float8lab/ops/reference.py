@@ -80,6 +80,9 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
 def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
     """``fp8_max / amax``, at most the largest float32; on request rounded down to a power of 2."""
+    # A number divided by a tensor is reciprocal() times the number, two roundings: hence full_like.
+    if not isinstance(fp8_max, Tensor):
+        fp8_max = torch.full_like(amax, fp8_max)
     encode = (fp8_max / amax).clamp(max=FLOAT32_MAX)
     if power_of_2:
         encode = (encode.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
