@@ -727,9 +727,9 @@ def cast(
     align: int,
 ) -> Tensor:
     tile = _ONE
+    if x.numel() == 0 or x.shape[1] == 1:
+        return reference.cast(x, scale, amax_slot, fp8_dtype, block, align)
     q = _output(x, fp8_dtype, align)
-    if x.numel() == 0:
-        return q
     scale, block = _broadcast(scale, block)
     _cast_kernel[_grid(q.shape, tile)](
         x,
@@ -764,7 +764,7 @@ def cast_pair(
     align: int,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if x.numel() == 0:
+    if x.numel() == 0 or x.shape[1] == 1:
         return reference.cast_pair(x, scale, amax_slot, fp8_dtype, align, column_sum)
     if not _one_pass(x):
         q = cast(x, scale, amax_slot, fp8_dtype, (-1, -1), align)
