@@ -92,7 +92,7 @@ class Training:
 TRAINING = {
     "tiny": Training(steps=600, batch_size=16, learning_rate=3e-3, validation_windows=256),
     "small": Training(steps=500, batch_size=32, learning_rate=2e-3, validation_windows=256),
-    "124m": Training(steps=600, batch_size=16, learning_rate=6e-4, validation_windows=128),
+    "124m": Training(steps=1500, batch_size=16, learning_rate=6e-4, validation_windows=128),
 }
 
 
