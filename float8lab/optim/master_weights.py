@@ -100,10 +100,10 @@ class MasterWeights(torch.optim.Optimizer):
         self.masters = {}
         self._master_dtype = master_dtype
         self._also_16_bit = also_16_bit
+        self._make_inner = partial(optimizer_class, **optimizer_kwargs)
         self._written: dict[Tensor, _Written] = {}
         super().__init__(params, {})
-        self.inner = optimizer_class([self._inner_group(g) for g in self.param_groups],
-                                     **optimizer_kwargs)  # fmt: skip
+        self.inner = self._make_inner([self._inner_group(g) for g in self.param_groups])
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise TypeError(
                 "optimizer_class must make a torch.optim.Optimizer; got "
@@ -117,7 +117,7 @@ class MasterWeights(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self.inner is not None:
             self.inner.add_param_group(self._inner_group(self.param_groups[-1]))
-            _copy_options(self.inner.param_groups, self.param_groups)
+            _copy_options(self.inner.param_groups[-1:], self.param_groups[-1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -228,8 +228,9 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Not _written: its versions are those of these very tensors. The next step compares bytes.
-        names = ("defaults", "param_groups", "inner", "masters", "_master_dtype", "_also_16_bit")
-        return {name: getattr(self, name) for name in names}
+        names = ("defaults", "param_groups", "inner", "masters")
+        own = ("_master_dtype", "_also_16_bit", "_make_inner")
+        return {name: getattr(self, name) for name in (*names, *own)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._written = {}
@@ -270,14 +271,19 @@ class MasterWeights(torch.optim.Optimizer):
         _copy_options(self.param_groups, inner.param_groups)
         before, self.masters = self.masters, {}
         for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
-            for p in mine["params"]:
+            # In place: LBFGS keeps a reference to the list.
+            for i, p in enumerate(mine["params"]):
                 if p in before:
                     self.masters[p] = before[p]
-            # In place: LBFGS keeps a reference to the list.
-            its["params"][:] = [
-                self._master_or_self(p, needed=needed is not None and p in needed)
-                for p in mine["params"]
-            ]
+                its["params"][i] = self._master_or_self(
+                    p, needed=needed is not None and p in needed
+                )
+            for p in mine["params"]:
+                if p in self.masters and p not in before:
+                    # Some optimizers make the state of a parameter in their constructor.
+                    fresh = self._make_inner([{**its, "params": [self.masters[p]]}])
+                    inner.state.pop(p, None)
+                    inner.state.update(fresh.state)
         self._written = {p: w for p, w in self._written.items() if p in self.masters}
         for p, master in self.masters.items():
             if p in self._written and self._written[p].is_current(p):
