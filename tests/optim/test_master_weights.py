@@ -153,15 +153,11 @@ def test_training_equals_explicit_masters(recipe, dtype):
 
 def test_masters_are_rounded_once():
     # 1 + 2^-4 + 2^-10 lies above a tie of e4m3, and bfloat16 would round it to the tie
-    p = nn.Parameter(quantize(torch.ones(1, 1, dtype=torch.bfloat16) * 448))
+    p = nn.Parameter(quantize(torch.tensor([[448.0, 1.0]], dtype=torch.bfloat16)))
     optimizer = MasterWeights([p], torch.optim.SGD, lr=1.0)
-    two = nn.Parameter(quantize(torch.tensor([[448.0, 1.0]], dtype=torch.bfloat16)))
-    optimizer.add_param_group({"params": [two]})
-    two.grad = torch.zeros(1, 2, dtype=torch.bfloat16)
-    with torch.no_grad():
-        optimizer.masters[two][0, 1] = 1 + 2**-4 + 2**-10
+    p.grad = torch.tensor([[0.0, -(2**-4) - 2**-10]], dtype=torch.bfloat16)
     optimizer.step()
-    assert two.qdata.float().tolist() == [[448.0, 1.125]]
+    assert p.qdata.float().tolist() == [[448.0, 1.125]]
 
 
 def test_fp8_parameters_of_other_ranks_and_layouts():
@@ -771,52 +767,59 @@ def test_averaged_model_that_is_itself_stored_in_fp8():
 # --- what it is for ------------------------------------------------------------------------------
 
 
-def fit(model, optimizer, steps: int, recipe) -> list[float]:
+STEPS, ADAMW = 120, {"lr": 2e-3, "weight_decay": 0.0}
+
+
+def make_student(recipe: recipes.Recipe | None) -> nn.Module:
+    """Equal weights each time, stored in FP8 by ``recipe`` if there is one."""
+    torch.manual_seed(0)
+    with float8lab.fp8_model_init(
+        recipe is not None, recipe, preserve_high_precision_init_val=recipe is not None
+    ):
+        return nn.Sequential(
+            float8lab.Linear(32, 128, device="cpu", init_method=nn.init.kaiming_uniform_),
+            nn.Tanh(),
+            float8lab.Linear(128, 16, device="cpu"),
+        )
+
+
+def fit(model, optimizer, recipe) -> list[float]:
     """Losses of a regression on a fixed random teacher."""
     generator = torch.Generator().manual_seed(1)
-    teacher = nn.Linear(32, 16)
-    with torch.no_grad():
-        teacher.weight.normal_(generator=generator)
-        teacher.bias.zero_()
+    teacher = torch.randn(16, 32, generator=generator)
     losses = []
-    for _ in range(steps):
+    for _ in range(STEPS):
         x = torch.randn(64, 32, generator=generator)
         optimizer.zero_grad()
         with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
-            loss = (model(x) - teacher(x).tanh().detach()).square().mean()
+            loss = (model(x) - (x @ teacher.t()).tanh()).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
+def last(losses: list[float]) -> float:
+    return sum(losses[-10:]) / 10
+
+
+@pytest.fixture(scope="module")
+def high_precision_losses() -> list[float]:
+    model = make_student(None)
+    return fit(model, torch.optim.AdamW(model.parameters(), **ADAMW), None)
+
+
 @each_recipe
-def test_loss_follows_high_precision_with_masters_and_stalls_without(recipe):
-    steps, options = 150, {"lr": 2e-3, "weight_decay": 0.0}
-
-    def make(in_fp8: bool) -> nn.Module:
-        torch.manual_seed(0)
-        with float8lab.fp8_model_init(in_fp8, recipe, preserve_high_precision_init_val=in_fp8):
-            return nn.Sequential(
-                float8lab.Linear(32, 128, device="cpu", init_method=nn.init.kaiming_uniform_),
-                nn.Tanh(),
-                float8lab.Linear(128, 16, device="cpu"),
-            )
-
-    high, with_masters, without = make(False), make(True), make(True)
-    reference = fit(high, torch.optim.AdamW(high.parameters(), **options), steps, None)
-    masters = MasterWeights(with_masters.parameters(), torch.optim.AdamW, **options)
-    losses = fit(with_masters, masters, steps, recipe)
+def test_loss_follows_high_precision_with_masters_and_stalls_without(recipe, high_precision_losses):
+    reference = last(high_precision_losses)
+    model = make_student(recipe)
+    losses = fit(model, MasterWeights(model.parameters(), torch.optim.AdamW, **ADAMW), recipe)
+    stalling = make_student(recipe)
     with float8lab.fallback("silent"):
-        plain = torch.optim.AdamW(without.parameters(), **options)
-        stalled = fit(without, plain, steps, recipe)
-
-    def last(values: list[float]) -> float:
-        return sum(values[-10:]) / 10
-
-    assert last(reference) < 0.3 * reference[0]
-    assert last(losses) < 1.02 * last(reference)
-    assert last(stalled) > 1.3 * last(reference)
+        stalled = fit(stalling, torch.optim.AdamW(stalling.parameters(), **ADAMW), recipe)
+    assert reference < 0.4 * high_precision_losses[0]
+    assert last(losses) < 1.02 * reference  # measured: up to 1.003
+    assert last(stalled) > 1.2 * reference  # measured: 1.3 to 1.7
 
 
 # --- memory --------------------------------------------------------------------------------------
