@@ -240,18 +240,17 @@ class MasterWeights(torch.optim.Optimizer):
         return super().__repr__().replace(" (", f" of {type(self.inner).__name__} (", 1)
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group as the inner optimizer sees it."""
-        return {**group, "params": [self._master_or_self(p) for p in group["params"]]}
+        """A new parameter group as the inner optimizer sees it."""
+        for p in group["params"]:
+            self._make_master(p)
+        return {**group, "params": [self.masters.get(p, p) for p in group["params"]]}
 
-    def _master_or_self(self, p: Tensor, *, needed: bool = False) -> Tensor:
-        """The tensor that the inner optimizer updates for ``p``; makes its master if it is time."""
-        if p in self.masters:
-            return self.masters[p]
-        if not self._is_stored(p) or not (needed or p.requires_grad or p.grad is not None):
-            return p
-        self.masters[p] = master = _new_master(p, self._master_dtype)
-        self._written[p] = _Written(p, master)
-        return master
+    def _make_master(self, p: Tensor, *, needed: bool = False) -> None:
+        """Give a parameter a master if it is stored and one is ``needed`` or will be."""
+        due = needed or p.requires_grad or p.grad is not None
+        if due and self._is_stored(p) and p not in self.masters:
+            self.masters[p] = _new_master(p, self._master_dtype)
+            self._written[p] = _Written(p, self.masters[p])
 
     def _is_stored(self, p: Tensor) -> bool:
         local = _local(p)
@@ -269,22 +268,25 @@ class MasterWeights(torch.optim.Optimizer):
         inner = self.inner
         assert inner is not None, "set by __init__"
         _copy_options(self.param_groups, inner.param_groups)
-        before, self.masters = self.masters, {}
+        # A parameter that left the meta device, or went there, starts anew.
+        before = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
+        self.masters.clear()
         for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
-            # In place: LBFGS keeps a reference to the list.
-            for i, p in enumerate(mine["params"]):
+            for p in mine["params"]:
                 if p in before:
                     self.masters[p] = before[p]
-                its["params"][i] = self._master_or_self(
-                    p, needed=needed is not None and p in needed
-                )
+                else:
+                    self._make_master(p, needed=needed is not None and p in needed)
+            # In place: LBFGS keeps a reference to the list.
+            its["params"][:] = [self.masters.get(p, p) for p in mine["params"]]
             for p in mine["params"]:
                 if p in self.masters and p not in before:
                     # Some optimizers make the state of a parameter in their constructor.
                     fresh = self._make_inner([{**its, "params": [self.masters[p]]}])
                     inner.state.pop(p, None)
                     inner.state.update(fresh.state)
-        self._written = {p: w for p, w in self._written.items() if p in self.masters}
+        for p in self._written.keys() - self.masters.keys():
+            del self._written[p]
         for p, master in self.masters.items():
             if p in self._written and self._written[p].is_current(p):
                 continue
@@ -350,25 +352,29 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
 class _Written:
     """Which contents of a parameter and its master agree, as far as torch counts versions."""
 
-    __slots__ = ("_data", "_versions", "master_version")
+    __slots__ = ("_buffer", "_versions", "master_version")
 
     def __init__(self, p: Tensor, master: Tensor) -> None:
-        self._data = weakref.ref(_data(p))
+        buffer = _buffer(p)
+        # None: torch.utils.swap_tensors refuses a parameter that has weak references.
+        self._buffer = None if buffer is p else weakref.ref(buffer)
         self._versions = _versions(p)
         self.master_version = master._version
 
     def is_current(self, p: Tensor) -> bool:
         """Whether nobody wrote to the parameter since."""
-        return self._data() is _data(p) and self._versions == _versions(p)
+        same = self._buffer is None or self._buffer() is _buffer(p)
+        return same and self._versions == _versions(p)
 
 
-def _data(p: Tensor) -> Tensor:
+def _buffer(p: Tensor) -> Tensor:
+    """The tensor that holds a parameter's data."""
     local = _local(p)
     return local.qdata if isinstance(local, Float8Tensor) else local
 
 
-def _versions(p: Tensor) -> tuple[int, int, int]:
-    return p._version, _local(p)._version, _data(p)._version
+def _versions(p: Tensor) -> tuple[torch.device, int, int, int]:
+    return p.device, p._version, _local(p)._version, _buffer(p)._version
 
 
 def _is_dtensor(x: Tensor) -> bool:

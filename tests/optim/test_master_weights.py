@@ -378,6 +378,43 @@ def test_replaced_parameters_get_masters_of_their_own():
     assert set(optimizer.masters) == set(stored(other))
 
 
+def test_replacing_parameters_by_another_number_of_them():
+    model = make_model()
+    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.param_groups[0]["params"] = [model[2].weight]
+    before = copy.deepcopy(model)
+    give_gradients(model.parameters())
+    optimizer.step()
+    assert list(optimizer.masters) == [model[2].weight]
+    assert_same(model[0].weight, before[0].weight)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    optimizer.step()
+    assert set(optimizer.masters) == set(stored(model))
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_parameter_that_leaves_the_meta_device_gets_a_master_there(optimizer_class):
+    with float8lab.fp8_model_init():
+        layer = float8lab.Linear(8, 4, bias=False, device="meta")
+    p = layer.weight
+    optimizer = MasterWeights([p], optimizer_class, lr=0.1)
+    torch.utils.swap_tensors(p, nn.Parameter(quantize(torch.randn(4, 8))))
+    give_gradients([p])
+    optimizer.step()
+    assert p.device == optimizer.masters[p].device == torch.device("cpu")
+    assert_same(p, quantize(optimizer.masters[p].detach()))
+
+
+def test_16_bit_parameters_can_be_swapped():
+    model = make_model(dtype=torch.bfloat16)
+    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, also_16_bit=True)
+    for p in model.parameters():
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+    give_gradients(model.parameters())
+    optimizer.step()
+    assert len(optimizer.masters) == len(list(model.parameters()))
+
+
 # --- an optimizer like any other -----------------------------------------------------------------
 
 
