@@ -15,12 +15,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["fallback", "implements", "run_fallback", "table"]
+from float8lab.tensor.window import merge_into
+
+__all__ = ["ANY_VIEW", "fallback", "implements", "run_fallback", "table"]
 
 Handler = Callable[..., Any]
 
 table: dict[Any, Handler] = {}
 """Handlers by overload: ``handler(op, *args, **kwargs)``."""
+
+ANY_VIEW = "any view"
+"""The entry whose handler takes the view ops without one of their own."""
+
+# In-place ops that write some elements: the blocks of the others keep their bits.
+_PARTIAL = frozenset(
+    f"aten::{name}"
+    for name in (
+        "fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_",
+        "_index_put_impl_", "index_reduce_", "masked_fill_", "masked_scatter_", "put_", "scatter_",
+        "scatter_add_", "scatter_reduce_", "tril_", "triu_", "embedding_renorm_",
+    )
+)  # fmt: skip
 
 _POLICIES = ("error", "warn", "silent")
 
@@ -95,25 +110,49 @@ def _announce(op: Any) -> None:
         )
 
 
-def run_fallback(cls: type[Tensor], op: Any, args: Any, kwargs: Any, *, quiet: bool = False) -> Any:
-    """Run ``op`` on dequantized arguments and quantize again what it wrote in place."""
-    if not quiet:
+def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool = False) -> Any:
+    """Run ``op`` on dequantized arguments and quantize again what it wrote in place.
+
+    An op that writes a Float8Tensor in place, and has not merely been given one for its ``out``,
+    is at home here: it needs the values, so it is quiet.
+    """
+    written = [] if not op._schema.is_mutable else _written(cls, op, args, kwargs)
+    in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
+    if not quiet and not in_place:
         _announce(op)
     plain: dict[int, Tensor] = {}
 
     def dequantized(x: Any) -> Tensor:
         if id(x) not in plain:
-            plain[id(x)] = x.dequantize()
+            plain[id(x)] = x._decode()
         return plain[id(x)]
 
-    result = op(*tree_map_only(cls, dequantized, args), **tree_map_only(cls, dequantized, kwargs))
-    written: dict[int, Any] = {}
+    args, kwargs = tree_map_only(cls, dequantized, (args, kwargs))
+    partial = op._schema.name in _PARTIAL
+    before = [plain[id(x)].clone() for x in written] if partial else []
+    result = op(*args, **kwargs)
+    for index, x in enumerate(written):
+        value = plain[id(x)]
+        if partial and x._window is None:
+            merge_into(
+                x, value, (value != before[index]) & ~(value.isnan() & before[index].isnan())
+            )
+        else:
+            x.requantize_(value)
+    if not written:
+        return result
+    back = {id(plain[id(x)]): x for x in written}
+    return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
+
+
+def _written(cls: type[Any], op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The Float8Tensors that the op writes to, each once."""
+    found: dict[int, Any] = {}
     for index, argument in enumerate(op._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         for x in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, cls):
-                x.requantize_(plain[id(x)])  # type: ignore[attr-defined]  # cls is Float8Tensor
-                written[id(plain[id(x)])] = x
-    return tree_map_only(torch.Tensor, lambda t: written.get(id(t), t), result)
+                found[id(x)] = x
+    return list(found.values())

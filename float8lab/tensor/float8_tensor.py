@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-import math
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.ops import cast_op, dequantize_op, quantize_op
-from float8lab.tensor.dispatch import run_fallback, table
+from float8lab.tensor.blocks import dequantize_blocks, quantize_blocks
+from float8lab.tensor.dispatch import ANY_VIEW, run_fallback, table
+from float8lab.tensor.window import Window
 
 __all__ = ["Float8Tensor", "quantize"]
+
+_FIELDS = ("qdata", "scale", "amax", "spec", "_window")
+
+# Tensors that may sit in an op beside a Float8Tensor. Any other subclass (a DTensor, say) gets to
+# handle the op first, and calls it again on the Float8Tensors inside it.
+_PLAIN = frozenset(
+    (
+        Tensor,
+        torch.nn.Parameter,
+        torch.nn.Buffer,
+        torch._subclasses.FakeTensor,
+        FunctionalTensor,
+    )
+)
 
 
 class Float8Tensor(Tensor):
     """A tensor of ``dtype`` stored as FP8 data and scales: ``x ~= qdata.float() * scale``.
+
+    ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
+    takes is that of ``qdata``, ``scale`` and ``amax``. Strides are those of ``qdata``. It has no
+    data pointer of its own (``data_ptr()`` is 0).
 
     Attributes:
         qdata: the FP8 data, same shape as the tensor.
@@ -29,6 +49,7 @@ class Float8Tensor(Tensor):
     scale: Tensor
     amax: Tensor  # type: ignore[assignment]  # hides the method; torch.amax(x) reduces
     spec: Float8Spec
+    _window: Window | None = None
 
     @staticmethod
     def __new__(
@@ -53,17 +74,18 @@ class Float8Tensor(Tensor):
         self.amax = amax
         self.spec = spec
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Float8Spec, torch.dtype]]:
-        return ["qdata", "scale", "amax"], (self.spec, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        context = (self.spec, self.dtype)
+        return ["qdata", "scale", "amax"], context if self._window is None else (*context, True)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        context: tuple[Float8Spec, torch.dtype],
-        outer_size: Any,
-        outer_stride: Any,
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> Float8Tensor:
-        return Float8Tensor(inner["qdata"], inner["scale"], inner["amax"], *context)
+        x = Float8Tensor(inner["qdata"], inner["scale"], inner["amax"], context[0], context[1])
+        if len(context) == 3:  # a view that shares blocks with a base that is not here
+            x._window = Window(base=None)
+        return x
 
     # Ops need no __torch_function__: everything is handled below autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -72,9 +94,14 @@ class Float8Tensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
         cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not all(issubclass(t, (Float8Tensor, Tensor)) for t in types):
-            return NotImplemented
-        handler = table.get(op)
+        for t in types:
+            if t not in _PLAIN and not issubclass(t, Float8Tensor):
+                return NotImplemented
+        for arg in args:
+            for x in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if isinstance(x, Float8Tensor) and x._window is not None:
+                    x._refresh()
+        handler = table.get(op) or (table[ANY_VIEW] if op.is_view else None)
         if handler is None:
             return run_fallback(Float8Tensor, op, args, kwargs or {})
         return handler(op, *args, **(kwargs or {}))
@@ -102,6 +129,8 @@ class Float8Tensor(Tensor):
     def requantize_(self, value: Tensor) -> Float8Tensor:
         """Overwrite in place with ``value``, quantized by this tensor's spec with new scales.
 
+        Written through a view, the elements that the view does not show keep their values.
+
         Raises:
             ValueError: ``value`` has another shape.
         """
@@ -110,10 +139,14 @@ class Float8Tensor(Tensor):
                 f"value must have shape {tuple(self.shape)}; got {tuple(value.shape)}. "
                 "Reshape it or quantize() it into a new tensor."
             )
-        source = _quantized(value.to(self.dtype), self.spec, scale=None, amax_epsilon=0.0)
-        self.qdata.copy_(source.qdata)
-        self.scale.copy_(source.scale)
-        self.amax.copy_(source.amax)
+        value = value.dequantize() if isinstance(value, Float8Tensor) else value.to(self.dtype)
+        if self._window is not None:
+            self._window.write(value.detach())
+            self._refresh()
+            return self
+        source = quantize_blocks(value.detach(), self.spec)
+        for mine, new in zip((self.qdata, self.scale, self.amax), source, strict=True):
+            mine.copy_(new)
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
@@ -124,6 +157,117 @@ class Float8Tensor(Tensor):
     def clear_high_precision_init_val(self) -> None:
         """Free the kept initial values."""
         self._high_precision_init_val = None
+
+    def _decode(self) -> Tensor:
+        """``dequantize`` without autograd, for handlers."""
+        if self._window is not None:
+            self._refresh()
+        return dequantize_blocks(self.qdata, self.scale, self.spec, self.dtype)
+
+    def _refresh(self) -> None:
+        """Renew the scales of a view that holds a copy of its base's."""
+        window = self._window
+        if window is not None and window.copied and window.base is not None:
+            again = window.base
+            for op, args, kwargs in window.steps:
+                again = table.get(op, table[ANY_VIEW])(op, again, *args, **kwargs)
+            self.qdata, self.scale, self.amax = again.qdata, again.scale, again.amax
+
+    @property
+    def data(self) -> Float8Tensor:
+        """This tensor, detached and sharing its memory. Assigning takes another one's memory."""
+        return self.detach()  # type: ignore[return-value]  # torch's stub says Tensor
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, Float8Tensor):
+            if value.shape != self.shape:
+                raise ValueError(
+                    f"data must have shape {tuple(self.shape)}, or be a Float8Tensor; got a plain "
+                    f"tensor of shape {tuple(value.shape)}. quantize() it first."
+                )
+            q = quantize_blocks(value.detach().to(self.dtype), self.spec)
+            value = Float8Tensor(*q, self.spec, self.dtype)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sizes, strides, dtype
+        for name in _FIELDS:
+            setattr(self, name, getattr(value, name))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A numpy array of the values, which cannot share memory with FP8: ``force=True`` copies.
+
+        Raises:
+            TypeError: ``force`` is not set.
+        """
+        if not force:
+            raise TypeError(
+                "numpy() must share memory, which FP8 data cannot with a numpy array. Call "
+                ".dequantize().numpy(), or .numpy(force=True) for a copy."
+            )
+        return self.detach().dequantize().numpy(force=True)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """A copy for numpy and matplotlib, in float32 if numpy lacks this tensor's dtype."""
+        x = self.dequantize()
+        array = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The values as nested lists of Python numbers."""
+        return self.detach().dequantize().tolist()
+
+    def apply_(self, function: Any) -> Float8Tensor:
+        """Replace each value by ``function`` of it. CPU only and slow, as torch's."""
+        return self.requantize_(self.detach().dequantize().apply_(function))
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(
+            "DLPack shares memory, which must hold numbers of the tensor's dtype; got FP8 data "
+            "with scales. Export .dequantize(), or .qdata and .scale."
+        )
+
+    def share_memory_(self) -> Float8Tensor:
+        """Move the FP8 data and scales to shared memory."""
+        for name in ("qdata", "scale", "amax"):
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the FP8 data is in shared memory."""
+        return self.qdata.is_shared()
+
+    def _extra(self) -> dict[str, Any]:
+        """What was set on this object beside its own fields, such as ``nn.Parameter``'s mark."""
+        return {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "deepcopy must get a leaf tensor; got one computed from others that require "
+                "gradients. Call .detach() first."
+            )
+        if id(self) not in memo:
+            with torch.no_grad():
+                x: Float8Tensor = self.detach().clone()  # type: ignore[assignment]  # stub
+            x.requires_grad_(self.requires_grad)
+            memo[id(self)] = x
+            x.__dict__.update(copy.deepcopy(self._extra(), memo))
+            if self.grad is not None:
+                x.grad = copy.deepcopy(self.grad, memo)
+        result: Float8Tensor = memo[id(self)]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A view that shares blocks leaves its base behind, and so takes blocks of its own.
+        x: Any = self if self._window is None else self.detach().clone()
+        spec = (self.spec.fp8_dtype, self.spec.block, self.spec.scale_rule)
+        data = x.qdata.view(torch.uint8)  # pickle, unlike torch.save, cannot load FP8 tensors
+        state = (data, x.scale, x.amax, *spec, self.dtype, self.requires_grad, self._extra())
+        return _rebuild, state
+
+    def __format__(self, format_spec: str) -> str:
+        if self.ndim == 0 and not self.is_meta:
+            return format(self.item(), format_spec)
+        return object.__format__(self, format_spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stub
         facts = [f"fp8={self.spec.describe()}", f"dtype={self.dtype}"]
@@ -158,15 +302,7 @@ def _is_fake(x: Tensor) -> bool:
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Float8Tensor) -> Tensor:
-        if x.ndim == 2:
-            return dequantize_op(x.qdata, x.scale, x.spec.block, x.dtype)
-        if x.spec.per_tensor or x.qdata.numel() == 0:
-            return (x.qdata.float() * x.scale).to(x.dtype)
-        scale = x.scale
-        for dim, size in enumerate(x.spec.block):
-            if size > 1:
-                scale = scale.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim])
-        return (x.qdata.float() * scale).to(x.dtype)
+        return x._decode()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -178,46 +314,25 @@ class _Quantize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
     ) -> Float8Tensor:
-        return _quantized(x, spec, scale=scale, amax_epsilon=amax_epsilon)
+        tensors = quantize_blocks(x, spec, scale=scale, amax_epsilon=amax_epsilon)
+        return Float8Tensor(*tensors, spec, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad, None, None, None
 
 
-def _quantized(
-    x: Tensor, spec: Float8Spec, *, scale: Tensor | None, amax_epsilon: float
-) -> Float8Tensor:
-    """Quantize a tensor of any number of dimensions; ``spec`` has one block size for each."""
-    shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
-    block: tuple[int, ...] = spec.block[-2:]
-    if x.ndim < 2:
-        block = (-1, -1) if spec.per_tensor else (1, *spec.block)
-    if x.ndim > 2 and not spec.per_tensor and block[0] != 1 and x.shape[0]:
-        # A block must not reach from one matrix of the batch into the next.
-        matrix_spec = Float8Spec(spec.fp8_dtype, spec.block[1:], spec.scale_rule)
-        given = [None] * x.shape[0] if scale is None else scale.expand(scales).unbind()
-        parts = [
-            _quantized(m, matrix_spec, scale=s, amax_epsilon=amax_epsilon)
-            for m, s in zip(x.unbind(), given, strict=True)
-        ]
-        qdata, scale, amax = (
-            torch.stack([getattr(p, name) for p in parts]) for name in ("qdata", "scale", "amax")
-        )
-        return Float8Tensor(qdata, scale, amax, spec, x.dtype)
-    matrix = x.reshape(math.prod(shape[:-1]), shape[-1]) if x.ndim else x.reshape(1, 1)
-    if scale is None:
-        qdata, scale, amax = quantize_op(
-            matrix, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1
-        )
-    else:
-        scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
-        flat = scale.reshape(math.prod(scales[:-1]), scales[-1] if scales else 1)
-        qdata = cast_op(matrix, flat, None, spec.fp8_dtype, block, 1)
-        amax = scale * spec.largest()
-    return Float8Tensor(
-        qdata.reshape(shape), scale.reshape(scales), amax.reshape(scales), spec, x.dtype
-    )
+def _rebuild(*state: Any) -> Float8Tensor:
+    """A Float8Tensor from what ``__reduce_ex__`` made of one; the function that pickles name."""
+    qdata, scale, amax, fp8_dtype, block, scale_rule, dtype, requires_grad, extra = state
+    spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
+    x = Float8Tensor(qdata.view(fp8_dtype), scale, amax, spec, dtype)
+    x.requires_grad_(requires_grad)
+    x.__dict__.update(extra)
+    return x
+
+
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def quantize(

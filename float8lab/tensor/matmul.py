@@ -1,8 +1,8 @@
 """Handlers of matrix products: FP8 GEMMs where the scales permit.  M, N, K as in ``ops.gemm``.
 
 A GEMM contracts K, so no scale may change along it except blockwise: each operand must be scaled
-per tensor, per row of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is
-quantized to match its partner; a pair that does not fit is dequantized.
+in whole rows of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is quantized
+to match its partner; a pair that does not fit is dequantized.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.ops import quantize_op, scaled_mm_op, transpose_op
+from float8lab.tensor.blocks import refine_scale
 from float8lab.tensor.dispatch import implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 
@@ -21,7 +22,7 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-# Specs of two operands in [rows, K] form that one FP8 GEMM takes: scales constant along K, or
+# Blocks of two operands in [rows, K] form that one FP8 GEMM takes: scales constant along K, or
 # blocks of equal length along it.
 _WHOLE = ((-1, -1), (1, -1))
 _BLOCKS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
@@ -31,41 +32,52 @@ _BLOCKS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
 }
 
 
+def _gemm_block(block: tuple[int, ...]) -> tuple[int, ...]:
+    """The block a GEMM takes for an operand: blocks of several whole rows count as single rows."""
+    return (1, -1) if block[1] == -1 and block[0] > 1 else block
+
+
 def _compatible(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return (a in _WHOLE and b in _WHOLE) or b in _BLOCKS.get(a, ())
 
 
 def _partner_spec(spec: Float8Spec) -> Float8Spec:
     """How to quantize an ordinary tensor that meets one of ``spec``."""
-    block = (1, 128) if spec.block == (128, 128) else spec.block
+    block = (1, 128) if spec.block == (128, 128) else _gemm_block(spec.block)
     return Float8Spec(spec.fp8_dtype, block, spec.scale_rule)
 
 
-def _rows_by_k(x: Any, partner: Float8Spec) -> tuple[Tensor, Tensor, Float8Spec]:
-    """An operand in [rows, K] form as contiguous data, scales and spec."""
-    if isinstance(x, Float8Tensor):
-        q = x.qdata if x.qdata.is_contiguous() else transpose_op(x.qdata.t(), 1)
-        return q, x.scale, x.spec
-    spec = _partner_spec(partner)
-    q, scale, _ = quantize_op(x, spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, 1)
-    return q, scale, spec
+def _rows_by_k(x: Any, partner: Float8Spec) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """An operand in [rows, K] form: contiguous data, scales as GEMMs read them, block."""
+    if not isinstance(x, Float8Tensor):
+        spec = _partner_spec(partner)
+        q, scale, _ = quantize_op(x, spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, 1)
+        return q, scale, spec.block
+    q, scale, block = x.qdata, x.scale, _gemm_block(x.spec.block)
+    if not q.is_contiguous():
+        q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
+    scale = refine_scale(scale, x.shape[0], x.spec.block[0], block[0], 0)
+    by_column = block[0] == 1 and block[1] > 1
+    return q, scale.t().contiguous().t() if by_column else scale.contiguous(), block
 
 
 def _product(a: Any, b_t: Any, bias: Tensor | None) -> Tensor | None:
     """``a @ b_t.T + bias`` in FP8, or None if the two cannot meet in one FP8 GEMM."""
     specs = [x.spec for x in (a, b_t) if isinstance(x, Float8Tensor)]
     plain = [x for x in (a, b_t) if not isinstance(x, Float8Tensor)]
-    if any(x.dtype not in HIGH_PRECISION_DTYPES for x in plain) or isinstance(bias, Float8Tensor):
+    if not specs or any(x.dtype not in HIGH_PRECISION_DTYPES for x in plain):
         return None
-    first = specs[0].block
-    second = specs[1].block if len(specs) == 2 else _partner_spec(specs[0]).block
+    if isinstance(bias, Float8Tensor) or a.dtype != b_t.dtype:
+        return None
+    first = _gemm_block(specs[0].block)
+    second = _gemm_block(specs[1].block) if len(specs) == 2 else _partner_spec(specs[0]).block
     if not _compatible(first, second):
         return None
-    qa, scale_a, spec_a = _rows_by_k(a, specs[0])
-    qb, scale_b, spec_b = _rows_by_k(b_t, specs[0])
+    qa, scale_a, block_a = _rows_by_k(a, specs[0])
+    qb, scale_b, block_b = _rows_by_k(b_t, specs[0])
     out: Tensor = scaled_mm_op(
-        qa, scale_a, spec_a.block, qb, scale_b, spec_b.block, bias, a.dtype, False
-    )
+        qa, scale_a, block_a, qb, scale_b, block_b, bias, a.dtype, False
+    )  # fmt: skip
     return out
 
 
@@ -73,6 +85,12 @@ def _product(a: Any, b_t: Any, bias: Tensor | None) -> Tensor | None:
 def _mm(op: Any, a: Any, b: Any) -> Any:
     out = _product(a, b.t(), None)
     return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
+
+
+@implements(aten.mv.default)
+def _mv(op: Any, a: Any, v: Any) -> Any:
+    out = _product(a, v.unsqueeze(0), None)
+    return run_fallback(Float8Tensor, op, (a, v), {}) if out is None else out.squeeze(1)
 
 
 @implements(aten.addmm.default)
@@ -83,3 +101,28 @@ def _addmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1)
         kwargs = {"beta": beta, "alpha": alpha}
         return run_fallback(Float8Tensor, op, (bias, a, b), kwargs)
     return out
+
+
+def _batch(a: Any, b: Any) -> Tensor | None:
+    """``a @ b`` matrix by matrix, each product in FP8; None if they cannot be."""
+    products = []
+    for left, right in zip(a.unbind(), b.unbind(), strict=True):
+        product = _product(left, right.t(), None)
+        if product is None:
+            return None
+        products.append(product)
+    return torch.stack(products) if products else None
+
+
+@implements(aten.bmm.default)
+def _bmm(op: Any, a: Any, b: Any) -> Any:
+    out = _batch(a, b)
+    return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
+
+
+@implements(aten.baddbmm.default)
+def _baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    out = None if isinstance(bias, Float8Tensor) else _batch(a, b)
+    if out is None:
+        return run_fallback(Float8Tensor, op, (bias, a, b), {"beta": beta, "alpha": alpha})
+    return torch.add(alpha * out, bias, alpha=beta) if beta else alpha * out

@@ -1,0 +1,259 @@
+"""Blocks of tensors of any number of dimensions: quantize, dequantize, and what views do to them.
+
+Plain tensors and shapes in, fresh ones out; nothing here knows Float8Tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import FLOAT32_MAX, Float8Spec
+from float8lab.ops import cast_op, dequantize_op, quantize_op, scale_from_amax
+
+__all__ = [
+    "block_amax",
+    "block_of_view",
+    "dequantize_blocks",
+    "expand_scale",
+    "quantize_blocks",
+    "refine_scale",
+]
+
+_OP_SIZES = (-1, 1, 32, 128)
+"""Block sizes that the matrix ops have kernels for; other blocks run plain PyTorch here."""
+
+
+def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Scales, one per block, as a tensor that broadcasts against one of ``shape``."""
+    for dim, size in enumerate(block):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Tensor:
+    """Scales along ``dim`` of a tensor of that length, its blocks of ``old`` cut down to ``new``.
+
+    ``new`` divides ``old``; a block that holds the whole dimension is cut anywhere.
+    """
+    if old == new:
+        return scale
+    count = -(-length // new)
+    if old == -1 or old >= length:
+        sizes = list(scale.shape)
+        sizes[dim] = count
+        return scale.expand(sizes)
+    return scale.repeat_interleave(old // new, dim).narrow(dim, 0, count)
+
+
+def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest absolute value of each block, float32; 0 if empty. bool counts as 0 and 1."""
+    counts = [1 if b == -1 else -(-n // b) for n, b in zip(x.shape, block, strict=True)]
+    if x.numel() == 0:
+        return x.new_zeros(counts, dtype=torch.float32)
+    x = x.float().abs()
+    if x.ndim == 0:
+        return x
+    sizes = [n if b == -1 else b for n, b in zip(x.shape, block, strict=True)]
+    missing = [c * s - n for c, s, n in zip(counts, sizes, x.shape, strict=True)]
+    padding = [pad for right in reversed(missing) for pad in (0, right)]
+    if any(missing):
+        x = torch.nn.functional.pad(x, padding)
+    x = x.reshape([part for pair in zip(counts, sizes, strict=True) for part in pair])
+    return x.amax(dim=list(range(1, 2 * len(counts), 2)))
+
+
+def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:
+    """The block of the [rows, last dimension] form of a tensor, where that form is quantized alike.
+
+    None if blocks span more than the last dimension, and the tensor is neither a matrix nor scaled
+    as a whole.
+    """
+    if spec.per_tensor:
+        return (-1, -1)
+    block = (1,) * (2 - ndim) + spec.block
+    if any(size not in _OP_SIZES for size in block[-2:]):
+        return None
+    if len(block) == 2 or all(size == 1 for size in block[:-1]):
+        return (block[-2], block[-1])
+    return None
+
+
+def quantize_blocks(
+    x: Tensor, spec: Float8Spec, *, scale: Tensor | None = None, amax_epsilon: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 data, scales and amaxes of a tensor of any number of dimensions.
+
+    Args:
+        x: any shape; ``spec`` has one block size for each dimension.
+        spec: the format to quantize to.
+        scale: given decode scales, broadcastable to one per block; else they follow from ``x``.
+        amax_epsilon: amaxes are raised to at least this before scales are made from them.
+    """
+    shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
+    if scale is not None:
+        scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
+    block = _matrix_block(spec, x.ndim)
+    if block is None:
+        leading = x.ndim > 2 and spec.block[0] == 1 and x.shape[0]
+        return (_by_matrix if leading else _by_arithmetic)(x, spec, scale, amax_epsilon)
+    matrix = x.reshape(math.prod(shape[:-1]), shape[-1]) if x.ndim else x.reshape(1, 1)
+    if scale is None:
+        q, scale, amax = quantize_op(
+            matrix, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1
+        )
+    else:
+        flat = scale.reshape(math.prod(scales[:-1]), scales[-1] if scales else 1)
+        q = cast_op(matrix, flat, None, spec.fp8_dtype, block, 1)
+        amax, scale = scale * spec.largest(), scale.clone()
+    return q.reshape(shape), scale.reshape(scales), amax.reshape(scales)
+
+
+def _by_matrix(
+    x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    part = replace(spec, block=spec.block[1:])
+    given = [None] * x.shape[0] if scale is None else list(scale.unbind())
+    parts = [
+        quantize_blocks(m, part, scale=s, amax_epsilon=amax_epsilon)
+        for m, s in zip(x.unbind(), given, strict=True)
+    ]
+    q, scale, amax = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    return q, scale, amax
+
+
+def _by_arithmetic(
+    x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if scale is None:
+        amax = block_amax(x, spec.block)
+        scale = scale_from_amax(amax, spec.fp8_dtype, spec.scale_rule, amax_epsilon)
+    else:
+        amax, scale = scale * spec.largest(), scale.clone()
+    encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
+    limit = spec.largest()
+    return (x.float() * encode).clamp(-limit, limit).to(spec.fp8_dtype), scale, amax
+
+
+def dequantize_blocks(q: Tensor, scale: Tensor, spec: Float8Spec, dtype: torch.dtype) -> Tensor:
+    """``q * scale``, multiplied in float32 and rounded once to ``dtype``."""
+    if q.ndim == 2 and all(size in _OP_SIZES for size in spec.block):
+        result: Tensor = dequantize_op(q, scale, spec.block, dtype)
+        return result
+    return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
+
+
+def block_of_view(
+    old: Sequence[int], new: Sequence[int], block: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The block that a tensor's view has, and the one that the tensor must be cut to for it.
+
+    The second is ``block`` itself wherever every block of the tensor is a block of the view too,
+    and smaller where the view would cut one.
+
+    >>> block_of_view((6, 256), (2, 3, 256), (1, 128))
+    ((1, 1, 128), (1, 128))
+    >>> block_of_view((256, 256), (64, 4, 256), (128, 128))
+    ((32, -1, 128), (128, 128))
+    >>> block_of_view((256, 6), (128, 12), (1, -1))
+    ((1, 6), (1, -1))
+    """
+    old, new, block = tuple(old), tuple(new), tuple(block)
+    tail = 0  # trailing dimensions left as they are
+    while tail < min(len(old), len(new)) and old[-1 - tail] == new[-1 - tail]:
+        tail += 1
+    kept = block[len(block) - tail :]
+    front, front_new = old[: len(old) - tail], new[: len(new) - tail]
+    if all(b == 1 or n == 1 for b, n in zip(block, front, strict=False)):
+        return (1,) * len(front_new) + kept, block
+    head = 0  # leading dimensions left as they are
+    while head < min(len(front), len(front_new)) and front[head] == front_new[head]:
+        head += 1
+    cut = list(block)
+    middle: list[int] = [1] * (len(front_new) - head)
+    for dims, dims_new in _groups(front, front_new, head):
+        sizes = [old[d] for d in dims]
+        blocks = [old[d] if block[d] == -1 else min(block[d], old[d]) for d in dims]
+        fitting, refined = _regroup(sizes, [new[d] for d in dims_new], blocks)
+        for d, b, r in zip(dims, blocks, refined, strict=True):
+            cut[d] = block[d] if r == b else r
+        for d, b in zip(dims_new, fitting, strict=True):
+            middle[d - head] = b
+    return block[:head] + tuple(middle) + kept, tuple(cut)
+
+
+def _groups(
+    old: Sequence[int], new: Sequence[int], start: int
+) -> list[tuple[list[int], list[int]]]:
+    """Dimensions of the two shapes that hold the same elements; those of size 1 are left out."""
+    left = [d for d in range(start, len(old)) if old[d] != 1]
+    right = [d for d in range(start, len(new)) if new[d] != 1]
+    groups = []
+    while left and right:
+        a, b = [left.pop(0)], [right.pop(0)]
+        while math.prod(old[d] for d in a) != math.prod(new[d] for d in b):
+            if math.prod(old[d] for d in a) < math.prod(new[d] for d in b):
+                a.append(left.pop(0))
+            else:
+                b.append(right.pop(0))
+        groups.append((a, b))
+    return groups
+
+
+def _regroup(
+    old: Sequence[int], new: Sequence[int], blocks: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Blocks of the new dimensions, and of the old ones after cutting them to fit."""
+    if len(old) == len(new) == 1:
+        return list(blocks), list(blocks)
+    run, refined = _run(old, blocks)
+    fitting = _split(run, new)
+    while fitting is None and run > 1:  # halving keeps the common powers of two
+        run = run // 2 if run % 2 == 0 else 1
+        fitting = _split(run, new)
+        refined = _split(run, old) or [1] * len(old)
+        refined = [n if r == -1 else r for n, r in zip(old, refined, strict=True)]
+        if any(b % r for b, r in zip(blocks, refined, strict=True)):
+            fitting = None
+    if fitting is None:
+        return [1] * len(new), [1] * len(old)
+    return fitting, refined
+
+
+def _run(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[int, list[int]]:
+    """Length of the stretches of consecutive elements that share a scale, blocks cut to form them.
+
+    They do if trailing dimensions lie whole in a block and all before the next one have blocks of
+    one; a block that stops short in that next dimension must also divide it, unless it is first.
+    """
+    d = len(sizes) - 1
+    while d >= 0 and blocks[d] == sizes[d]:
+        d -= 1
+    if d < 0:
+        return math.prod(sizes), list(sizes)
+    refined = [1] * d + list(blocks[d:])
+    if d and sizes[d] % blocks[d]:
+        refined[d] = math.gcd(sizes[d], blocks[d])
+    return refined[d] * math.prod(sizes[d + 1 :]), refined
+
+
+def _split(run: int, sizes: Sequence[int]) -> list[int] | None:
+    """Blocks whose elements are stretches of ``run`` consecutive ones; None if there are none."""
+    blocks = [1] * len(sizes)
+    for d in range(len(sizes) - 1, -1, -1):
+        if run == 1:
+            break
+        if run >= sizes[d]:
+            if run % sizes[d] and d:
+                return None
+            blocks[d], run = -1, max(run // sizes[d], 1)
+        else:
+            if d and sizes[d] % run:
+                return None
+            blocks[d], run = run, 1
+    return blocks

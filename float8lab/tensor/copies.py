@@ -1,0 +1,185 @@
+"""Handlers that copy, move or allocate: to, clone, copy_, fill_, empty_like, pin_memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.float8_tensor import Float8Tensor
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@implements(aten.clone.default)
+def _clone(op: Any, x: Float8Tensor, *, memory_format: Any = None) -> Float8Tensor:
+    # The scales keep their strides: GEMMs want those of 1xB blocks column by column.
+    return x.replace(
+        qdata=op(x.qdata, memory_format=memory_format), scale=op(x.scale), amax=op(x.amax)
+    )
+
+
+@implements(aten._to_copy.default)
+def _to_copy(
+    op: Any, x: Float8Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
+) -> Any:
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        kwargs = {"dtype": dtype, "memory_format": memory_format, **kwargs}
+        return run_fallback(Float8Tensor, op, (x,), kwargs)
+    result = x.replace(
+        qdata=op(x.qdata, memory_format=memory_format, **kwargs),
+        scale=op(x.scale, **kwargs),
+        amax=op(x.amax, **kwargs),
+    )
+    return result if dtype is None else result.replace(dtype=dtype)
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
+    return x.map(lambda t: op(t, *args, **kwargs))
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> bool:
+    return all(op(t, *args, **kwargs) for t in (x.qdata, x.scale, x.amax))
+
+
+@implements(aten.record_stream.default)
+def _record_stream(op: Any, x: Float8Tensor, stream: Any) -> None:
+    for t in (x.qdata, x.scale, x.amax):
+        op(t, stream)
+
+
+@implements(aten.copy_.default)
+def _copy(op: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(x, Float8Tensor):
+        return op(x, source._decode(), non_blocking)
+    alike = isinstance(source, Float8Tensor) and (source.spec, source.shape) == (x.spec, x.shape)
+    if alike and x._window is None:
+        for name in ("qdata", "scale", "amax"):
+            op(getattr(x, name), getattr(source, name), non_blocking)
+        return x
+    value = source._decode() if isinstance(source, Float8Tensor) else source
+    value = value.to(device=x.device, dtype=x.dtype).expand(x.shape)
+    if not alike or x._window is None:
+        return x.requantize_(value)
+    # The scale of what is copied is kept if possible, so that its bytes are too.
+    scale, amax = (
+        expand_scale(t.to(x.device), x.spec.block, x.shape).expand(x.shape)
+        for t in (source.scale, source.amax)
+    )
+    x._window.write(value, scale, amax)
+    x._refresh()
+    return x
+
+
+@implements(aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill(op: Any, x: Any, value: Any) -> Any:
+    if isinstance(value, Float8Tensor):
+        value = value._decode()
+    if not isinstance(x, Float8Tensor):
+        return op(x, value)
+    return x.requantize_(op(torch.empty(x.shape, dtype=x.dtype, device=x.device), value))
+
+
+@implements(aten.zero_.default)
+def _zero(op: Any, x: Float8Tensor) -> Float8Tensor:
+    if x._window is not None:
+        return x.requantize_(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+    op(x.qdata)
+    x.scale.fill_(1.0)
+    op(x.amax)
+    return x
+
+
+@implements(
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,
+    aten.cauchy_.default,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.random_.default,
+    aten.random_.to,
+    getattr(aten.random_, "from"),
+)
+def _random(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
+    return x.requantize_(
+        op(torch.zeros(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
+    )  # fmt: skip
+
+
+@implements(aten.empty_like.default)
+def _empty_like(op: Any, x: Float8Tensor, *, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        return op(x.qdata, dtype=dtype, **kwargs)
+    kwargs["layout"] = None  # strided, as every Float8Tensor
+    q = op(x.qdata, **kwargs)
+    scales = {**kwargs, "memory_format": None}
+    scale, amax = torch.ones_like(op(x.scale, **scales)), torch.zeros_like(op(x.amax, **scales))
+    return Float8Tensor(q, scale, amax, x.spec, dtype or x.dtype)
+
+
+@implements(aten.new_empty.default, aten.new_zeros.default)
+def _new(op: Any, x: Float8Tensor, size: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        return op(x.qdata, size, dtype=dtype, **kwargs)
+    spec = x.spec.expand(len(size))
+    scale = x.scale.new_ones(spec.scale_shape(tuple(size)), **kwargs)
+    amax = torch.zeros_like(scale)
+    return Float8Tensor(op(x.qdata, size, **kwargs), scale, amax, spec, dtype or x.dtype)
+
+
+@implements(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+)
+def _plain_like(op: Any, x: Float8Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+    """Ordinary tensors: mostly an optimizer's state, which FP8 would spoil."""
+    result: Tensor = op(x.qdata, *args, dtype=dtype or x.dtype, **kwargs)
+    return result
+
+
+@implements(aten.resize_.default)
+def _resize(op: Any, x: Float8Tensor, size: Any, **kwargs: Any) -> Float8Tensor:
+    if tuple(size) == tuple(x.shape):
+        return x
+    raise NotImplementedError(
+        f"resize_ must keep the size of a Float8Tensor, {tuple(x.shape)}; got {tuple(size)}. "
+        "Use view() or quantize() a new tensor."
+    )
+
+
+@implements(
+    *(getattr(aten.set_, name) for name in aten.set_.overloads() if "out" not in name),
+    aten.resize_as_.default,
+    aten.as_strided_.default,
+    aten.t_.default,
+    aten.transpose_.default,
+    aten.squeeze_.default,
+    aten.squeeze_.dim,
+    aten.squeeze_.dims,
+    aten.unsqueeze_.default,
+    aten.swapdims_.default,
+    aten.swapaxes_.default,
+)
+def _refuse(op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{op} must not change the memory or the geometry of a Float8Tensor in place: its scales "
+        "belong to them. Use the op that returns a new tensor."
+    )

@@ -1,0 +1,174 @@
+"""Handlers that gather or join elements into new FP8 tensors: the bytes move, values stay.
+
+Where an op would mix or cut blocks the result has smaller ones (a divisor of the size), so the
+outcome is exact. Joining tensors that are each scaled as a whole gives one block for each operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.float8_tensor import Float8Tensor
+from float8lab.tensor.views import cut
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+def _fresh(
+    x: Float8Tensor,
+    data: Callable[[Tensor], Tensor],
+    scales: Callable[[Tensor], Tensor],
+    block: Sequence[int],
+) -> Float8Tensor:
+    """A new tensor made of ``x`` by one function of its bytes and one of its scales."""
+    q = data(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
+    scale, amax = (scales(t).clone() for t in (x.scale, x.amax))
+    return Float8Tensor(q, scale, amax, replace(x.spec, block=tuple(block)), x.dtype)
+
+
+def _at(block: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+    """``block`` with the size of dimension ``dim`` replaced by others."""
+    return (*block[:dim], *sizes, *block[dim + 1 :])
+
+
+def _pick(x: Float8Tensor, dim: int, index: Tensor, take: Callable[..., Tensor]) -> Float8Tensor:
+    """``take(tensor, index)``, which puts the dimensions of ``index`` in the place of ``dim``."""
+    b = x.spec.block[dim]
+    if b == -1:
+        nowhere = torch.zeros((1,) * index.ndim, dtype=torch.long, device=index.device)
+        block = _at(x.spec.block, dim, *(-1,) * index.ndim)
+        return _fresh(x, lambda t: take(t, index), lambda t: take(t, nowhere), block)
+    index = torch.where(index < 0, index + x.shape[dim], index)
+    block = _at(x.spec.block, dim, *(1,) * index.ndim)
+    return _fresh(x, lambda t: take(t, index), lambda t: take(t, index // b), block)
+
+
+@implements(aten.index_select.default)
+def _index_select(op: Any, x: Float8Tensor, dim: int, index: Tensor) -> Float8Tensor:
+    if not x.ndim:
+        return x.map(torch.clone)
+    index = index.reshape(-1)
+    return _pick(x, dim % x.ndim, index, lambda t, i: op(t, dim, i))
+
+
+@implements(aten.index.Tensor)
+def _index(op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if isinstance(x, Float8Tensor) and len(given) == 1:
+        dim, index = given[0]
+        lead = [None] * dim
+        if not isinstance(index, Float8Tensor) and index.dtype in (torch.int64, torch.int32):
+            return _pick(x, dim, index.long(), lambda t, i: op(t, [*lead, i]))
+        if index.dtype == torch.bool and index.ndim == 1:
+            rows = index.nonzero().squeeze(1)
+            return _pick(x, dim, rows, lambda t, i: op(t, [*lead, i]))
+    return run_fallback(Float8Tensor, op, (x, indices), {})
+
+
+@implements(aten.embedding.default)
+def _embedding(op: Any, weight: Float8Tensor, index: Tensor, *args: Any) -> Float8Tensor:
+    return _pick(weight, 0, index, lambda t, i: aten.index.Tensor(t, [i]))
+
+
+@implements(aten.flip.default)
+def _flip(op: Any, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
+    block = list(x.spec.block)
+    for d in dims:
+        if block[d] > 1:
+            block[d] = math.gcd(block[d], x.shape[d])
+    x = cut(x, tuple(block))
+    return _fresh(x, lambda t: op(t, dims), lambda t: op(t, dims), block)
+
+
+@implements(aten.roll.default)
+def _roll(op: Any, x: Float8Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    if not dims:  # rolls the flattened tensor
+        if not x.spec.per_tensor:
+            return run_fallback(Float8Tensor, op, (x, shifts, dims), {})
+        return _fresh(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
+    block, by = list(x.spec.block), list(shifts)
+    for i, (shift, d) in enumerate(zip(shifts, dims, strict=True)):
+        if block[d] > 1:
+            block[d] = math.gcd(block[d], x.shape[d], shift)
+        by[i] = 0 if block[d] == -1 else shift // block[d]
+    x = cut(x, tuple(block))
+    return _fresh(x, lambda t: op(t, shifts, dims), lambda t: op(t, by, dims), block)
+
+
+@implements(aten.repeat.default)
+def _repeat(op: Any, x: Float8Tensor, repeats: Sequence[int]) -> Float8Tensor:
+    lead = (len(repeats) - x.ndim) * (-1 if x.spec.per_tensor else 1,)
+    block = list(x.spec.block)
+    times = list(repeats)
+    for d in range(x.ndim):
+        at = d + len(lead)
+        if block[d] > 1 and times[at] > 1:
+            block[d] = math.gcd(block[d], x.shape[d])
+        if block[d] == -1:
+            times[at] = 1
+    if x.spec.per_tensor:
+        times = [1] * len(times)
+    x = cut(x, tuple(block))
+    return _fresh(x, lambda t: op(t, repeats), lambda t: op(t, times), (*lead, *block))
+
+
+def _joinable(tensors: Sequence[Any]) -> bool:
+    if not all(isinstance(x, Float8Tensor) for x in tensors):
+        return False
+    kinds = {(x.spec.fp8_dtype, x.spec.scale_rule, x.dtype, x.ndim) for x in tensors}
+    return len(kinds) == 1
+
+
+def _common_block(tensors: Sequence[Float8Tensor]) -> tuple[int, ...]:
+    """The largest block that fits into those of all tensors."""
+    block = []
+    for d, sizes in enumerate(zip(*(x.spec.block for x in tensors), strict=True)):
+        whole = [x.shape[d] if b == -1 else b for x, b in zip(tensors, sizes, strict=True)]
+        block.append(sizes[0] if len(set(sizes)) == 1 else math.gcd(*whole))
+    return tuple(block)
+
+
+def _join(op: Any, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[int]) -> Float8Tensor:
+    q = op([x.qdata.view(torch.uint8) for x in tensors], dim).view(tensors[0].qdata.dtype)
+    scale, amax = op([x.scale for x in tensors], dim), op([x.amax for x in tensors], dim)
+    return tensors[0].replace(
+        qdata=q, scale=scale, amax=amax, spec=replace(tensors[0].spec, block=tuple(block))
+    )
+
+
+@implements(aten.cat.default)
+def _cat(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not _joinable(tensors) or tensors[0].ndim == 0:
+        return run_fallback(Float8Tensor, op, (tensors, dim), {})
+    dim %= tensors[0].ndim
+    tensors = [x for x in tensors if x.shape[dim]] or list(tensors[:1])
+    if len(tensors) == 1:
+        return tensors[0].map(torch.clone)
+    lengths = [x.shape[dim] for x in tensors]
+    block = _common_block(tensors)
+    b = block[dim]
+    if b == -1:
+        b = math.gcd(*lengths)
+    elif b > 1:
+        b = math.gcd(b, *lengths[:-1])  # the last block may end early
+    tensors = [cut(x, _at(block, dim, b)) for x in tensors]
+    return _join(op, tensors, dim, tensors[0].spec.block)
+
+
+@implements(aten.stack.default)
+def _stack(op: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not _joinable(tensors):
+        return run_fallback(Float8Tensor, op, (tensors, dim), {})
+    dim %= tensors[0].ndim + 1
+    block = _common_block(tensors)
+    tensors = [cut(x, block) for x in tensors]
+    return _join(op, tensors, dim, (*block[:dim], 1, *block[dim:]))

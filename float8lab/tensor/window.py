@@ -1,0 +1,111 @@
+"""Views that share a block with elements outside them, and how a write goes through one.
+
+A view of a Float8Tensor shares its data and scales, so a write to it reaches the *base*. But a new
+scale must not change elements of the base that the view does not show. A view whose blocks are its
+own is quantized again in place. Any other carries a ``Window``: the base and the steps that lead
+from there to the view. A write dequantizes the base, repeats the steps on the result, writes, and
+quantizes those blocks of the base again that the view touches; no other block changes a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.ops import scale_from_amax
+from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale, quantize_blocks
+
+__all__ = ["Step", "Window", "merge_into"]
+
+Step = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A view op, its arguments after the first, and its keyword arguments."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a view lies in its base."""
+
+    base: Any
+    """The Float8Tensor that owns the blocks; None if it is not known any more."""
+    steps: tuple[Step, ...] = ()
+    """View ops and their further arguments, in order from the base."""
+    copied: bool = False
+    """Whether the view cuts blocks, so that its scales are a copy, renewed before each use."""
+
+    def then(self, step: Step, *, copied: bool) -> Window:
+        """The window of a view of this view."""
+        return replace(self, steps=(*self.steps, step), copied=self.copied or copied)
+
+    def look(self, x: Any) -> Any:
+        """The part of ``x``, a tensor of the base's shape, that the view shows."""
+        for op, args, kwargs in self.steps:
+            x = op(x, *args, **kwargs)
+        return x
+
+    def write(self, value: Tensor, scale: Tensor | None = None, amax: Tensor | None = None) -> None:
+        """Write a plain tensor of the view's shape.
+
+        Args:
+            value: what the view shall hold.
+            scale: scale of each element's block in ``value``, kept where nothing but zeros would
+                share it; else a new one is made.
+            amax: likewise.
+
+        Raises:
+            RuntimeError: the base is unknown.
+        """
+        if self.base is None:
+            raise RuntimeError(
+                "the tensor written to must own its blocks; got a view that shares a block with "
+                "elements outside it and has lost its base (it was passed into or out of a "
+                "compiled function). Write to the base, or clone() the view first."
+            )
+        base = self.base
+        # Laid out as the data, so that the steps are views of these too.
+        new = torch.empty_like(base.qdata, dtype=base.dtype)
+        new.copy_(dequantize_blocks(base.qdata, base.scale, base.spec, base.dtype))
+        self.look(new).copy_(value)
+        mask = torch.zeros_like(base.qdata, dtype=torch.bool)
+        self.look(mask).fill_(True)
+        if scale is not None and amax is not None:
+            scale, amax = self._spread(scale, mask), self._spread(amax, mask)
+            outside = block_amax(new.masked_fill(mask, 0), base.spec.block)
+            scale = torch.where(outside == 0, scale, 0.0)
+        merge_into(base, new, mask, scale=scale, amax=amax)
+
+    def _spread(self, elements: Tensor, mask: Tensor) -> Tensor:
+        """One value for each block of the base from one for each element of the view."""
+        full = torch.zeros_like(mask, dtype=torch.float32)
+        self.look(full).copy_(elements)
+        return block_amax(full, self.base.spec.block)
+
+
+def merge_into(
+    x: Any, new: Tensor, mask: Tensor, *, scale: Tensor | None = None, amax: Tensor | None = None
+) -> None:
+    """Quantize those blocks of ``x`` again in which ``mask`` is true anywhere; leave the others.
+
+    Args:
+        x: a Float8Tensor that owns its blocks.
+        new: all of its new values, plain.
+        mask: bool, same shape: elements that were written.
+        scale: for each block a scale to use, or 0 to make one.
+        amax: for each block, the amax that goes with ``scale``.
+    """
+    spec = x.spec
+    touched = block_amax(mask, spec.block) > 0
+    new_amax = block_amax(new, spec.block)
+    new_scale = scale_from_amax(new_amax, spec.fp8_dtype, spec.scale_rule)
+    if scale is not None and amax is not None:
+        new_amax = torch.where(scale > 0, amax, new_amax)
+        new_scale = torch.where(scale > 0, scale, new_scale)
+    new_scale = torch.where(touched, new_scale, x.scale)
+    q, _, _ = quantize_blocks(new, spec, scale=new_scale)
+    written = expand_scale(touched, spec.block, new.shape)
+    old_bytes = x.qdata.view(torch.uint8)
+    old_bytes.copy_(torch.where(written, q.view(torch.uint8), old_bytes))
+    x.amax.copy_(torch.where(touched, new_amax, x.amax))
+    x.scale.copy_(new_scale)

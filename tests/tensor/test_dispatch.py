@@ -1,0 +1,515 @@
+"""Handlers of the dispatch table, one by one: values, specs, and writes through views."""
+
+import copy
+import functools
+import io
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import float8lab
+from float8lab.formats import Float8Spec
+from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor.blocks import block_amax, block_of_view, expand_scale
+from tests.tensor.dispatch_table import check_spec
+
+BLOCKS = {
+    "tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x8": (1, 8), "8x8": (8, 8),
+    "mx": (1, 4), "4-rows": (4, -1), "3x5": (3, 5), "1x1": (1, 1),
+}  # fmt: skip
+each_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _no_silent_dequantizing():
+    with float8lab.fallback("error"):
+        yield
+
+
+def make(shape, block, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=g) * torch.randn(shape, generator=g).exp()
+    return quantize(x, block=Float8Spec(block=block).expand(len(shape)).block)
+
+
+# --- views -----------------------------------------------------------------------------------
+
+
+def random_view(x, rng):
+    """A view op that ``x``, a plain tensor, allows, as a function."""
+    ops = [lambda t: t.squeeze(), lambda t: t.detach()]
+    if x.ndim < 4:
+        at = rng.randrange(x.ndim + 1)
+        ops.append(lambda t: t.unsqueeze(at))
+    if x.ndim:
+        dim, other = rng.randrange(x.ndim), rng.randrange(x.ndim)
+        ops += 2 * [lambda t: t.transpose(dim, other)]
+        n = x.shape[dim]
+        if n > 1:
+            start = rng.randrange(n)
+            end, step = rng.randrange(start, n + 1), rng.choice([1, 1, 1, 2, 3])
+            ops += 4 * [lambda t: aten.slice.Tensor(t, dim, start, end, step)]
+            ops += [lambda t: t.select(dim, start), lambda t: t.split(start + 1, dim)[0]]
+    if x.ndim >= 2:
+        ops.append(lambda t: t.diagonal())
+    if x.is_contiguous() and x.numel():
+        rest, sizes = x.numel(), []
+        while rest > 1 and len(sizes) < 3:
+            sizes.append(rng.choice([k for k in range(1, rest + 1) if rest % k == 0]))
+            rest //= sizes[-1]
+        sizes.append(rest)
+        rng.shuffle(sizes)
+        ops += 3 * [lambda t: t.view(sizes)]
+    return rng.choice(ops)
+
+
+WRITES = {
+    "zero_": lambda x, v, v8: x.zero_(),
+    "fill_": lambda x, v, v8: x.fill_(7.0),
+    "mul_": lambda x, v, v8: x.mul_(3.0),
+    "copy_": lambda x, v, v8: x.copy_(v),
+    "copy_ fp8": lambda x, v, v8: x.copy_(v8 if isinstance(x, Float8Tensor) else v8.dequantize()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+@each_block
+def test_chains_of_views_stay_fp8_and_write_through(block, write):
+    rng = random.Random(f"{block}")
+    for case in range(25):
+        shape = rng.choice([(12, 20), (16, 16), (3, 8, 10), (2, 3, 4, 8), (24,), (17, 9)])
+        base = make(shape, block, seed=case)
+        spec, before = base.spec, base.dequantize()
+        plain, shown = before.clone(), torch.zeros(shape, dtype=torch.bool)
+        views = []
+        t, p, m = base, plain, shown
+        for _ in range(rng.randrange(1, 5)):
+            view = random_view(p, rng)
+            views.append(view)
+            t, p, m = view(t), view(p), view(m)
+            assert isinstance(t, Float8Tensor)
+            assert (t.shape, t.stride(), t.dtype) == (p.shape, p.stride(), p.dtype)
+            check_spec(t, base, str(case))
+            assert torch.equal(t.dequantize(), p)
+        if p.numel() == 0:
+            continue
+        value = torch.randn(p.shape) * 3
+        value8 = quantize(value, block=t.spec.block)
+        for x in (t, p):
+            write(x, value, value8)
+        m.fill_(True)
+        now = base.dequantize()
+        touched = expand_scale(block_amax(shown, spec.block) > 0, spec.block, shape).expand(shape)
+        assert torch.equal(now[~touched], before[~touched])  # other blocks keep every bit
+        amax = expand_scale(block_amax(plain, spec.block), spec.block, shape)
+        assert ((now - plain).abs() <= plain.abs() / 15 + amax / 200_000).all()
+        assert torch.equal(t.dequantize(), functools.reduce(lambda x, f: f(x), views, now))
+
+
+def test_a_view_sees_later_writes_to_its_base():
+    base = make((16, 16), (8, 8))
+    aligned, partial, cut = base[8:], base[1:3], base[3:13]
+    base.mul_(100)
+    for view, rows in ((aligned, slice(8, 16)), (partial, slice(1, 3)), (cut, slice(3, 13))):
+        assert torch.equal(view.dequantize(), base.dequantize()[rows])
+        assert torch.equal(view.t().dequantize(), base.dequantize()[rows].t())
+
+
+def test_copying_fp8_into_part_of_zeros_keeps_the_bytes_and_the_scale():
+    for block in BLOCKS.values():
+        x = make((12, 20), block)
+        padded = x.new_zeros((16, 20))
+        assert isinstance(padded, Float8Tensor)
+        padded.narrow(0, 0, 12).copy_(x)
+        assert torch.equal(padded[:12].dequantize(), x.dequantize())
+        assert torch.equal(padded[:12].qdata.view(torch.uint8), x.qdata.view(torch.uint8))
+
+
+def test_assignment_by_index_writes_only_what_it_names():
+    x = make((16, 16), (8, 8))
+    mask = torch.zeros(16, 16, dtype=torch.bool)
+    mask[0, 0] = True
+    for index in (mask, (0, 0), (torch.tensor([0]), torch.tensor([0]))):
+        t = x.clone()
+        t[index] = 1000.0
+        assert torch.equal(t.dequantize()[8:], x.dequantize()[8:])
+        assert torch.equal(t.dequantize()[:, 8:], x.dequantize()[:, 8:])
+        assert t.dequantize()[0, 0] == pytest.approx(1000.0)
+
+
+def test_a_view_that_lost_its_base_refuses_writes():
+    view = make((8, 8), (-1, -1))[2:4]
+    names, context = view.__tensor_flatten__()
+    inner = {name: getattr(view, name) for name in names}
+    lost = Float8Tensor.__tensor_unflatten__(inner, context, view.shape, view.stride())
+    assert torch.equal(lost.dequantize(), view.dequantize())
+    for t in (lost, lost.t(), lost[0]):
+        with pytest.raises(RuntimeError, match="has lost its base"):
+            t.mul_(2)
+    lost.clone().mul_(2)
+
+
+def test_expanded_views_refuse_writes_as_torch_does():
+    t = make((1, 8), (1, -1)).expand(3, 8)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        t.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "block", "expected"),
+    [
+        ((6, 8), (2, 3, 8), (1, -1), (1, 1, -1)),
+        ((2, 3, 8), (6, 8), (1, 1, 4), (1, 4)),
+        ((256, 256), (64, 4, 256), (128, 128), (32, -1, 128)),
+        ((64, 4, 256), (256, 256), (32, -1, 128), (128, 128)),
+        ((4, 6), (24,), (1, -1), (6,)),
+        ((24,), (4, 6), (6,), (1, -1)),
+        ((4, 8), (4, 2, 4), (1, 4), (1, 1, -1)),
+        ((1, 8), (8,), (1, -1), (-1,)),
+    ],
+)
+def test_views_that_cut_no_block(old, new, block, expected):
+    assert block_of_view(old, new, block) == (expected, block)
+
+
+@each_block
+def test_as_strided_is_slices_and_permutations(block):
+    t = make((12, 20), block)
+    p = t.dequantize()
+    for args in (
+        ((12, 20), (20, 1)),
+        ((20, 12), (1, 20)),
+        ((4, 20), (20, 1), 40),
+        ((5, 7), (20, 1), 45),
+        ((7, 5), (1, 20), 45),
+        ((240,), (1,)),
+        ((6, 2, 20), (40, 20, 1)),
+        ((30,), (1,), 15),
+        ((12,), (21,)),
+    ):
+        result = t.as_strided(*args)
+        assert isinstance(result, Float8Tensor)
+        assert torch.equal(result.dequantize(), p.as_strided(*args))
+    with pytest.raises(NotImplementedError, match="as_strided must mean slices"):
+        t.t().as_strided((3, 3), (5, 2))
+
+
+REFUSED = {
+    "view-dtype": lambda t: t.view(torch.uint8),
+    "view-fp8": lambda t: t.view(torch.float8_e4m3fn),
+    "t_": lambda t: t.t_(),
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "set_": lambda t: t.set_(torch.ones(2)),
+    "resize_": lambda t: t.resize_(3),
+    "resize_as_": lambda t: t.resize_as_(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED.keys())
+def test_refused_with_the_reason(call):
+    with pytest.raises(NotImplementedError, match=r"must (not|keep)"):
+        call(make((4, 4), (1, -1)))
+
+
+# --- joins and picks -------------------------------------------------------------------------
+
+JOINS = {
+    "cat": lambda x, y: torch.cat([x, y]),
+    "cat-1": lambda x, y: torch.cat([x, y], 1),
+    "cat-uneven": lambda x, y: torch.cat([x[:5], y, x[3:7]]),
+    "cat-empty": lambda x, y: torch.cat([x[:0], y]),
+    "stack": lambda x, y: torch.stack([x, y]),
+    "stack-last": lambda x, y: torch.stack([x, y], -1),
+    "index": lambda x, y: x[torch.tensor([[3, -1], [0, 3]])],
+    "index-column": lambda x, y: x[:, torch.tensor([3, 11])],
+    "index-mask": lambda x, y: x[torch.arange(12) % 2 == 0],
+    "index_select": lambda x, y: x.index_select(1, torch.tensor([3, 19])),
+    "embedding": lambda x, y: F.embedding(torch.tensor([[1, 2, 9]]), x),
+    "flip": lambda x, y: x.flip(0, 1),
+    "roll": lambda x, y: x.roll((3, 8), (0, 1)),
+    "repeat": lambda x, y: x.repeat(2, 2, 3),
+    "abs": lambda x, y: x.abs(),
+    "neg": lambda x, y: -x,
+    "clone": lambda x, y: x.t().clone(memory_format=torch.contiguous_format),
+    "contiguous": lambda x, y: x.t().contiguous(),
+    "to": lambda x, y: x.to(torch.float32, copy=True),
+}
+
+
+@pytest.mark.parametrize("op", JOINS.values(), ids=JOINS.keys())
+@each_block
+def test_new_tensors_keep_every_value_and_share_nothing(op, block):
+    x, y = make((12, 20), block), make((12, 20), block, seed=1)
+    before = x.dequantize(), y.dequantize()
+    result = op(x, y)
+    assert isinstance(result, Float8Tensor)
+    check_spec(result, x, "")
+    assert torch.equal(result.dequantize(), op(*before))
+    result.mul_(1000)
+    assert torch.equal(x.dequantize(), before[0])
+    assert torch.equal(y.dequantize(), before[1])
+
+
+def test_tensors_of_other_formats_are_not_joined_in_fp8():
+    x = make((4, 4), (1, -1))
+    for other in (quantize(torch.ones(4, 4), torch.float8_e5m2), torch.ones(4, 4), x.bfloat16()):
+        with pytest.raises(NotImplementedError, match=r"aten\.cat"):
+            torch.cat([x, other])
+
+
+# --- allocation, moves -----------------------------------------------------------------------
+
+
+@each_block
+def test_like_functions(block):
+    t = make((12, 20), block)
+    for result in (torch.empty_like(t), t.new_empty(3, 4), t.new_zeros((2, 3, 4))):
+        assert isinstance(result, Float8Tensor)
+        check_spec(result, t, "")
+    assert not t.new_zeros(3, 4).dequantize().any()
+    for plain in (torch.zeros_like(t), torch.ones_like(t), t.new_full((2,), 3.0)):
+        assert type(plain) is torch.Tensor
+        assert plain.dtype == t.dtype
+    assert torch.empty_like(t, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert type(torch.empty_like(t, dtype=torch.int8)) is torch.Tensor
+    assert torch.empty_like(t, device="meta").device.type == "meta"
+
+
+@pytest.mark.gpu
+@each_block
+def test_moves_to_the_gpu_and_back(block):
+    t = make((12, 20), block)
+    pinned = t.pin_memory()
+    assert pinned.is_pinned()
+    there = pinned.to("cuda", non_blocking=True)
+    there.record_stream(torch.cuda.current_stream())
+    assert there.scale.is_cuda
+    assert torch.equal(there.cpu().dequantize(), t.dequantize())
+
+
+def test_optimizers_see_ordinary_state():
+    p = nn.Parameter(make((8, 8), (1, -1)))
+    p.grad = torch.ones(8, 8)
+    optimizer = torch.optim.AdamW([p])
+    optimizer.step()
+    assert all(type(s) is torch.Tensor for s in optimizer.state[p].values())
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (4, -1), (1, 128), (1, 32)], ids=str)
+def test_batched_products(block):
+    spec = Float8Spec(block=block).expand(3)
+    a = quantize(torch.randn(3, 8, 160), block=spec.block)
+    b = quantize(torch.randn(3, 12, 160), block=spec.block)
+    expected = a.dequantize() @ b.dequantize().mT
+    bias = torch.randn(3, 8, 12)
+    for y in (torch.bmm(a, b.mT), a @ b.mT):
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+    added = torch.baddbmm(bias, a, b.mT, beta=0.5, alpha=2)
+    torch.testing.assert_close(added, bias * 0.5 + expected * 2, rtol=1e-4, atol=1e-3)
+    vector = quantize(torch.randn(160), block=spec.block[-1:])
+    y = a[0].mv(vector)
+    torch.testing.assert_close(y, a[0].dequantize() @ vector.dequantize(), rtol=1e-4, atol=1e-3)
+
+
+def test_joined_per_tensor_weights_still_multiply_in_fp8():
+    w = torch.cat([make((8, 32), (-1, -1)), make((8, 32), (-1, -1), seed=1)])
+    x = make((4, 32), (-1, -1), seed=2)
+    with float8lab.count_gemms():
+        y = F.linear(x, w)
+    torch.testing.assert_close(y, x.dequantize() @ w.dequantize().t(), rtol=1e-4, atol=1e-3)
+
+
+# --- other subclasses, compilers, functorch ----------------------------------------------------
+
+
+class _Outer(torch.Tensor):
+    """Wraps another tensor, as DTensor does."""
+
+    met = []  # noqa: RUF012  # the test's own record
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        args = [a.inner if isinstance(a, _Outer) else a for a in args]
+        cls.met.append(op)
+        return op(*args, **(kwargs or {}))
+
+
+def test_another_subclass_goes_first():
+    t = make((4, 4), (1, -1))
+    for args in ((t, _Outer(t)), (_Outer(t), t)):
+        _Outer.met.clear()
+        assert torch.eq(*args).all()
+        assert _Outer.met == [aten.eq.Tensor]
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (4, 4)], ids=str)
+def test_compiled_handlers(block):
+    def function(t, x):
+        t[2:7].mul_(2)
+        rows = torch.cat([t[1:5], t.view(2, 8, 16)[0]])
+        return t.t(), t[3:6], rows, F.linear(x, t), t.to(torch.bfloat16)
+
+    x = torch.randn(4, 16)
+    eager_t, t = make((16, 16), block), make((16, 16), block)
+    with float8lab.fallback("silent"):
+        expected = function(eager_t, x)
+        actual = torch.compile(function, backend="aot_eager", fullgraph=True)(t, x)
+    for a, e in zip((t, *actual), (eager_t, *expected), strict=True):
+        assert type(a) is type(e)
+        a, e = (y.dequantize() if isinstance(y, Float8Tensor) else y for y in (a, e))
+        torch.testing.assert_close(a, e)
+
+
+def test_vmap_and_grad_agree_with_the_dequantized():
+    t = make((4, 8), (1, -1))
+    with float8lab.fallback("silent"):
+        assert torch.equal(torch.vmap(torch.sin)(t), t.dequantize().sin())
+        grad = torch.func.grad(lambda x: (x * x).sum())(t)
+        assert torch.equal(grad, 2 * t.dequantize())
+
+
+# --- Python's protocols ------------------------------------------------------------------------
+
+
+@each_block
+def test_pickle_save_and_deepcopy(block):
+    p = nn.Parameter(make((12, 20), block).to(torch.bfloat16))
+    p.note = "kept"
+    file = io.BytesIO()
+    torch.save({"p": p, "tied": p}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert loaded["p"] is loaded["tied"]
+    for again in (loaded["p"], pickle.loads(pickle.dumps(p)), copy.deepcopy(p), copy.copy(p)):
+        assert isinstance(again, nn.Parameter)
+        assert isinstance(again, Float8Tensor)
+        assert (again.spec, again.dtype, again.note) == (p.spec, p.dtype, "kept")
+        assert again.requires_grad
+        assert torch.equal(again.qdata.view(torch.uint8), p.qdata.view(torch.uint8))
+        assert torch.equal(again.scale, p.scale)
+        assert torch.equal(again.amax, p.amax)
+
+
+def test_a_deep_copy_is_another_tensor_with_its_own_gradient():
+    p = nn.Parameter(make((4, 4), (-1, -1)))
+    p.grad = torch.ones(4, 4)
+    q = copy.deepcopy(p)
+    q.data.zero_()
+    q.grad.zero_()
+    assert p.dequantize().any()
+    assert p.grad.all()
+    with pytest.raises(RuntimeError, match=r"leaf tensor; .* Call \.detach\(\) first"):
+        copy.deepcopy(p.t())
+
+
+def test_a_saved_view_owns_its_blocks():
+    view = make((8, 8), (-1, -1))[2:4]
+    for again in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
+        assert torch.equal(again.dequantize(), view.dequantize())
+        again.fill_(100.0)
+        assert view.dequantize().abs().max() < 50
+
+
+def test_numbers_lists_and_arrays():
+    t = quantize(torch.tensor([[1.0, -448.0], [2.0, 4.0]]), block=(1, -1))
+    assert t.tolist() == [[1.0, -448.0], [2.0, 4.0]]
+    assert t[0, 0].item() == float(t[0, 0]) == 1.0
+    assert f"{t[1, 1]:.2f}" == "4.00"
+    assert len(t) == 2
+    assert [row.tolist() for row in t] == t.tolist()
+    assert bool(t[0, 0])
+    assert np.array_equal(np.asarray(t), t.dequantize().numpy())
+    assert np.asarray(t.to(torch.bfloat16)).dtype == np.float32
+    assert np.array_equal(t.numpy(force=True), np.asarray(t))
+    with pytest.raises(TypeError, match=r"Call \.dequantize\(\)\.numpy\(\)"):
+        t.numpy()
+    with pytest.raises(BufferError, match=r"Export \.dequantize"):
+        t.__dlpack__()
+    t.apply_(lambda v: v + 1)
+    assert t[0, 0].item() == pytest.approx(2.0, rel=0.07)
+
+
+def test_identity_and_questions():
+    t = quantize(torch.tensor([[1.0, float("nan")]]))
+    assert hash(t) == id(t)
+    assert {t: 1}[t] == 1
+    assert t.isnan().tolist() == [[False, True]]
+    assert t.isinf().tolist() == [[False, False]]
+    assert torch.equal(t[:, :1], torch.ones(1, 1))
+    assert torch.allclose(t[:, :1], torch.ones(1, 1))
+    assert (t[0, 0] == 1.0).item()
+    assert (t.element_size(), t.nbytes, t.data_ptr()) == (4, 8, 0)
+
+
+def test_shared_memory():
+    t = make((4, 4), (1, -1))
+    assert not t.is_shared()
+    assert t.share_memory_() is t
+    assert t.is_shared()
+    assert t.scale.is_shared()
+
+
+def test_data_is_shared_and_can_be_replaced():
+    p = nn.Parameter(make((4, 8), (1, -1)))
+    p.data.zero_()
+    assert not p.detach().dequantize().any()
+    p.data = make((4, 8), (-1, -1))
+    assert p.spec.per_tensor
+    assert p.requires_grad
+    p.data = torch.ones(4, 8)
+    assert torch.equal(p.detach().dequantize(), torch.ones(4, 8))
+    with pytest.raises(ValueError, match="data must have shape"):
+        p.data = torch.ones(3)
+
+
+def test_modules_load_and_move_fp8_parameters():
+    layer, plain = nn.Linear(8, 4), nn.Linear(8, 4)
+    layer.weight = nn.Parameter(quantize(layer.weight.detach(), block=(1, -1)))
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(plain.weight, layer.weight.dequantize())
+    layer.load_state_dict({k: torch.ones_like(v) for k, v in layer.state_dict().items()})
+    assert isinstance(layer.weight, Float8Tensor)
+    assert torch.equal(layer.weight.dequantize(), torch.ones(4, 8))
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+    layer.to("meta")
+    layer.to_empty(device="cpu")
+    nn.init.ones_(layer.weight)
+    assert torch.equal(layer.weight.dequantize(), torch.ones(4, 8).bfloat16())
+
+
+def test_gradients_are_ordinary_and_hooks_run():
+    p = nn.Parameter(make((4, 8), (1, -1)))
+    p.register_hook(lambda grad: grad * 2)
+    p.dequantize().sum().backward()
+    assert type(p.grad) is torch.Tensor
+    assert torch.equal(p.grad, torch.full((4, 8), 2.0))
+    nn.utils.clip_grad_norm_([p], 1.0)
+    vector = nn.utils.parameters_to_vector([p, p])
+    assert isinstance(vector, Float8Tensor)
+    assert torch.equal(vector.dequantize(), p.dequantize().view(-1).repeat(2))
+
+
+def test_norms_and_attention_take_float8_tensors():
+    q, k, v = (make((2, 2, 8, 16), (1, 8), seed=s) for s in range(3))
+    plain = [t.dequantize() for t in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*plain, is_causal=True)
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected)
+    expected = F.layer_norm(plain[0], (16,))
+    assert torch.equal(F.layer_norm(q, (16,)), expected)
