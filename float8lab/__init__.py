@@ -6,7 +6,7 @@
 torch.Size([2, 64])
 """
 
-from float8lab import nn, recipes
+from float8lab import nn, optim, recipes
 from float8lab.nn import Linear, convert_to_float8, count_gemms, to_high_precision
 from float8lab.recipes import (
     autocast,
@@ -28,6 +28,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "nn",
+    "optim",
     "quantize",
     "quantized_model_init",
     "recipes",

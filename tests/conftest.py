@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from float8lab.recipes.state import STATE
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Deterministic mode fills torch.empty with NaN, so an output nobody wrote fails its test. The
@@ -28,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_about_idle_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    # That an autocast region held no FP8 module is said once a process: here, by its own tests.
+    monkeypatch.setattr(STATE, "watch", False)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

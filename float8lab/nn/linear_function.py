@@ -148,7 +148,7 @@ def _cast_weight(weight: Tensor, call: Call) -> _Operand:
     if stored is not None:
         return stored
     weight = _plain(weight)
-    if weight.is_inference() or precision is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or precision is None or weight.is_inference():
         return _cast(weight, spec, W, call)
     version = _WeightVersion(weight, call.recipe)
     cached = precision.weight_cast

@@ -80,6 +80,9 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
 def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
     """``fp8_max / amax``, at most the largest float32; on request rounded down to a power of 2."""
+    # A number divided by a tensor is reciprocal() times the number, two roundings: hence full_like.
+    if not isinstance(fp8_max, Tensor):
+        fp8_max = torch.full_like(amax, fp8_max)
     encode = (fp8_max / amax).clamp(max=FLOAT32_MAX)
     if power_of_2:
         encode = (encode.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
@@ -97,8 +100,8 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float 
     raised = amax.clamp(min=eps)
     usable = (raised > 0) & (raised < torch.inf)
     if rule == "e8m0":
-        bits = (raised / largest(fp8_dtype)).view(torch.int32)
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+        bits = (raised / torch.full_like(raised, largest(fp8_dtype))).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
         scale = (exponent << 23).view(torch.float32)
     else:
         scale = 1.0 / encode_from_amax(raised, largest(fp8_dtype), power_of_2=rule == "pow2")
@@ -144,13 +147,19 @@ def quantize_pair(
     """``quantize`` of ``x`` and of its transpose: q, scale, q_t, scale_t and the column sums."""
     q, scale, _ = quantize(x, fp8_dtype, block, rule, eps, align)
     if block[0] == block[1]:
-        q_t, scale_t = q.t().contiguous(), scale.t().contiguous()
+        q_t, scale_t = _transposed(q), _transposed(scale)
     else:
         q_t, scale_t, _ = quantize(x.t(), fp8_dtype, block, rule, eps, align)
-    return q, scale, q_t, scale_t, _column_sum(x, column_sum)
+    return q, scale, q_t, scale_t, sum_of_rows(x, column_sum)
 
 
-def _column_sum(x: Tensor, wanted: bool) -> Tensor:
+def _transposed(x: Tensor) -> Tensor:
+    """A contiguous copy, also where a transposed view would be contiguous itself."""
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+def sum_of_rows(x: Tensor, wanted: bool) -> Tensor:
+    """Sums over the rows, float32; empty if not wanted."""
     return x.float().sum(0) if wanted else x.new_empty(0, dtype=torch.float32)
 
 
@@ -183,17 +192,17 @@ def cast_pair(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per-tensor ``cast`` of ``x``, the same bytes transposed, and the column sums."""
     q = cast(x, scale, amax_slot, fp8_dtype, (-1, -1), align)
-    return q, q.t().contiguous(), _column_sum(x, column_sum)
+    return q, _transposed(q), sum_of_rows(x, column_sum)
 
 
 def transpose(q: Tensor, align: int) -> Tensor:
     """The transposed matrix of one-byte elements, contiguous and zero-padded."""
-    return _align(q.view(torch.uint8), align).t().contiguous().view(q.dtype)
+    return _transposed(_align(q.view(torch.uint8), align)).view(q.dtype)
 
 
 def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once to ``dtype``."""
-    return (q.float() * _expand(scale, block, q.shape)).to(dtype)
+    return (q.float() * _expand(scale, block, q.shape)).to(dtype).contiguous()
 
 
 def scaled_mm(

@@ -50,9 +50,11 @@ class ScalePack:
 
     @property
     def live(self) -> Sequence[Tensor]:
-        """One 0-d decode scale per slot, unchanged by later updates."""
+        """One decode scale per slot, unchanged by later updates, each of shape [1]."""
         if self._live is None:
-            self._live = self.scale.clone().unbind()
+            # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
+            spaced = self.scale.unsqueeze(1).expand(-1, 4).contiguous()
+            self._live = spaced[:, :1].unbind()
         return self._live
 
     def slots(self) -> list[DelayedSlots]:

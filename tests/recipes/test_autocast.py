@@ -19,12 +19,6 @@ def layer(K=32, N=16):
     return float8lab.Linear(K, N, device="cpu")
 
 
-@pytest.fixture(autouse=True)
-def _no_watching(monkeypatch):
-    # The warning about regions without FP8 modules has tests of its own.
-    monkeypatch.setattr(STATE, "watch", False)
-
-
 def slots_of(module, recipe=DELAYED):
     return module._fp8.slots[recipe, None]
 

@@ -1,0 +1,296 @@
+"""One timer, one header, one table and one test of correctness for all benchmarks.
+
+A benchmark times only what has passed ``Gate.admits``: a candidate with a wrong answer gets its
+error printed in place of a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Gate",
+    "Timing",
+    "append_json",
+    "header",
+    "new_parser",
+    "require_cuda",
+    "sqnr",
+    "table",
+    "time_device",
+    "time_wall",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+FLUSH_BYTES = 512 * 2**20
+"""Bytes written before each sample, so that no input is in the cache; several times any L2."""
+SAMPLES_PER_BACKLOG = 4
+"""Few enough that their launches fit the driver's queue, which blocks the CPU when it is full."""
+
+BUSY_CYCLES = 2_000_000_000
+"""About a second, in which the clocks are read: an idle GPU lowers them."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one duration, in milliseconds."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third."""
+        if len(self.samples) < 2:
+            return self.median, self.median
+        first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return first, third
+
+    def describe(self) -> str:
+        """Median and quartiles.
+
+        >>> Timing((1.0, 2.0, 3.0)).describe()
+        '2.000 (1.500-2.500)'
+        """
+        first, third = self.quartiles
+        return f"{self.median:.3f} ({first:.3f}-{third:.3f})"
+
+
+def _enqueue_seconds(fn: Callable[[], object], repeats: int = 3) -> float:
+    """CPU time that one call takes to put its work on the GPU's queue, the worst of a few."""
+    worst = 0.0
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        fn()
+        worst = max(worst, time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return worst
+
+
+def _sleep_rate() -> float:
+    """Cycles of ``torch.cuda._sleep`` in a second."""
+    cycles = 10_000_000
+    torch.cuda._sleep(1)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (1e-3 * start.elapsed_time(end))
+
+
+def time_device(fn: Callable[[], object], *, warm_up: int = 10, samples: int = 40) -> Timing:
+    """GPU time of ``fn``, from a cold L2, between CUDA events.
+
+    The GPU is given a backlog first, long enough for the CPU to queue the timed work behind it:
+    the time from launching on the CPU is no part of the result. ``fn`` must not wait for the GPU.
+    """
+    for _ in range(warm_up):
+        fn()
+    scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    backlog = int(_sleep_rate() * 2 * SAMPLES_PER_BACKLOG * (_enqueue_seconds(fn) + 1e-4))
+    timed: list[float] = []
+    while len(timed) < samples:
+        events = [
+            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(SAMPLES_PER_BACKLOG)
+        ]
+        torch.cuda._sleep(backlog)
+        for start, end in events:
+            scratch.zero_()
+            start.record()
+            fn()
+            end.record()
+        torch.cuda.synchronize()
+        timed += [start.elapsed_time(end) for start, end in events]
+    return Timing(tuple(timed[:samples]))
+
+
+def time_wall(
+    fn: Callable[[], object], *, warm_up: int = 3, samples: int = 10, calls: int = 10
+) -> Timing:
+    """Host time of one of ``calls`` calls in a row, launching and all: what a program sees.
+
+    Works without a GPU. Where it exceeds ``time_device``, the CPU is what takes the time.
+    """
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    for _ in range(warm_up):
+        fn()
+    timed = []
+    for _ in range(samples):
+        wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        wait()
+        timed.append(1e3 * (time.perf_counter() - began) / calls)
+    return Timing(tuple(timed))
+
+
+def sqnr(result: Tensor, reference: Tensor) -> float:
+    """Signal-to-quantization-noise ratio in dB, in float64; the higher the closer.
+
+    NaN where ``result`` is not finite or the shapes differ; inf where the two are equal.
+
+    >>> round(sqnr(torch.tensor([1.01]), torch.tensor([1.0])), 1)
+    40.0
+    """
+    if result.shape != reference.shape:
+        return float("nan")
+    signal = reference.double()
+    noise = result.to(signal.device).double() - signal
+    if not bool(noise.isfinite().all()):
+        return float("nan")
+    if not bool(noise.any()):
+        return float("inf")
+    return float(10 * torch.log10(signal.square().sum() / noise.square().sum()))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The right answers by name, and how close in dB of SQNR a candidate's have to be."""
+
+    reference: Mapping[str, Tensor]
+    floor_db: float
+
+    def measure(self, results: Mapping[str, Tensor]) -> dict[str, float]:
+        """SQNR of each output; NaN for one that is missing."""
+        return {
+            name: sqnr(results[name], right) if name in results else float("nan")
+            for name, right in self.reference.items()
+        }
+
+    def refusal(self, measured: Mapping[str, float]) -> str | None:
+        """Why a candidate with this SQNR may not be timed; None if it may."""
+        wrong = [f"{name} {db:.1f} dB" for name, db in measured.items() if not db >= self.floor_db]
+        return f"wrong: {', '.join(wrong)}, below {self.floor_db:g} dB" if wrong else None
+
+    def admits(self, results: Mapping[str, Tensor]) -> bool:
+        """Whether every output is there and close enough."""
+        return self.refusal(self.measure(results)) is None
+
+
+def _run(*command: str) -> str | None:
+    """Output of a command that may be absent or fail."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _commit() -> str:
+    commit = _run("git", "rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return "unknown"
+    return f"{commit}, with local changes" if _run("git", "status", "--porcelain") else commit
+
+
+def _gpu() -> dict[str, str]:
+    """The GPU that torch uses and its state as read while it is busy; nothing is set."""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    facts = {"GPU": f"{device.name}, {device.multi_processor_count} SMs"}
+    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,driver_version"
+    query = ("--query-gpu=" + fields, "--format=csv,noheader", f"--id=GPU-{device.uuid}")
+    torch.cuda._sleep(BUSY_CYCLES)
+    answer = _run("nvidia-smi", *query)
+    torch.cuda.synchronize()
+    if answer is None or answer.count(",") != fields.count(","):
+        return facts | {"clocks": "not readable", "driver": "not readable"}
+    sm, sm_max, memory, power, driver = (value.strip() for value in answer.split(","))
+    clocks = f"SM {sm} as read under load (maximum {sm_max}), memory {memory}, power limit {power}"
+    return facts | {"clocks": clocks, "driver": driver}
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "not installed"
+    return str(triton.__version__)
+
+
+def header() -> dict[str, str]:
+    """What a reader needs to know to repeat the measurement."""
+    cuda = torch.cuda.is_available()
+    machine = _gpu() if cuda else {"CPU": f"{torch.get_num_threads()} threads, no GPU"}
+    program = Path(sys.argv[0]).stem
+    return machine | {
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "commit": _commit(),
+        "command": " ".join([f"python -m benchmarks.{program}", *sys.argv[1:]]),
+    }
+
+
+def describe_header(facts: Mapping[str, str]) -> str:
+    """The header as a markdown list."""
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A markdown table: the first column to the left, the rest, numbers mostly, to the right.
+
+    >>> print(table(["op", "ms"], [["cast", 1.5]]))
+    | op   |  ms |
+    | :--- | --: |
+    | cast | 1.5 |
+    """
+    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [f"{'-' * (w - 1)}:" if index else f":{'-' * (w - 1)}" for index, w in enumerate(widths)]
+    return "\n".join(map(line, (cells[0], rule, *cells[1:])))
+
+
+def append_json(path: Path | None, facts: Mapping[str, str], rows: Sequence[object]) -> None:
+    """Add one line with a whole measurement to a history of such lines."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts}
+    with path.open("a") as history:
+        history.write(json.dumps({"header": record, "rows": rows}) + "\n")
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the numbers, as one line")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    return parser
+
+
+def require_cuda(program: str) -> None:
+    """End the program with a message where there is no GPU to time."""
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"{program} measures a CUDA GPU (compute capability 9.0 for its FP8 GEMMs), and torch"
+            " sees none here. On a CPU, python -m benchmarks.accuracy measures the accuracy."
+        )

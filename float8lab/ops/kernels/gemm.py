@@ -1,0 +1,206 @@
+"""``y = a @ b.T`` of FP8 matrices through cuBLASLt.  M rows of a, N rows of b, K contraction.
+
+Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``has_fp8_gemm``); all
+others are dequantized and multiplied in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+from torch.nn.functional import scaled_mm as torch_scaled_mm
+
+from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.kernels.quantize import dequantize
+from float8lab.ops.reference import round_up
+
+__all__ = ["scaled_mm"]
+
+_ALIGN = 16
+"""What K, N and pointers must be divisible by; M too (at least by 4) where scales are per block."""
+
+_SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
+    (1, 128): ScalingType.BlockWise1x128,
+    (128, 128): ScalingType.BlockWise128x128,
+}
+
+
+def scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    (M, K), N = a.shape, b.shape[0]
+    if 0 in (M, N, K):
+        out = a.new_zeros((M, N), dtype=out_dtype)
+        return out if bias is None else out.add_(bias)
+    if not has_fp8_gemm(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
+        return _dequantized(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+
+    # Callers quantize with align=16, so that all of these pass their input through.
+    by_block = tuple(a_block) in _SCALING_TYPE
+    rows, columns = round_up(M, _ALIGN) if by_block else M, round_up(N, _ALIGN)
+    a, b = _pad(a, rows, round_up(K, _ALIGN)), _pad(b, columns, round_up(K, _ALIGN))
+    bias = _pad_bias(bias, columns)
+    if by_block:
+        a_scale, b_scale = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
+        types = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
+        out = _multiply_blocks(a, a_scale, b, b_scale, types, bias, out_dtype)
+    elif a_scale.numel() == b_scale.numel() == 1:
+        out = _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
+    else:
+        a_scale, b_scale = _per_row(a_scale, a_block, rows), _per_row(b_scale, b_block, columns)
+        out = _multiply_rows(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
+    return out if out.shape == (M, N) else out[:M, :N].contiguous()
+
+
+def _dequantized(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    left = dequantize(a, a_scale, a_block, dtype)
+    right = dequantize(b, b_scale, b_block, dtype).t()
+    if bias is None:
+        return torch.mm(left, right).to(out_dtype)
+    return torch.addmm(bias.to(dtype), left, right).to(out_dtype)
+
+
+def _multiply(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """Scales of one element each, or [M, 1] and [N, 1]."""
+    epilogue = after = None
+    if bias is not None and out_dtype == torch.float32:
+        after = bias  # cuBLASLt has no epilogue that adds a bias to float32
+    elif bias is not None:
+        epilogue = bias.to(out_dtype)
+    out = torch._scaled_mm(
+        a,
+        b.t(),
+        a_scale,
+        b_scale if b_scale.numel() == 1 else b_scale.t(),
+        bias=epilogue,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accum,
+    )
+    return out if after is None else out.add_(after)
+
+
+def _multiply_rows(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
+    if out_dtype == torch.bfloat16:
+        return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
+    one = a_scale.new_ones(1)
+    out = _multiply(a, one, b, one, None, torch.float32, fast_accum)
+    out.mul_(a_scale).mul_(b_scale.t())
+    return (out if bias is None else out.add_(bias)).to(out_dtype)
+
+
+def _multiply_blocks(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    types: tuple[ScalingType, ScalingType],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Scales from ``_per_block``; the products of every 128 of K are summed in float32 anyway."""
+    out = torch_scaled_mm(
+        a,
+        b.t(),
+        a_scale,
+        types[0],
+        b_scale,
+        types[1],
+        output_dtype=torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32,
+    )
+    return (out if bias is None else out.add_(bias)).to(out_dtype)
+
+
+# What cuBLASLt wants to see; each returns its input when that is it already.
+
+
+def _pad(q: Tensor, rows: int, columns: int) -> Tensor:
+    """A contiguous, aligned [rows, columns], zeros below and to the right of ``q``."""
+    # Torch tells row-major from column-major by the strides, and those of one row are arbitrary.
+    if q.shape == (rows, columns) and q.stride() == (columns, 1) and _aligned(q):
+        return q
+    padded = torch.zeros((rows, columns), dtype=torch.uint8, device=q.device)
+    padded[: q.shape[0], : q.shape[1]] = q.view(torch.uint8)
+    return padded.view(q.dtype)
+
+
+def _pad_bias(bias: Tensor | None, columns: int) -> Tensor | None:
+    if bias is None or (bias.shape[0] == columns and bias.stride(0) == 1 and _aligned(bias)):
+        return bias
+    padded = bias.new_zeros(columns)
+    padded[: bias.shape[0]] = bias
+    return padded
+
+
+def _per_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
+    """Contiguous [rows, 1] of blocks that span K."""
+    if scale.shape == (rows, 1) and scale.is_contiguous() and _aligned(scale):
+        return scale
+    per_row = scale.new_ones((rows, 1))
+    if scale.numel() == 1:
+        per_row.copy_(scale.view(1, 1))
+    else:
+        scale = scale if block[0] == 1 else scale.repeat_interleave(block[0], dim=0)[:rows]
+        per_row[: scale.shape[0]] = scale
+    return per_row
+
+
+def _per_block(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
+    """1x128: [rows, K / 128] with contiguous columns. 128x128: its transpose, likewise.
+
+    The second has its K / 128 padded to a multiple of 4.
+    Source: cuBLAS documentation, "Scaling Factors Layouts".
+    """
+    if block[0] == 1:
+        if scale.stride() == (1, rows) and scale.shape[0] == rows and _aligned(scale):
+            return scale
+        padded = scale.new_ones((scale.shape[1], rows))
+        padded[:, : scale.shape[0]] = scale.t()
+        return padded.t()
+    columns = round_up(scale.shape[1], 4)
+    if scale.stride() == (columns, 1) and _aligned(scale):
+        return scale.t()
+    padded = scale.new_zeros((scale.shape[0], columns))
+    padded[:, : scale.shape[1]] = scale
+    return padded.t()
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.data_ptr() % _ALIGN == 0

@@ -1,0 +1,106 @@
+"""Delayed-scaling update: one program per slot.  S slots, H history."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.ops.kernels._common import FLOAT32_MAX, abs_bits, on_device_of_first, pow2_floor
+from float8lab.ops.reference import NO_DATA
+
+__all__ = ["update_scales_"]
+
+
+@triton.jit
+def _update_scales_kernel(
+    history_ptr,  # [H, S] fp32, newest first
+    amax_ptr,  # [S] fp32
+    scale_ptr,  # [S] fp32
+    steps_ptr,  # [S] int
+    fp8_max_ptr,  # [S] fp32
+    H,
+    stride_hh,
+    stride_hs,
+    stride_amax,
+    stride_scale,
+    stride_steps,
+    stride_fp8_max,
+    factor,  # 2 ** -margin
+    interval,
+    EMPTY: tl.constexpr,  # NO_DATA
+    MOST_RECENT: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    amax = tl.load(amax_ptr + slot * stride_amax)
+    seen = (amax >= 0) & (amax < float("inf"))
+
+    index = tl.arange(0, BLOCK_H).to(tl.int64)
+    column_ptr = history_ptr + slot * stride_hs
+    old = tl.load(column_ptr + index * stride_hh, mask=index < H, other=0.0)
+    shifted = tl.load(
+        column_ptr + (index - 1) * stride_hh, mask=(index > 0) & (index < H), other=0.0
+    )
+    column = tl.where(seen, tl.where(index == 0, amax, shifted), old)
+    tl.debug_barrier()  # every thread has read its part of the old column
+    tl.store(column_ptr + index * stride_hh, column, mask=index < H)
+
+    if MOST_RECENT:
+        column = tl.where(index == 0, column, 0.0)
+    chosen = tl.max(abs_bits(column), 0).to(tl.float32, bitcast=True)
+    encode = tl.div_rn(tl.load(fp8_max_ptr + slot * stride_fp8_max), chosen)
+    encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
+    if POWER_OF_2:
+        encode = pow2_floor(encode)
+    encode = encode * tl.cast(factor, tl.float32)
+
+    steps = tl.load(steps_ptr + slot * stride_steps)
+    due = seen & (chosen > 0) & (steps % interval == 0)  # counted before this step is added
+    scale_ptr += slot * stride_scale
+    tl.store(scale_ptr, tl.where(due, tl.div_rn(1.0, encode), tl.load(scale_ptr)))
+    tl.store(steps_ptr + slot * stride_steps, steps + seen.to(steps.dtype))
+    tl.store(amax_ptr + slot * stride_amax, EMPTY)
+
+
+@on_device_of_first
+def update_scales_(
+    history: Tensor,
+    amax: Tensor,
+    scale: Tensor,
+    steps: Tensor,
+    fp8_max: Tensor,
+    margin: int,
+    interval: int,
+    most_recent: bool,
+    power_of_2: bool,
+) -> None:
+    """``reference.update_scales_`` in one launch.
+
+    A program holds its slot's whole history in registers, so rolling it in place cannot read what
+    it has written; 4096 entries are 32 registers a thread.
+    """
+    length, slots = history.shape
+    if not slots:
+        return
+    _update_scales_kernel[(slots,)](
+        history,
+        amax,
+        scale,
+        steps,
+        fp8_max,
+        length,
+        *history.stride(),
+        amax.stride(0),
+        scale.stride(0),
+        steps.stride(0),
+        fp8_max.stride(0),
+        2.0**-margin,
+        interval,
+        EMPTY=NO_DATA,
+        MOST_RECENT=most_recent,
+        POWER_OF_2=power_of_2,
+        BLOCK_H=triton.next_power_of_2(length),
+        num_warps=4,
+    )

@@ -1,0 +1,459 @@
+"""Any torch optimizer for parameters stored in FP8, by high-precision copies of them.
+
+Nouns: a *stored* parameter keeps its values in fewer bits than an update needs, which means a
+Float8Tensor or, on request, bfloat16 or float16; its *master* is the high-precision tensor that the
+*inner* optimizer, an ordinary one, sees in its place. A step hands the gradients of stored
+parameters to their masters, lets the inner optimizer step, and writes the masters back. A parameter
+that is not stored is the inner optimizer's own, and so is a frozen one, which then costs nothing.
+
+A DTensor is stored if its local tensor is: its master is a DTensor of the same placements, and
+everything here works shard by shard.
+
+What a stored parameter was when it was last written is remembered by version counters. If
+something else wrote to it since, such as ``load_state_dict``, its master is taken from it anew
+unless the parameter is still exactly the master's quantized form.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.tensor import Float8Tensor, quantize
+
+__all__ = ["MasterWeights"]
+
+MASTER = "master"
+"""Key of a master in the ``state`` of a state_dict."""
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """An optimizer that keeps high-precision master weights for parameters stored in FP8.
+
+    It is a ``torch.optim.Optimizer``: learning-rate schedulers, ``torch.amp.GradScaler``,
+    ``clip_grad_norm_`` and ``state_dict`` work as with ``optimizer_class`` itself, and its
+    ``param_groups`` hold the model's own parameters. Without any FP8 parameter it is that
+    optimizer.
+
+    Numerics: a master starts as the initial value that ``fp8_model_init`` kept, which is freed, or
+    as the dequantized parameter. After each step the parameter is its master quantized with new
+    scales by the parameter's own format and granularity.
+
+    Memory: one master for each FP8 parameter that requires a gradient or gets one. Gradients whose
+    dtype is not ``master_dtype`` are cast, all of them, for the duration of ``step``.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs or dicts with options of their own.
+        optimizer_class: called as ``optimizer_class(params, **optimizer_kwargs)``.
+        master_dtype: float32, bfloat16 or float16.
+        also_16_bit: bfloat16 and float16 parameters get masters as well.
+        optimizer_kwargs: options of ``optimizer_class``.
+
+    Attributes:
+        inner: the optimizer that updates the masters.
+        masters: the master of each parameter that has one.
+
+    Raises:
+        TypeError: ``optimizer_class`` makes no torch optimizer, or a bad ``master_dtype``.
+
+    >>> with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
+    ...     model = float8lab.Linear(64, 32, device="cpu")
+    >>> optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    >>> model(torch.ones(2, 64)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.masters[model.weight].dtype, type(model.weight).__name__
+    (torch.float32, 'Float8Tensor')
+    """
+
+    inner: torch.optim.Optimizer | None = None  # until __init__ has the groups to make it from
+    masters: dict[Tensor, Tensor]
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        master_dtype: torch.dtype = torch.float32,
+        also_16_bit: bool = False,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        if not callable(optimizer_class):
+            raise TypeError(
+                "optimizer_class must be a class such as torch.optim.AdamW; got "
+                f"{type(optimizer_class).__name__}. Pass the class, and its options by keyword."
+            )
+        if master_dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(
+                f"master_dtype must be float32, bfloat16 or float16; got {master_dtype}. "
+                "Use torch.float32."
+            )
+        self.masters = {}
+        self._master_dtype = master_dtype
+        self._also_16_bit = also_16_bit
+        self._make_inner = partial(optimizer_class, **optimizer_kwargs)
+        self._written: dict[Tensor, _Written] = {}
+        super().__init__(params, {})
+        self.inner = self._make_inner([self._inner_group(g) for g in self.param_groups])
+        if not isinstance(self.inner, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer_class must make a torch.optim.Optimizer; got "
+                f"{type(self.inner).__name__}. Derive it from that class."
+            )
+        self.defaults = self.inner.defaults
+        _copy_options(self.inner.param_groups, self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, as ``torch.optim.Optimizer`` does."""
+        super().add_param_group(param_group)
+        if self.inner is not None:
+            self.inner.add_param_group(self._inner_group(self.param_groups[-1]))
+            _copy_options(self.inner.param_groups[-1:], self.param_groups[-1:])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the masters by the gradients of the parameters, and the parameters from them.
+
+        Args:
+            closure: reevaluates the model and returns the loss; it sees parameters that agree with
+                their masters, however often the inner optimizer calls it.
+        """
+        inner = self._synchronize()
+        if closure is None:
+            self._hand_over_gradients()
+            result = inner.step()
+        else:
+            result = inner.step(partial(self._evaluate, closure))
+        self._write_parameters()
+        _copy_options(inner.param_groups, self.param_groups)
+        return result
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The inner optimizer's state of each parameter; masters are in ``masters``.
+
+        Empty before the first step, like that of any torch optimizer.
+        """
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        if self.inner is not None:
+            inner_state = self.inner.state
+            for p in chain.from_iterable(group["params"] for group in self.param_groups):
+                master = self.masters.get(p, p)
+                if master in inner_state:
+                    state[p] = inner_state[master]
+        return state
+
+    @state.setter
+    def state(self, value: dict[Tensor, Any]) -> None:
+        if self.inner is not None:
+            state = {self.masters.get(p, p): entry for p, entry in value.items()}
+            self.inner.state = defaultdict(dict, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state_dict with each master in the state of its parameter."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        packed = self._synchronize().state_dict()
+        for index, p in _by_index(packed["param_groups"], self.param_groups):
+            if p in self.masters:
+                # A new dict: the inner optimizer's own must not hold the master.
+                entry = packed["state"].get(index, {})
+                packed["state"][index] = {**entry, MASTER: self.masters[p].detach()}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, packed)
+            packed = packed if changed is None else changed
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of this class, or of ``optimizer_class`` itself, returned.
+
+        A parameter without a saved master keeps the master it has, if the parameter is that
+        master's quantized form, and otherwise gets the dequantized parameter as its master.
+
+        Raises:
+            ValueError: groups or masters of another shape.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved = {
+            index: entry[MASTER]
+            for index, entry in state_dict["state"].items()
+            if isinstance(entry, dict) and MASTER in entry
+        }
+        here = dict(_by_index(state_dict["param_groups"], self.param_groups))
+        for index, master in saved.items():
+            if index in here and master.shape != here[index].shape:
+                raise ValueError(
+                    f"the master of parameter {index} must have shape {tuple(here[index].shape)}; "
+                    f"got {tuple(master.shape)}. Load the state_dict of the same model."
+                )
+        inner = self._synchronize(needed={here[index] for index in saved if index in here})
+        state = {
+            index: {k: v for k, v in entry.items() if k != MASTER} if index in saved else entry
+            for index, entry in state_dict["state"].items()
+        }
+        state = {index: entry for index, entry in state.items() if entry or index not in saved}
+        inner.load_state_dict({**state_dict, "state": state})
+        _copy_options(inner.param_groups, self.param_groups)
+        unused = 0
+        for index, master in saved.items():
+            p = here.get(index)
+            if p in self.masters:
+                self.masters[p].copy_(master)
+                self._written[p] = _Written(p, self.masters[p])
+            else:
+                unused += 1
+        if unused:
+            warnings.warn(
+                f"The state_dict holds master weights of {unused} parameters that are not stored "
+                "in FP8 here; they were not loaded. Copy them into the parameters to keep their "
+                "precision.",
+                UserWarning,
+                stacklevel=2,
+            )
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Not _written: its versions are those of these very tensors. The next step compares bytes.
+        names = ("defaults", "param_groups", "inner", "masters")
+        own = ("_master_dtype", "_also_16_bit", "_make_inner")
+        return {name: getattr(self, name) for name in (*names, *own)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._written = {}
+        super().__setstate__(state)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(" (", f" of {type(self.inner).__name__} (", 1)
+
+    def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A new parameter group as the inner optimizer sees it."""
+        for p in group["params"]:
+            self._make_master(p)
+        return {**group, "params": [self.masters.get(p, p) for p in group["params"]]}
+
+    def _make_master(self, p: Tensor, *, needed: bool = False) -> None:
+        """Give a parameter a master if it is stored and one is ``needed`` or will be."""
+        due = needed or p.requires_grad or p.grad is not None
+        if due and self._is_stored(p) and p not in self.masters:
+            self.masters[p] = _new_master(p, self._master_dtype)
+            self._written[p] = _Written(p, self.masters[p])
+
+    def _is_stored(self, p: Tensor) -> bool:
+        local = _local(p)
+        if isinstance(local, Float8Tensor):
+            return True
+        return self._also_16_bit and _is_16_bit(local) and local.dtype != self._master_dtype
+
+    @torch.no_grad()
+    def _synchronize(self, needed: set[Tensor] | None = None) -> torch.optim.Optimizer:
+        """Bring masters and the inner optimizer's groups up to date with the parameters.
+
+        Between two steps anyone may have changed options, replaced or unfrozen parameters of a
+        group, or written to a parameter.
+        """
+        inner = self.inner
+        assert inner is not None, "set by __init__"
+        _copy_options(self.param_groups, inner.param_groups)
+        # A parameter that left the meta device, or went there, starts anew.
+        before = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
+        self.masters.clear()
+        for mine, its in zip(self.param_groups, inner.param_groups, strict=True):
+            for p in mine["params"]:
+                if p in before:
+                    self.masters[p] = before[p]
+                else:
+                    self._make_master(p, needed=needed is not None and p in needed)
+            # In place: LBFGS keeps a reference to the list.
+            its["params"][:] = [self.masters.get(p, p) for p in mine["params"]]
+            for p in mine["params"]:
+                if p in self.masters and p not in before:
+                    # Some optimizers make the state of a parameter in their constructor.
+                    fresh = self._make_inner([{**its, "params": [self.masters[p]]}])
+                    inner.state.pop(p, None)
+                    inner.state.update(fresh.state)
+        for p in self._written.keys() - self.masters.keys():
+            del self._written[p]
+        for p, master in self.masters.items():
+            if p in self._written and self._written[p].is_current(p):
+                continue
+            local, local_master = _local(p), _local(master)
+            if local_master.device != local.device:
+                local_master.data = torch.empty_like(local_master, device=local.device).copy_(
+                    local_master
+                )
+            if not _describes(local_master, local):
+                local_master.copy_(_plain(local))
+            self._written[p] = _Written(p, master)
+        return inner
+
+    def _hand_over_gradients(self) -> None:
+        for p, master in self.masters.items():
+            gradient = p.grad
+            if gradient is not None:
+                gradient = _high_precision(gradient, master.dtype)
+            master.grad = gradient
+
+    def _write_parameters(self) -> None:
+        """Write back the masters that the inner optimizer had a gradient for, or changed anyway."""
+        due = {
+            p: master
+            for p, master in self.masters.items()
+            if master.grad is not None or self._written[p].master_version != master._version
+        }
+        write_parameters_(list(due), list(due.values()))
+        for p, master in due.items():
+            master.grad = None  # a gradient lives as long as the parameter's, no longer
+            self._written[p] = _Written(p, master)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._write_parameters()
+        with torch.enable_grad():
+            loss = closure()
+        # The inner optimizer may have gradients enabled, for the closure's sake.
+        with torch.no_grad():
+            self._hand_over_gradients()
+        return loss
+
+
+@torch.no_grad()
+def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Overwrite stored parameters with their masters, quantized with new scales.
+
+    The one place where a step writes parameters: what a kernel for many tensors would replace.
+    """
+    for p, master in zip(parameters, masters, strict=True):
+        local, value = _local(p), _local(master)
+        if isinstance(local, Float8Tensor):
+            spec = local.spec
+            new = quantize(value, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule)
+            local.qdata.copy_(new.qdata)
+            local.scale.copy_(new.scale)
+            local.amax.copy_(new.amax)
+            # The buffers were written behind the back of the tensor they belong to.
+            torch.autograd.graph.increment_version([p] if p is local else [p, local])
+        else:
+            p.copy_(master)
+
+
+class _Written:
+    """Which contents of a parameter and its master agree, as far as torch counts versions."""
+
+    __slots__ = ("_buffer", "_versions", "master_version")
+
+    def __init__(self, p: Tensor, master: Tensor) -> None:
+        buffer = _buffer(p)
+        # None: torch.utils.swap_tensors refuses a parameter that has weak references.
+        self._buffer = None if buffer is p else weakref.ref(buffer)
+        self._versions = _versions(p)
+        self.master_version = master._version
+
+    def is_current(self, p: Tensor) -> bool:
+        """Whether nobody wrote to the parameter since."""
+        same = self._buffer is None or self._buffer() is _buffer(p)
+        return same and self._versions == _versions(p)
+
+
+def _buffer(p: Tensor) -> Tensor:
+    """The tensor that holds a parameter's data."""
+    local = _local(p)
+    return local.qdata if isinstance(local, Float8Tensor) else local
+
+
+def _versions(p: Tensor) -> tuple[torch.device, int, int, int]:
+    return p.device, p._version, _local(p)._version, _buffer(p)._version
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    # Where nobody imported the module, which takes 0.4 s, there is no DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _local(x: Tensor) -> Tensor:
+    """A DTensor's shard on this rank; any other tensor itself."""
+    return cast(Any, x)._local_tensor if _is_dtensor(x) else x
+
+
+def _is_16_bit(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _plain(local: Tensor) -> Tensor:
+    return local.dequantize() if isinstance(local, Float8Tensor) else local
+
+
+def _like(local: Tensor, x: Any) -> Tensor:
+    """``local``, as a DTensor if ``x`` is one."""
+    if not _is_dtensor(x):
+        return local
+    result: Tensor = type(x).from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+    return result
+
+
+def _high_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype`` and not in FP8; ``x`` itself if it is that already."""
+    local = _local(x)
+    if isinstance(local, Float8Tensor):
+        x = _like(local.dequantize(), x)
+    return x.to(dtype)
+
+
+@torch.no_grad()
+def _new_master(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """The master of a stored parameter, of the best initial value there is."""
+    local = _local(p)
+    value = _plain(local)
+    if isinstance(local, Float8Tensor):
+        kept = local.get_high_precision_init_val()
+        if kept is not None:
+            kept = kept.to(local.device)
+            # A checkpoint may have been loaded since.
+            value = kept if _describes(kept, local) else value
+            local.clear_high_precision_init_val()
+    return _like(value.to(dtype, copy=True).contiguous(), p).detach().requires_grad_()
+
+
+def _describes(value: Tensor, local: Tensor) -> bool:
+    """Whether a stored tensor is exactly ``value`` quantized by its scales."""
+    if value.shape != local.shape or value.is_meta or local.is_meta:
+        return False
+    if not isinstance(local, Float8Tensor):
+        return torch.equal(value.to(local.dtype), local)
+    spec = local.spec
+    expected = quantize(
+        value, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule, scale=local.scale
+    )
+    return torch.equal(expected.qdata.view(torch.uint8), local.qdata.view(torch.uint8))
+
+
+def _copy_options(source: Sequence[dict[str, Any]], destination: Sequence[dict[str, Any]]) -> None:
+    """Make the options of parameter groups those of others; parameters stay."""
+    for theirs, group in zip(source, destination, strict=True):
+        params = group["params"]
+        group.clear()
+        group.update({**theirs, "params": params})
+
+
+def _by_index(
+    packed: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]
+) -> list[tuple[Any, Tensor]]:
+    """Parameters of groups, each with its index in the groups of a state_dict."""
+    indices = chain.from_iterable(group["params"] for group in packed)
+    params = chain.from_iterable(group["params"] for group in groups)
+    return list(zip(indices, params, strict=False))  # load_state_dict checks the sizes

@@ -1,0 +1,188 @@
+"""What of the benchmarks runs without a GPU: statistics, header, tables, gates, accuracy."""
+
+import doctest
+import json
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from benchmarks import accuracy, common, linear, quantize, shapes
+
+
+def test_timing_gives_median_and_quartiles():
+    timing = common.Timing((5.0, 1.0, 2.0, 4.0, 3.0))
+    assert timing.median == 3.0
+    assert timing.quartiles == (2.0, 4.0)
+    assert timing.describe() == "3.000 (2.000-4.000)"
+
+
+def test_timing_of_one_sample_has_no_spread():
+    assert common.Timing((2.0,)).quartiles == (2.0, 2.0)
+
+
+def test_time_wall_calls_warm_up_and_samples():
+    calls = []
+    timing = common.time_wall(lambda: calls.append(1), warm_up=2, samples=3, calls=5)
+    assert len(calls) == 2 + 3 * 5
+    assert len(timing.samples) == 3
+    assert all(sample >= 0 for sample in timing.samples)
+
+
+def test_header_names_what_a_reader_needs():
+    facts = common.header()
+    assert {"torch", "triton", "commit", "command"} <= facts.keys()
+    assert ("GPU" in facts) == torch.cuda.is_available()
+    assert facts["torch"] == torch.__version__
+    assert facts["command"].startswith("python -m benchmarks.")
+    assert all(isinstance(value, str) and value for value in facts.values())
+
+
+def test_table_is_markdown():
+    text = common.table(["layer", "ms", "x bf16"], [["bfloat16", "1.250", "1.00"], ["fp8", 2, "-"]])
+    assert_expected_inline(
+        text,
+        """\
+| layer    |    ms | x bf16 |
+| :------- | ----: | -----: |
+| bfloat16 | 1.250 |   1.00 |
+| fp8      |     2 |      - |""",
+    )
+
+
+def test_json_history_grows_by_a_line(tmp_path):
+    path = tmp_path / "new" / "history.json"
+    for row in ("first", "second"):
+        common.append_json(path, {"torch": "2"}, [row])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["rows"] for record in records] == [["first"], ["second"]]
+    assert records[0]["header"]["torch"] == "2"
+
+
+def test_sqnr_of_known_noise():
+    right = torch.full((100,), 2.0, dtype=torch.float64)
+    assert common.sqnr(right + 0.02, right) == pytest.approx(40.0)
+    assert common.sqnr(right.clone(), right) == math.inf
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf]), torch.ones(3)],
+    ids=["nan", "inf", "shape"],
+)
+def test_sqnr_of_a_broken_result_is_nan(wrong):
+    assert math.isnan(common.sqnr(wrong, torch.ones(2)))
+
+
+def test_gate_admits_a_close_answer():
+    right = torch.randn(64, 64)
+    gate = common.Gate({"y": right}, floor_db=20.0)
+    assert gate.admits({"y": right + 0.01 * torch.randn(64, 64)})
+
+
+@pytest.mark.parametrize("answer", ["far", "nan", "missing"])
+def test_gate_refuses_a_wrong_answer(answer):
+    right = torch.randn(64, 64)
+    answers = {"far": {"y": right + torch.randn(64, 64)}, "nan": {"y": right * math.nan}}
+    gate = common.Gate({"y": right}, floor_db=20.0)
+    assert not gate.admits(answers.get(answer, {}))
+    refusal = gate.refusal(gate.measure(answers.get(answer, {})))
+    assert refusal is not None
+    assert "below 20 dB" in refusal
+
+
+class _Halved(nn.Linear):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+def _problem():
+    return accuracy.make_problem("gaussian", 64, 48, 32, seed=0, dtype=torch.bfloat16, device="cpu")
+
+
+def test_linear_benchmark_prints_no_time_for_a_wrong_layer():
+    problem = _problem()
+    layer = _Halved(48, 32, bias=False, dtype=torch.bfloat16)
+    layer.load_state_dict(accuracy.make_linear(problem).state_dict())
+    gate = common.Gate(accuracy.linear_reference(problem), linear.FLOOR_DB)
+    result = linear.measure("halved", linear.Candidate(layer), problem, gate, "tiny")
+    assert result.device_ms == ()
+    row = linear.format_row(result, result, flops=1)
+    assert len(row) == len(linear.COLUMNS)
+    assert row[2].startswith("wrong: y 6.0 dB")
+    assert set(row[3:]) == {"-"}
+
+
+@pytest.mark.parametrize("recipe", accuracy.RECIPES)
+def test_every_recipe_passes_the_gate_of_the_linear_benchmark(recipe):
+    problem = _problem()
+    gate = common.Gate(accuracy.linear_reference(problem), linear.FLOOR_DB)
+    layer = accuracy.convert(accuracy.make_linear(problem), accuracy.RECIPES[recipe]())
+    assert gate.refusal(gate.measure(accuracy.linear_results(layer, problem, steps=3))) is None
+
+
+def test_saved_bytes_count_activations_and_not_parameters():
+    layer = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(64, 48, dtype=torch.bfloat16)
+    assert linear.saved_bytes(linear.Candidate(layer), x) == x.numel() * 2
+    memory = linear.Memory.measure(linear.saved_bytes, linear.Candidate(layer), x)
+    assert memory == linear.Memory(activations=x.numel() * 2, constant=0)
+
+
+@pytest.mark.parametrize("case", list(quantize.cases(torch.randn(64, 128))), ids=lambda c: c.name)
+def test_cast_cases_equal_their_references(case):
+    assert quantize.compare(case) is None
+    assert case.bytes_moved(case.run()) > 0
+
+
+def test_cast_gate_refuses_one_wrong_byte():
+    def off_by_one(q, align):
+        wrong = q.view(torch.uint8).t().contiguous()
+        wrong[0, 0] ^= 1
+        return wrong.view(q.dtype)
+
+    good = next(case for case in quantize.cases(torch.randn(64, 128)) if case.name == "transpose")
+    bad = quantize.Case("bad", off_by_one, good.reference, good.arguments)
+    refusal = quantize.compare(bad)
+    assert refusal == f"wrong: output 0, 1 of {64 * 128} bytes"
+    row = quantize.Result("bad", (64, 128), refusal).format_row(bandwidth=1.0)
+    assert row == ["bad", refusal, "-", "-"]
+
+
+@pytest.mark.parametrize("module", [common, shapes], ids=lambda module: module.__name__)
+def test_docstring_examples_run(module):
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_shapes_give_the_three_gemms():
+    (shape,) = (s for s in shapes.select("llama-8b") if s.name == "up")
+    assert shape.gemms() == {
+        "fprop": (16384, 14336, 4096),
+        "dgrad": (16384, 4096, 14336),
+        "wgrad": (14336, 4096, 16384),
+    }
+    assert shape.flops() == 6 * 16384 * 14336 * 4096
+    assert shapes.select("llama-8b", M=8)[0].M == 8
+
+
+def test_accuracy_runs_on_a_cpu(capsys, tmp_path):
+    path = tmp_path / "accuracy.json"
+    records = accuracy.main(["--shape", "64", "160", "96", "--json", str(path)])
+    assert [record["data"] for record in records] == list(accuracy.DATA)
+    for record in records:
+        assert record["sqnr_db"].keys() == {"bfloat16", *accuracy.RECIPES}
+        for values in record["sqnr_db"].values():
+            assert all(db > linear.FLOOR_DB for db in values.values())
+    assert "| recipe   | y (dB) | dX (dB) | dW (dB) |" in capsys.readouterr().out
+    assert json.loads(path.read_text())["rows"][0]["data"] == "gaussian"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("program", [linear, quantize], ids=lambda module: module.__name__)
+def test_gpu_benchmarks_say_what_they_need(program):
+    with pytest.raises(SystemExit, match="measures a CUDA GPU"):
+        program.main([])

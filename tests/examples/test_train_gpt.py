@@ -1,0 +1,204 @@
+"""The main job, a few steps of it, and its text."""
+
+import doctest
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import gpt
+import pytest
+import text
+import torch
+import train_gpt
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+CONFIG = gpt.GPTConfig(context=16, n_layer=2, n_head=2, dim=32)
+LAYERS = 4 * CONFIG.n_layer
+SMALL = ["--device", "cpu", "--steps", "3", "--batch-size", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_job():
+    """The tiny preset made smaller still, on one thread, its text read once."""
+    loaded, threads = text.load_text(), torch.get_num_threads()
+    training = replace(train_gpt.TRAINING["tiny"], validation_windows=4, validations=2)
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train_gpt.PRESETS, "tiny", CONFIG)
+        patch.setitem(train_gpt.TRAINING, "tiny", training)
+        patch.setattr(train_gpt, "load_text", lambda: loaded)
+        yield
+    torch.set_num_threads(threads)
+
+
+def run(out, *args):
+    return train_gpt.main([*SMALL, "--out", str(out), *args])
+
+
+def test_job_prints_and_writes_everything(tmp_path, capsys):
+    file = tmp_path / "numbers" / "run.json"
+    results = run(tmp_path / "out", "--json", str(file))
+    printed = capsys.readouterr().out
+    assert f"{LAYERS} of {LAYERS + 1} linear layers in FP8" in printed
+    assert "skipped  excluded by 'lm_head'" in printed
+    assert "GEMMs of one training step" in printed
+    assert "gap " in printed
+    png = tmp_path / "out" / "train_gpt.png"
+    assert f"curves: {png}" in printed
+    assert png.read_bytes().startswith(PNG_SIGNATURE)
+
+    baseline, fp8 = results["runs"]
+    for measured in (baseline, fp8):
+        assert len(measured["train_loss"]) == 3
+        assert measured["validation_steps"] == [2, 3]
+        assert all(0 < loss < 2 * math.log(256) for loss in measured["validation_loss"])
+        assert measured["step_ms"] > 0
+        assert measured["seconds"] > 0
+    assert fp8["train_loss"] != baseline["train_loss"]
+    assert abs(results["gap_percent"]) < 5
+    assert results["gemms"]["fp8"] == 3 * LAYERS
+    assert results["gemms"]["high_precision"] >= 3
+    assert json.loads(file.read_text()) == json.loads(json.dumps(results))
+
+
+@pytest.mark.parametrize("recipe", train_gpt.RECIPES)
+def test_every_recipe_trains(recipe, tmp_path):
+    results = run(tmp_path, "--recipe", recipe)
+    assert results["recipe"]["name"] == recipe
+    assert math.isfinite(results["runs"][1]["validation_loss"][-1])
+
+
+def test_same_seed_gives_same_losses(tmp_path):
+    first, second = (run(tmp_path)["runs"] for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a["train_loss"] == b["train_loss"]
+        assert a["validation_loss"] == b["validation_loss"]
+    other = run(tmp_path, "--seed", "1")["runs"]
+    assert other[0]["train_loss"] != first[0]["train_loss"]
+
+
+def test_exclude_replaces_the_default(tmp_path, capsys):
+    run(tmp_path, "--exclude", "none")
+    assert f"{LAYERS + 1} of {LAYERS + 1} linear layers in FP8" in capsys.readouterr().out
+    run(tmp_path, "--exclude", "lm_head", "--exclude", "mlp")
+    assert f"{LAYERS // 2} of {LAYERS + 1} linear layers in FP8" in capsys.readouterr().out
+
+
+def test_runs_without_matplotlib_and_tqdm(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_gpt, "Figure", None)
+    monkeypatch.setattr(train_gpt, "tqdm", None)
+    run(tmp_path)
+    printed = capsys.readouterr().out
+    assert "no curves drawn" in printed
+    assert "FP8: step 3, validation loss" in printed
+    assert not (tmp_path / "train_gpt.png").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--device", "cuda"])
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_script_starts_as_a_program():
+    script = Path(train_gpt.__file__)
+    root = script.parent.parent
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lm_head" in done.stdout
+
+
+def test_rate_rises_then_falls_and_validations_end_with_the_last_step():
+    training = train_gpt.Training(
+        steps=50, batch_size=1, learning_rate=1.0, validations=4, validation_windows=1
+    )
+    rates = [training.rate(step) for step in range(50)]
+    assert rates.index(max(rates)) in (4, 5)
+    assert max(rates) == 1.0
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    validated = [step for step in range(50) if training.validates_after(step)]
+    assert len(validated) == 4
+    assert validated[-1] == 49
+
+
+def test_model_takes_dims_that_16_does_not_divide():
+    model = gpt.GPT(gpt.GPTConfig(context=7, n_layer=1, n_head=3, dim=21, vocab_size=11))
+    tokens = torch.randint(11, (2, 7))
+    loss = model(tokens, tokens)
+    loss.backward()
+    assert model(tokens).shape == (2, 7, 11)
+    assert 0 < loss.item() < 2 * math.log(11)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_config_refuses_heads_that_do_not_fit():
+    with pytest.raises(ValueError, match="dim must be a multiple of n_head"):
+        gpt.GPTConfig(context=8, n_layer=1, n_head=3, dim=16)
+
+
+def test_model_cannot_see_the_future():
+    model = gpt.GPT(gpt.GPTConfig(context=8, n_layer=1, n_head=2, dim=32)).eval()
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 256
+    torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
+
+
+def test_text_is_the_same_each_time_and_large_enough():
+    first, second = train_gpt.load_text(), text.load_text()
+    assert first.digest == second.digest
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.validation, second.validation)
+    assert len(first.train) > 1_000_000
+    assert 0.05 < len(first.validation) / len(first.train) < 0.2
+    assert first.train.dtype == torch.int64
+    assert int(first.train.max()) < 256
+
+
+def test_split_loses_and_repeats_nothing():
+    whole = bytes(range(256)) * 5
+    train, validation = text.split(whole, chunk=100, every=4)
+    assert len(train) + len(validation) == len(whole)
+    assert validation == whole[300:400] + whole[700:800] + whole[1100:1200]
+
+
+def test_docstring_examples_run():
+    assert doctest.testmod(text) == (0, 1)
+
+
+def test_docstrings_are_read_without_importing(tmp_path):
+    source = '''
+        """Of the module."""
+        raise SystemExit("must not be imported")
+
+        def later():
+            "Of a function."
+
+        class Earlier:
+            """Of a class."""
+        '''
+    (tmp_path / "b.py").write_text(textwrap.dedent(source))
+    (tmp_path / "a.py").write_text('"An invalid escape: \\d"\n')
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "latin.py").write_bytes(b'"""\xe9"""')
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "c.py").write_text('"""Skipped."""')
+    assert text.docstrings(tmp_path) == [
+        "An invalid escape: \\d",
+        "Of the module.",
+        "Of a function.",
+        "Of a class.",
+    ]

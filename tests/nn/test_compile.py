@@ -1,0 +1,171 @@
+"""torch.compile: no graph breaks, few compilations, and the numbers of eager mode."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import float8lab
+from float8lab import recipes
+
+RECIPES = {
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width=32, heads=2, *, checkpointed=False):
+        super().__init__()
+        self.heads, self.checkpointed = heads, checkpointed
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def feed(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x):
+        x = x + self.attend(self.norm1(x))
+        if self.checkpointed:
+            return x + checkpoint(self.feed, self.norm2(x), use_reentrant=False)
+        return x + self.feed(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, width=32, vocabulary=48, **kwargs):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, **kwargs) for _ in range(2))
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+class Counted:
+    """A backend that counts its compilations and runs the graphs as they are."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(length, seed=0):
+    return torch.randint(48, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, batch):
+    model.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def same_gradients(a, b):
+    return all(
+        torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+@each_recipe
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_a_converted_gpt_compiles_without_breaks_and_equals_eager(recipe, checkpointed):
+    eager = GPT(checkpointed=checkpointed)
+    float8lab.convert_to_float8(eager, recipe)
+    model = copy.deepcopy(eager)
+    backend = Counted()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for step in range(3):
+        batch = tokens(8, seed=step)
+        assert torch.equal(train(compiled, batch), train(eager, batch))
+        assert same_gradients(model, eager)
+    assert backend.graphs == 1
+
+
+@each_recipe
+def test_ten_sequence_lengths_compile_at_most_twice(recipe):
+    model = GPT()
+    float8lab.convert_to_float8(model, recipe)
+    backend = Counted()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for length in (8, 24, 9, 10, 31, 7, 16, 17, 40, 5):
+        eager = model(tokens(length))
+        assert torch.equal(compiled(tokens(length)), eager)
+    assert backend.graphs <= 2
+
+
+@each_recipe
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_autocast_inside_and_outside_the_compiled_function(recipe, where):
+    layer = float8lab.Linear(32, 48, device="cpu")
+
+    def step(x):
+        with float8lab.autocast(recipe=recipe):
+            return layer(x)
+
+    with float8lab.autocast(recipe=recipe):  # the first region looks for FP8 modules
+        layer(torch.randn(2, 32))
+    function = step if where == "inside" else layer
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 32)
+    with float8lab.autocast(recipe=recipe, enabled=where == "outside"):
+        assert torch.equal(compiled(x), step(x))
+    if where == "outside":  # no longer in FP8: the autocast state is guarded
+        assert torch.equal(compiled(x), F.linear(x, layer.weight, layer.bias))
+
+
+@each_recipe
+def test_weights_stored_in_fp8(recipe):
+    with float8lab.fp8_model_init(recipe=recipe):
+        layer = float8lab.Linear(32, 48, device="cpu")
+    eager = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 32, requires_grad=True)
+    with float8lab.autocast(recipe=recipe):
+        y, expected = compiled(x), eager(x)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.equal(layer.weight.grad, eager.weight.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_inductor(name):
+    eager = GPT()
+    float8lab.convert_to_float8(eager, RECIPES[name])
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True)
+    loss, expected = train(compiled, tokens(8)), train(eager, tokens(8))
+    # Inductor reorders the arithmetic between the GEMMs, which flips some FP8 roundings.
+    assert (loss - expected).abs() <= 0.01 * expected
+    a, b = model.blocks[0].up.weight.grad, eager.blocks[0].up.weight.grad
+    assert (a - b).norm() <= 0.05 * b.norm()

@@ -1,0 +1,228 @@
+"""Run under TRITON_INTERPRET=1 by test_kernels_interpreter.py: every kernel against the reference.
+
+The interpreter rounds FP8 casts wrongly: it loses the carry into the exponent, which halves values
+that round up to a power of two. So FP8 data is compared within one step of the format, powers of
+two within their half; scales, amaxes and padding are compared exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from float8lab.formats import E4M3, E5M2
+from float8lab.ops import reference
+from float8lab.ops.kernels import quantize as kernels
+from float8lab.ops.kernels import scaling
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def allow_run_time_loop_bounds() -> None:
+    """Triton 3.6 calls int() on arrays of one element, which NumPy refuses since 2.4."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_fix(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_fix
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Values of many magnitudes, a row and a column of zeros, where there is room for them."""
+    x = torch.randn(rows, columns) * torch.logspace(-3, 3, columns)
+    if rows > 4 and columns > 4:
+        x[3], x[:, 2] = 0, 0
+    return x.to(dtype)
+
+
+def same(got: Tensor | None, want: Tensor | None) -> None:
+    if got is None or want is None:
+        assert got is want
+        return
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    if got.dtype in (E4M3, E5M2):
+        step, smallest = (2**-3, 2**-9) if got.dtype == E4M3 else (2**-2, 2**-16)
+        wanted = want.float().abs()
+        power_of_2 = wanted.frexp().mantissa == 0.5
+        bound = torch.where(power_of_2, wanted / 2, wanted * step).clamp(min=smallest)
+        assert bool(((got.float() - want.float()).abs() <= bound).all())
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        same(one, other)
+        assert one.stride() == other.stride() or 1 in one.shape
+
+
+def sums_close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2)
+
+
+def check_quantize() -> None:
+    cases = [
+        ((-1, -1), "fp32", 0.0, 16, matrix(70, 135)),
+        ((-1, -1), "pow2", 0.5, 1, matrix(3, 5, FP32)),
+        ((-1, -1), "e8m0", 0.0, 16, matrix(40, 70).t()),
+        ((1, -1), "fp32", 0.0, 16, matrix(7, 135)),
+        ((1, -1), "pow2", 0.0, 1, matrix(70, 67).t()),
+        ((1, -1), "fp32", 0.0, 16, matrix(1, 8200)),
+        ((1, 128), "fp32", 0.0, 16, matrix(67, 140)),
+        ((1, 128), "pow2", 1e-3, 1, matrix(5, 300)[:, ::2]),
+        ((128, 128), "fp32", 0.0, 16, matrix(130, 50)),
+        ((1, 32), "e8m0", 0.0, 16, matrix(5, 70)),
+        ((32, 32), "pow2", 0.0, 16, matrix(70, 40)),
+        ((1, 96), "fp32", 0.0, 16, matrix(5, 100)),
+        ((5, -1), "fp32", 0.0, 1, matrix(7, 9)),
+    ]
+    for block, rule, eps, align, x in cases:
+        for fp8_dtype in (E4M3, E5M2):
+            arguments = (fp8_dtype, block, rule, eps, align)
+            all_same(kernels.quantize(x, *arguments), reference.quantize(x, *arguments))
+            *got, sums = kernels.quantize_pair(x, *arguments, True)
+            *want, sums_wanted = reference.quantize_pair(x, *arguments, True)
+            all_same(got, want)
+            sums_close(sums, sums_wanted)
+    for shape in ((0, 5), (5, 0), (0, 0)):
+        for block in ((-1, -1), (1, -1), (1, 128)):
+            arguments = (E4M3, block, "fp32", 0.0, 16)
+            x = torch.zeros(shape)
+            all_same(kernels.quantize(x, *arguments), reference.quantize(x, *arguments))
+
+
+def check_special_values() -> None:
+    rows = [
+        [0.0] * 4,
+        [torch.inf, 1.0, 0.0, -2.0],
+        [torch.nan, 1.0, 0.0, -2.0],
+        [2.0**-149, 0.0, 0.0, 0.0],
+        [2.0**-120, 2.0**-127, 0.0, 0.0],
+        [3e38, -1e38, 0.0, 1.0],
+        [448.0, 1.0, 2.0, 3.0],
+        [448.0 * 2**-130, 0.0, 0.0, 0.0],
+        [1.0, -1.0, 0.5, 2.0**-20],
+    ]
+    x = torch.tensor(rows)
+    for rule in ("fp32", "pow2", "e8m0"):
+        for block in ((1, -1), (1, 4), (1, 1)):
+            _, scale, amax = kernels.quantize(x, E4M3, block, rule, 0.0, 1)
+            _, scale_wanted, amax_wanted = reference.quantize(x, E4M3, block, rule, 0.0, 1)
+            same(scale, scale_wanted)
+            same(amax, amax_wanted)
+        for row in x:
+            one = row[None]
+            _, scale, amax = kernels.quantize(one, E5M2, (-1, -1), rule, 0.0, 1)
+            _, scale_wanted, amax_wanted = reference.quantize(one, E5M2, (-1, -1), rule, 0.0, 1)
+            same(scale, scale_wanted)
+            same(amax, amax_wanted)
+
+
+def check_amax() -> None:
+    for x in (matrix(70, 135), matrix(9, 30).t(), matrix(66, 260)[:, ::2], torch.zeros(0, 3)):
+        same(kernels.amax(x, (-1, -1)), reference.amax(x, (-1, -1)))
+    same(kernels.amax(matrix(9, 9), (1, -1)).sign(), reference.amax(matrix(9, 9), (1, -1)).sign())
+
+
+def check_cast() -> None:
+    x = matrix(70, 135)
+    scales = [
+        (torch.tensor(3.0), (-1, -1)),
+        (torch.full((1,), 0.37), (1, -1)),
+        (torch.rand(80, 1) * 4 + 3, (1, -1)),
+        (torch.rand(80, 2) * 4 + 3, (1, 128)),
+        (torch.rand(2, 80).t() * 4 + 3, (1, 128)),
+        (torch.rand(1, 2) * 4 + 3, (128, 128)),
+        (torch.rand(80, 2) * 4 + 3, (1, 96)),
+        (torch.rand(16, 1) * 4 + 3, (5, -1)),
+    ]
+    for scale, block in scales:
+        for start in (None, -1.0, 2.0, 1e9):
+            got, want = (None if start is None else torch.full((1,), start) for _ in range(2))
+            same(
+                kernels.cast(x * 1e-2, scale, got, E4M3, block, 16),
+                reference.cast(x * 1e-2, scale, want, E4M3, block, 16),
+            )
+            same(got, want)
+    for y, align in ((x, 16), (x.t(), 1), (torch.zeros(0, 4), 16)):
+        got, want = torch.full((1,), -1.0), torch.full((1,), -1.0)
+        *data, sums = kernels.cast_pair(y, torch.tensor(20.0), got, E5M2, align, True)
+        *wanted, sums_wanted = reference.cast_pair(y, torch.tensor(20.0), want, E5M2, align, True)
+        all_same(data, wanted)
+        same(got, want)
+        sums_close(sums, sums_wanted)
+
+
+def check_transpose_and_dequantize() -> None:
+    q = torch.randint(0, 127, (70, 135), dtype=torch.uint8).clamp(max=120).view(E4M3)
+    for one in (q, q.t(), q[:, ::2], q[:0]):
+        for align in (1, 16):
+            got, want = kernels.transpose(one, align), reference.transpose(one, align)
+            same(got.view(torch.uint8), want.view(torch.uint8))
+    scales = [
+        (torch.tensor(0.3), (-1, -1)),
+        (torch.rand(70, 1), (1, -1)),
+        (torch.rand(2, 70).t(), (1, 128)),
+        (torch.rand(1, 2), (128, 128)),
+        (torch.rand(70, 5), (1, 32)),
+        (torch.rand(14, 1), (5, -1)),
+        (torch.rand(70, 2), (1, 96)),
+    ]
+    for scale, block in scales:
+        for dtype in (FP32, torch.float16):
+            arguments = (scale, block, dtype)
+            same(kernels.dequantize(q, *arguments), reference.dequantize(q, *arguments))
+    arguments = (torch.rand(1, 70), (-1, 1), FP32)
+    same(kernels.dequantize(q.t(), *arguments), reference.dequantize(q.t(), *arguments))
+    # The interpreter truncates to bfloat16, so only values that need no rounding can be compared.
+    arguments = (torch.rand(70, 1).log2().round().exp2(), (1, -1), BF16)
+    same(kernels.dequantize(q, *arguments), reference.dequantize(q, *arguments))
+
+
+def check_update_scales() -> None:
+    amax = torch.tensor([-1.0, 0.0, 3.0, torch.inf, torch.nan, 1e-40, 700.0])
+    slots = amax.numel()
+    for length in (1, 3, 40):
+        for margin, interval, most_recent, power_of_2 in (
+            (0, 1, False, True),
+            (1, 2, True, False),
+            (-2, 3, False, False),
+        ):
+            history = torch.rand(length, slots) * 5
+            history[:, 1] = 0
+            state = (
+                history,
+                amax.clone(),
+                torch.rand(slots),
+                torch.arange(slots, dtype=torch.int32),
+                torch.tensor([448.0, 57344.0] * 4)[:slots],
+            )
+            other = tuple(tensor.clone() for tensor in state)
+            arguments = (margin, interval, most_recent, power_of_2)
+            for _ in range(2):
+                scaling.update_scales_(*state, *arguments)
+                reference.update_scales_(*other, *arguments)
+                all_same(state, other)
+                state[1].copy_(torch.rand(slots))
+                other[1].copy_(state[1])
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(1)
+    allow_run_time_loop_bounds()
+    check_quantize()
+    check_special_values()
+    check_amax()
+    check_cast()
+    check_transpose_and_dequantize()
+    check_update_scales()

@@ -1,0 +1,215 @@
+"""Every Triton kernel compiles to machine code, without a GPU, as its launcher calls it.
+
+The launchers run on CPU tensors with the launch itself replaced by a recorder, and what they would
+have launched is compiled for several GPUs. Register spills are read from the machine code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.backends.nvidia as nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from float8lab.formats import E4M3, E5M2
+from float8lab.ops import kernels
+from float8lab.ops.kernels import quantize, scaling
+
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+
+POINTER = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+}
+
+x = torch.zeros((256, 512), dtype=torch.bfloat16)
+one = torch.ones(1)
+slots = torch.zeros(8)
+
+
+def quantized(block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3) -> Any:
+    return lambda: quantize.quantize(x, fp8_dtype, block, rule, 0.0, 16)
+
+
+def both(block: tuple[int, int], rule: str = "fp32", column_sum: bool = False) -> Any:
+    return lambda: quantize.quantize_pair(x, E4M3, block, rule, 0.0, 16, column_sum)
+
+
+def cast(scale: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None) -> Any:
+    return lambda: quantize.cast(x, scale, slot, E4M3, block, 16)
+
+
+def cast_both(column_sum: bool, fp8_dtype: torch.dtype = E4M3) -> Any:
+    return lambda: quantize.cast_pair(x, one, one, fp8_dtype, 16, column_sum)
+
+
+def dequantized(scale: torch.Tensor, block: tuple[int, int]) -> Any:
+    return lambda: quantize.dequantize(x.to(E4M3), scale, block, torch.bfloat16)
+
+
+LAUNCHES: dict[str, Callable[[], Any]] = {
+    "tensor": quantized((-1, -1)),
+    "tensor-e5m2-pow2": quantized((-1, -1), "pow2", E5M2),
+    "tensor-both": both((-1, -1)),
+    "tensor-both-sum": both((-1, -1), column_sum=True),
+    "tensor-column-major": lambda: quantize.quantize(x.t(), E4M3, (-1, -1), "fp32", 0.0, 16),
+    "row": quantized((1, -1)),
+    "row-long": lambda: quantize.quantize(x.view(8, -1), E4M3, (1, -1), "fp32", 0.0, 16),
+    "row-column-major": lambda: quantize.quantize(x.t(), E4M3, (1, -1), "fp32", 0.0, 16),
+    "row-both": both((1, -1)),
+    "row-both-sum": both((1, -1), column_sum=True),
+    "1x128": quantized((1, 128)),
+    "1x128-both": both((1, 128)),
+    "1x128-both-pow2-sum": both((1, 128), "pow2", column_sum=True),
+    "128x128": quantized((128, 128)),
+    "128x128-both": both((128, 128)),
+    "1x32-e8m0": quantized((1, 32), "e8m0"),
+    "1x32-e8m0-both-sum": both((1, 32), "e8m0", column_sum=True),
+    "32x32-both": both((32, 32)),
+    "cast": cast(one, (-1, -1)),
+    "cast-amax": cast(one, (-1, -1), one),
+    "cast-row": cast(torch.ones(256, 1), (1, -1)),
+    "cast-1x128": cast(torch.ones(256, 4), (1, 128)),
+    "cast-128x128": cast(torch.ones(2, 4), (128, 128)),
+    "cast-both": cast_both(column_sum=False),
+    "cast-both-sum": cast_both(column_sum=True),
+    "cast-both-e5m2": cast_both(column_sum=False, fp8_dtype=E5M2),
+    "transpose": lambda: quantize.transpose(x.to(E4M3), 16),
+    "dequantize": dequantized(one, (-1, -1)),
+    "dequantize-row": dequantized(torch.ones(256, 1), (1, -1)),
+    "dequantize-1x32": dequantized(torch.ones(256, 16), (1, 32)),
+    "update-scales": lambda: scaling.update_scales_(
+        torch.zeros(1024, 8), slots, slots, slots.int(), slots, 0, 1, False, True
+    ),
+    "update-scales-newest": lambda: scaling.update_scales_(
+        torch.zeros(4096, 8), slots, slots, slots.int(), slots, 0, 1, True, False
+    ),
+}
+"""Calls whose kernels must not spill; between them they launch every kernel."""
+
+PORTABLE = ("tensor-both", "row-both", "1x128-both", "cast-amax", "transpose", "dequantize")
+
+Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
+
+
+def launches(call: Callable[[], Any]) -> list[Launch]:
+    """The kernels that a launcher launches, with their arguments."""
+    recorded: list[Launch] = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        recorded.append((self, args, kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", record)
+        call()
+    return recorded
+
+
+def compile_launch(launch: Launch, capability: int) -> Any:
+    """Compile as the launch would: the same types, constants and divisibility by 16."""
+    kernel, args, kwargs = launch
+    names = [parameter.name for parameter in kernel.params]
+    values = dict(zip(names, args, strict=False))
+    values |= {name: value for name, value in kwargs.items() if name in names}
+    options = {name: value for name, value in kwargs.items() if name not in names}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTER[value.dtype]
+        elif parameter.is_constexpr or (type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32"
+        else:
+            signature[parameter.name] = "fp32"
+        aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
+        if aligned and signature[parameter.name] != "constexpr":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(compiled: Any, folder: Path) -> dict[str, int]:
+    """Registers and local memory of a kernel; spilled registers live on the stack."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+def all_kernels() -> Iterator[str]:
+    for module in pkgutil.iter_modules(kernels.__path__):
+        names = vars(importlib.import_module(f"{kernels.__name__}.{module.name}"))
+        for name, value in names.items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                yield f"{module.name}.{name}"
+
+
+def test_every_kernel_is_compiled_here() -> None:
+    compiled = set()
+    for call in LAUNCHES.values():
+        for kernel, _, _ in launches(call):
+            compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
+    assert compiled == set(all_kernels())
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
+    for launch in launches(LAUNCHES[name]):
+        compiled = compile_launch(launch, 90)
+        used = resources(compiled, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0, f"{launch[0].fn.__name__} spills: {used}"
+        assert used["REG"] <= 168, f"{launch[0].fn.__name__} leaves no room for others: {used}"
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_arithmetic_is_ieee(name: str) -> None:
+    """No flushed denormals, no approximate division, no NaN-propagating minimum (triton 11111)."""
+    for launch in launches(LAUNCHES[name]):
+        ptx = compile_launch(launch, 90).asm["ptx"]
+        assert ".ftz" not in ptx
+        assert "div.full" not in ptx
+        assert "div.approx" not in ptx
+        assert ".NaN" not in ptx
+        assert "fma" not in ptx
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_casts_saturate_in_hardware(fp8_dtype: torch.dtype) -> None:
+    short = "e4m3" if fp8_dtype == E4M3 else "e5m2"
+    (launch,) = launches(cast_both(column_sum=False, fp8_dtype=fp8_dtype))
+    ptx = compile_launch(launch, 90).asm["ptx"]
+    casts = re.findall(rf"cvt\S*{short}\S*", ptx)
+    assert set(casts) == {f"cvt.rn.satfinite.{short}x2.f32"}
+
+
+@pytest.mark.parametrize("capability", [89, 100, 120])
+@pytest.mark.parametrize("name", PORTABLE)
+def test_compiles_for_other_gpus(name: str, capability: int) -> None:
+    for launch in launches(LAUNCHES[name]):
+        assert compile_launch(launch, capability).asm["cubin"]

@@ -1,0 +1,392 @@
+"""The CUDA implementations against the reference, which runs on CPU copies of the inputs.
+
+Quantized data, scales and amaxes agree bit for bit; the GEMM is measured against float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
+from float8lab.ops import reference
+from float8lab.ops.gemm import has_fp8_gemm
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "M1-K1": (1, 1),
+    "M0-K64": (0, 64),
+    "M33-K0": (33, 0),
+    "M63-K1500": (63, 1500),
+    "M128-K128": (128, 128),
+    "M272-K1040": (272, 1040),
+    "M1030-K131": (1030, 131),
+    "M5-K9001": (5, 9001),
+}
+RECIPES = {
+    "tensor": ((-1, -1), "fp32", 0.0),
+    "tensor-pow2-eps": ((-1, -1), "pow2", 0.1),
+    "row": ((1, -1), "fp32", 0.0),
+    "row-pow2": ((1, -1), "pow2", 1e-12),
+    "1x128": ((1, 128), "fp32", 0.0),
+    "1x128-pow2": ((1, 128), "pow2", 0.0),
+    "128x128": ((128, 128), "fp32", 0.0),
+    "mx": ((1, 32), "e8m0", 0.0),
+    "32x32": ((32, 32), "pow2", 0.0),
+    "16x64": ((16, 64), "fp32", 0.0),
+    "fallback-1x96": ((1, 96), "fp32", 0.0),
+    "fallback-5-rows": ((5, -1), "pow2", 0.0),
+}
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every-second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "sliced": lambda x: torch.cat((x, x), dim=1)[:, : x.shape[1]],
+}
+
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+each_dtype = pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+each_fp8_dtype = pytest.mark.parametrize("fp8_dtype", FP8_DTYPES, ids=["e4m3", "e5m2"])
+each_align = pytest.mark.parametrize("align", [1, 16], ids=["align1", "align16"])
+
+
+def matrix(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Columns of many magnitudes, and a row and a column of zeros, on the GPU."""
+    x = torch.randn(shape, device="cuda")
+    if x.numel() > 1:
+        x *= torch.logspace(-3, 3, shape[1], device="cuda")
+        x[shape[0] // 2], x[:, shape[1] // 2] = 0, 0
+    return x.to(dtype)
+
+
+def same(got: Tensor | None, want: Tensor | None) -> None:
+    """Equal bits, except that every NaN of a format is the same NaN."""
+    if got is None or want is None:
+        assert got is want
+        return
+    assert got.is_cuda
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    assert got.stride() == want.stride() or 1 in got.shape or got.numel() == 0
+    got = got.cpu()
+    if got.dtype in FP8_DTYPES:
+        nan = want.float().isnan()
+        assert bool((got.float().isnan() == nan).all())
+        assert bool((nan | (got.view(torch.uint8) == want.view(torch.uint8))).all())
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for one, other in zip(got, want, strict=True):
+        same(one, other)
+
+
+def sums_close(got: Tensor, x: Tensor) -> None:
+    """Column sums of ``x``, added up in float32 in any order."""
+    bound = x.double().abs().sum(0) * 2.0**-24 * max(x.shape[0], 1)
+    assert bool(((got - x.double().sum(0)).abs() <= bound).all())
+
+
+@each_layout
+@each_recipe
+@each_fp8_dtype
+@each_dtype
+def test_quantize(
+    dtype: torch.dtype, fp8_dtype: torch.dtype, recipe: tuple[Any, ...], layout: Any
+) -> None:
+    block, rule, eps = recipe
+    for shape in SHAPES.values():
+        for align in (1, 16):
+            x = layout(matrix(shape, dtype))
+            arguments = (fp8_dtype, block, rule, eps, align)
+            got = ops.quantize_op(x, *arguments)
+            all_same(got, reference.quantize(x.cpu(), *arguments))
+
+
+@each_layout
+@each_recipe
+@each_fp8_dtype
+@each_dtype
+def test_quantize_pair(
+    dtype: torch.dtype, fp8_dtype: torch.dtype, recipe: tuple[Any, ...], layout: Any
+) -> None:
+    block, rule, eps = recipe
+    for shape in SHAPES.values():
+        for align in (1, 16):
+            x = layout(matrix(shape, dtype))
+            arguments = (fp8_dtype, block, rule, eps, align)
+            *got, sums = ops.quantize_pair_op(x, *arguments, align == 16)
+            all_same(got, reference.quantize_pair(x.cpu(), *arguments, False)[:4])
+            sums_close(sums, x if align == 16 else x[:, :0])
+
+
+@each_layout
+@each_dtype
+@each_shape
+def test_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
+    x = layout(matrix(shape, dtype))
+    for block in ((-1, -1), (1, -1), (1, 128)):
+        same(ops.amax_op(x, block), reference.amax(x.cpu(), block))
+
+
+SPECIAL = {
+    "zeros": [0.0, -0.0, 0.0, 0.0],
+    "inf": [torch.inf, -torch.inf, 1.0, 500.0],
+    "nan": [torch.nan, -torch.nan, 1.0, 0.0],
+    "subnormal": [2.0**-149, -(2.0**-140), 0.0, 2.0**-127],
+    "small": [2.0**-120, 2.0**-126, 2.0**-121, -(2.0**-130)],
+    "overflow-of-encode": [2.0**-128, 2.0**-129, 2.0**-149, 0.0],
+    "e8m0-at-its-least": [448 * 2.0**-126, 448 * 2.0**-127, 1e-44, 0.0],
+    "largest": [3.4028234663852886e38, -3.4e38, 1e38, 1.0],
+    "e4m3-edge": [448.0, 464.0, 463.9, -479.0],
+    "e5m2-edge": [57344.0, 61440.0, -61439.0, 65504.0],
+    "halfway": [448.0, 1.0625, 1.1875, 17.0],
+}
+
+
+@pytest.mark.parametrize("values", SPECIAL.values(), ids=SPECIAL)
+@each_fp8_dtype
+@each_dtype
+def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list[float]) -> None:
+    x = torch.tensor(values, device="cuda").to(dtype).repeat(3, 40)
+    for block, rule, eps in RECIPES.values():
+        arguments = (fp8_dtype, block, rule, eps, 16)
+        all_same(ops.quantize_op(x, *arguments), reference.quantize(x.cpu(), *arguments))
+        got = ops.quantize_pair_op(x, *arguments, False)
+        all_same(got, reference.quantize_pair(x.cpu(), *arguments, False))
+    for scale in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
+        scales = torch.tensor(scale)
+        got = ops.cast_op(x, scales.cuda(), None, fp8_dtype, (-1, -1), 1)
+        same(got, reference.cast(x.cpu(), scales, None, fp8_dtype, (-1, -1), 1))
+
+
+@each_fp8_dtype
+def test_every_float16_casts_as_the_reference_does(fp8_dtype: torch.dtype) -> None:
+    x = torch.arange(2**16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x = x.view(256, 256)
+    for scale in (1.0, 0.37, 2.0**-7):
+        scales = torch.tensor(scale)
+        got = ops.cast_pair_op(x, scales.cuda(), None, fp8_dtype, 1, False)
+        all_same(got, reference.cast_pair(x.cpu(), scales, None, fp8_dtype, 1, False))
+
+
+@pytest.mark.parametrize("start", [None, ops.NO_DATA, 0.5, 1e6, torch.nan])
+@each_align
+@each_layout
+@each_shape
+def test_cast_and_its_amax(
+    shape: tuple[int, int], layout: Any, align: int, start: float | None
+) -> None:
+    x = layout(matrix(shape, torch.bfloat16))
+    scale = torch.tensor([0.73])
+    for pair in (False, True):
+        wanted_slot = None if start is None else torch.tensor([start])
+        slot = None if start is None else torch.tensor([start], device="cuda")
+        if pair:
+            *got, sums = ops.cast_pair_op(x, scale.cuda(), slot, E4M3, align, True)
+            want = reference.cast_pair(x.cpu(), scale, wanted_slot, E4M3, align, True)[:2]
+            all_same(got, want)
+            sums_close(sums, x)
+        else:
+            got = ops.cast_op(x, scale.cuda(), slot, E4M3, (-1, -1), align)
+            same(got, reference.cast(x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align))
+        same(slot, wanted_slot)
+
+
+BLOCKS = [(1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1), (-1, 1)]
+each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))
+
+
+@each_align
+@each_layout
+@each_block
+def test_cast_by_block(block: tuple[int, int], layout: Any, align: int) -> None:
+    x = layout(matrix((300, 520), torch.bfloat16))
+    shape = tuple(reference.round_up(size, align) for size in x.shape)
+    scale = torch.rand(scale_shape(shape, block)) + 0.1
+    for one in (scale, scale.t().contiguous().t()):
+        got = ops.cast_op(x, one.cuda(), None, E5M2, block, align)
+        same(got, reference.cast(x.cpu(), one, None, E5M2, block, align))
+
+
+@each_dtype
+@each_layout
+@pytest.mark.parametrize("block", [*BLOCKS, (-1, -1)], ids=lambda b: "x".join(map(str, b)))
+def test_dequantize(block: tuple[int, int], layout: Any, dtype: torch.dtype) -> None:
+    for fp8_dtype in FP8_DTYPES:
+        q = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(300, 2)
+        q = layout(q[:, :500]).view(fp8_dtype)
+        scale = torch.randn(scale_shape(tuple(q.shape), block)).exp()
+        got = ops.dequantize_op(q, scale.cuda(), block, dtype)
+        same(got, reference.dequantize(q.cpu(), scale, block, dtype))
+
+
+@each_align
+@each_layout
+@each_shape
+def test_transpose(shape: tuple[int, int], layout: Any, align: int) -> None:
+    q = layout(torch.randint(256, shape, dtype=torch.uint8, device="cuda"))
+    for fp8_dtype in FP8_DTYPES:
+        got = ops.transpose_op(q.view(fp8_dtype), align)
+        want = reference.transpose(q.cpu().view(fp8_dtype), align)
+        same(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=["tensor", "row", "1x128"])
+def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
+    rows, columns = 41_088, 53_248  # 2.19e9 elements, 4 GiB of bfloat16; whole blocks
+    x = torch.randn((rows, columns), device="cuda", dtype=torch.bfloat16)
+    x[-1, -1] = 100.0
+    q, scale, q_t, scale_t, _ = ops.quantize_pair_op(x, E4M3, block, "fp32", 0.0, 16, False)
+    q_only, scale_only, amax = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 16)
+    assert torch.equal(q.view(torch.uint8), q_only.view(torch.uint8))
+    assert torch.equal(scale, scale_only)
+    assert amax.max() == 100
+    back = ops.dequantize_op(q[-128:], scale if block[0] == -1 else scale[-128:], block, x.dtype)
+    for chunk in (slice(0, 128), slice(20_480, 20_608), slice(rows - 128, rows)):
+        of_chunk = scale if block[0] == -1 else scale[chunk]
+        want = reference.cast(x[chunk].cpu(), of_chunk.cpu(), None, E4M3, block, 1)
+        same(q[chunk], want)
+        if block == (-1, -1):
+            same(q_t[:, chunk].t().contiguous(), want)
+        if block == (1, 128):
+            want_t, want_scale_t, _ = reference.quantize(
+                x[chunk].t().cpu(), E4M3, block, "fp32", 0.0, 1
+            )
+            same(q_t[:, chunk].contiguous(), want_t)
+            same(scale_t[:, chunk.start // 128, None].contiguous(), want_scale_t.contiguous())
+    same(back, reference.dequantize(q[-128:].cpu(), of_chunk.cpu(), block, x.dtype))
+    if block == (1, -1):
+        columns_amax = x.abs().amax(0).float().cpu()
+        want_scale_t = reference.scale_from_amax(columns_amax, E4M3, "fp32")
+        same(scale_t[:, 0].contiguous(), want_scale_t)
+
+
+GEMM_BLOCKS = {
+    "tensor": ((-1, -1), (-1, -1)),
+    "row": ((1, -1), (1, -1)),
+    "row-tensor": ((1, -1), (-1, -1)),
+    "tensor-row": ((-1, -1), (1, -1)),
+    "rows5-tensor": ((5, -1), (-1, -1)),
+    "1x128-1x128": ((1, 128), (1, 128)),
+    "1x128-128x128": ((1, 128), (128, 128)),
+    "128x128-1x128": ((128, 128), (1, 128)),
+    "128x128-128x128": ((128, 128), (128, 128)),
+    "mx": ((1, 32), (1, 32)),
+}
+GEMM_SHAPES = {
+    "M128-N256-K512": (128, 256, 512),
+    "M1-N64-K16": (1, 64, 16),
+    "M37-N48-K144": (37, 48, 144),
+    "M100-N33-K250": (100, 33, 250),
+    "M256-N384-K1152": (256, 384, 1152),  # 9 blocks of K: not a multiple of 4
+    "M0-N32-K64": (0, 32, 64),
+    "M32-N0-K64": (32, 0, 64),
+    "M32-N32-K0": (32, 32, 0),
+}
+GEMM_FORMATS = {"e4m3-e4m3": (E4M3, E4M3), "e5m2-e4m3": (E5M2, E4M3), "e5m2-e5m2": (E5M2, E5M2)}
+
+
+@pytest.mark.parametrize("fast_accum", [False, True], ids=["", "fast"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("formats", GEMM_FORMATS.values(), ids=GEMM_FORMATS)
+@pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)
+@pytest.mark.parametrize("shape", GEMM_SHAPES.values(), ids=GEMM_SHAPES)
+def test_scaled_mm(
+    shape: tuple[int, int, int],
+    blocks: tuple[tuple[int, int], tuple[int, int]],
+    formats: tuple[torch.dtype, torch.dtype],
+    with_bias: bool,
+    fast_accum: bool,
+) -> None:
+    M, N, K = shape
+    operands: list[Any] = []
+    dequantized = []
+    for rows, block, fp8_dtype in zip((M, N), blocks, formats, strict=True):
+        x = torch.randn(rows, K, device="cuda")
+        q, scale, _ = ops.quantize_op(x, fp8_dtype, block, "fp32", 0.0, 1)
+        operands += [q, scale, block]
+        dequantized.append(reference.dequantize(q.cpu(), scale.cpu(), block, torch.float64).cuda())
+    left, right = dequantized
+    bias = torch.randn(N, device="cuda") if with_bias else None
+    exact = left @ right.t() + (0 if bias is None else bias.double())
+    in_bf16 = left.bfloat16() @ right.bfloat16().t()
+    if bias is not None:
+        in_bf16 += bias.bfloat16()
+    for out_dtype in HIGH_PRECISION_DTYPES:
+        got = ops.scaled_mm_op(*operands, bias, out_dtype, fast_accum)
+        assert (got.dtype, got.shape, got.is_contiguous()) == (out_dtype, (M, N), True)
+        if not got.numel():
+            continue
+        rounding = exact.abs().max() * torch.finfo(out_dtype).eps / 2
+        budget = 2 * ((in_bf16 - exact).abs().max() + rounding)
+        assert (got - exact).abs().max() <= budget
+
+
+def test_scaled_mm_of_views() -> None:
+    """Operands that are slices: misaligned, strided, scales of a transposed matrix."""
+    x = torch.randn(64, 257, device="cuda")
+    w = torch.randn(48, 257, device="cuda")
+    for block in ((-1, -1), (1, -1), (1, 128)):
+        q, scale, _ = ops.quantize_op(x[:, 1:], E4M3, block, "fp32", 0.0, 1)
+        v, v_scale, _ = ops.quantize_op(w[:, 1:], E4M3, block, "fp32", 0.0, 1)
+        tight = ops.scaled_mm_op(q, scale, block, v, v_scale, block, None, torch.bfloat16, False)
+        loose = torch.zeros(64 * 256 + 1, dtype=torch.uint8, device="cuda")[1:].view(E4M3)
+        loose = loose.view(64, 256)
+        loose.copy_(q)
+        strided = torch.zeros(48, 300, dtype=torch.uint8, device="cuda").view(E4M3)[:, 7:263]
+        strided.copy_(v)
+        wide = scale.repeat(1, 2)[:, : scale.shape[1]]
+        got = ops.scaled_mm_op(
+            loose, wide, block, strided, v_scale, block, None, torch.bfloat16, False
+        )
+        torch.testing.assert_close(got, tight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("a_block", "b_block"), [pair for name, pair in GEMM_BLOCKS.items() if "mx" not in name]
+)
+def test_has_fp8_gemm_is_true_of_what_hopper_multiplies(
+    a_block: tuple[int, int], b_block: tuple[int, int]
+) -> None:
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the table is Hopper's")
+    expected = (a_block, b_block) != ((128, 128), (128, 128))
+    assert has_fp8_gemm(a_block, b_block, device) == expected
+    assert not has_fp8_gemm(a_block, b_block, device, a_dtype=E5M2, b_dtype=E5M2)
+
+
+@pytest.mark.parametrize("power_of_2", [False, True], ids=["", "pow2"])
+@pytest.mark.parametrize("most_recent", [False, True], ids=["max", "newest"])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("margin", [0, 2, -1])
+@pytest.mark.parametrize("length", [1, 2, 16, 1000, 4096])
+def test_update_scales(
+    length: int, margin: int, interval: int, most_recent: bool, power_of_2: bool
+) -> None:
+    amax = torch.cat((torch.tensor([ops.NO_DATA, 0.0, torch.inf, torch.nan, 1e-40]), torch.rand(9)))
+    slots = amax.numel()
+    state = [
+        torch.rand(length, slots) * 3,
+        amax,
+        torch.rand(slots),
+        torch.arange(slots, dtype=torch.int32),
+        torch.tensor([448.0, 57344.0] * slots)[:slots],
+    ]
+    on_gpu = [tensor.cuda() for tensor in state]
+    for _ in range(3):
+        ops.update_scales_op(*on_gpu, margin, interval, most_recent, power_of_2)
+        reference.update_scales_(*state, margin, interval, most_recent, power_of_2)
+        all_same(on_gpu, state)
+        state[1].uniform_()
+        on_gpu[1].copy_(state[1])

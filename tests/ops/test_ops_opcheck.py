@@ -1,0 +1,107 @@
+"""Schema, fake implementation and tracing of every op, in all argument variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import E4M3, E5M2, FP8_DTYPES
+
+BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1)]
+SHAPES = {"M20-K300": (20, 300), "M1-K1": (1, 1), "M0-K48": (0, 48), "M33-K0": (33, 0)}
+
+each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+each_align = pytest.mark.parametrize("align", [1, 16], ids=["align1", "align16"])
+
+
+def check(op: Any, *arguments: Any) -> None:
+    utilities = torch.library._OPCHECK_DEFAULT_UTILS
+    if any(isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in arguments):
+        # It compares inputs before and after by torch.allclose, which has no FP8 kernel.
+        utilities = tuple(name for name in utilities if name != "test_schema")
+    torch.library.opcheck(op, arguments, test_utils=utilities)
+
+
+@each_block
+def test_amax(block: tuple[int, int], device: torch.device) -> None:
+    check(ops.amax_op, torch.randn(20, 300, device=device), block)
+
+
+@each_align
+@each_shape
+@each_block
+def test_quantize(
+    block: tuple[int, int], shape: tuple[int, int], align: int, device: torch.device
+) -> None:
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    check(ops.quantize_op, x, E4M3, block, "fp32", 0.0, align)
+
+
+@each_align
+@each_shape
+@each_block
+def test_quantize_pair(
+    block: tuple[int, int], shape: tuple[int, int], align: int, device: torch.device
+) -> None:
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    check(ops.quantize_pair_op, x, E5M2, block, "pow2", 1e-3, align, align == 16)
+
+
+@pytest.mark.parametrize("slot", [False, True], ids=["", "amax"])
+@each_align
+@each_shape
+def test_cast(slot: bool, align: int, shape: tuple[int, int], device: torch.device) -> None:
+    x = torch.randn(shape, device=device)
+    amax_slot = torch.full((1,), ops.NO_DATA, device=device) if slot else None
+    scale = torch.ones((), device=device)
+    check(ops.cast_op, x, scale, amax_slot, E4M3, (-1, -1), align)
+    check(ops.cast_pair_op, x, scale, amax_slot, E4M3, align, slot)
+
+
+def test_cast_by_block(device: torch.device) -> None:
+    x = torch.randn(20, 300, device=device)
+    check(ops.cast_op, x, torch.ones(20, 3, device=device), None, E4M3, (1, 128), 1)
+
+
+@each_align
+@each_shape
+def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: torch.device) -> None:
+    q = torch.randn(shape, device=device).to(E4M3)
+    check(ops.transpose_op, q, align)
+    check(ops.dequantize_op, q, torch.ones(1, 1, device=device), (-1, -1), torch.bfloat16)
+    check(ops.dequantize_op, q.t(), torch.ones(1, 1, device=device), (-1, -1), torch.float16)
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("blocks", [((-1, -1),) * 2, ((1, -1),) * 2, ((1, 128), (128, 128))])
+def test_scaled_mm(
+    blocks: tuple[tuple[int, int], tuple[int, int]],
+    out_dtype: torch.dtype,
+    with_bias: bool,
+    device: torch.device,
+) -> None:
+    operands: list[Any] = []
+    for rows, block in zip((20, 33), blocks, strict=True):
+        x: Tensor = torch.randn(rows, 300, device=device)
+        q, scale, _ = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1)
+        operands += [q, scale, block]
+    bias = torch.randn(33, device=device) if with_bias else None
+    check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_update_scales(most_recent: bool, device: torch.device) -> None:
+    state = [
+        torch.rand(4, 3, device=device),
+        torch.tensor([1.0, ops.NO_DATA, 3.0], device=device),
+        torch.ones(3, device=device),
+        torch.zeros(3, dtype=torch.int32, device=device),
+        torch.full((3,), 448.0, device=device),
+    ]
+    check(ops.update_scales_op, *state, 0, 1, most_recent, True)

@@ -1,0 +1,247 @@
+"""The reference ops against values worked out by hand, and their properties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3, E5M2, FLOAT32_MAX, largest, scale_shape
+from float8lab.ops import NO_DATA, reference
+
+INF, NAN = math.inf, math.nan
+SUBNORMAL = 2.0**-140  # of float32
+
+# amax -> scale under (rule, fp8 format)
+SCALES = [
+    # amax of exactly the largest value
+    ("fp32", E4M3, 448.0, 1.0),
+    ("fp32", E5M2, 57344.0, 1.0),
+    ("pow2", E4M3, 448.0, 1.0),
+    ("e8m0", E4M3, 448.0, 1.0),
+    # one step above it
+    ("pow2", E4M3, 448.5, 2.0),
+    ("e8m0", E4M3, 448.5, 2.0),
+    ("pow2", E4M3, 1.0, 2.0**-8),
+    ("e8m0", E4M3, 1.0, 2.0**-8),
+    ("e8m0", E5M2, 1.0, 2.0**-15),
+    # nothing to scale by
+    ("fp32", E4M3, 0.0, 1.0),
+    ("fp32", E4M3, INF, 1.0),
+    ("fp32", E4M3, NAN, 1.0),
+    ("pow2", E4M3, INF, 1.0),
+    ("e8m0", E4M3, NAN, 1.0),
+    ("e8m0", E5M2, 0.0, 1.0),
+    # 448 / amax overflows: the largest float32 takes its place
+    ("fp32", E4M3, SUBNORMAL, 1.0 / FLOAT32_MAX),
+    ("pow2", E4M3, SUBNORMAL, 2.0**-127),
+]
+
+
+@pytest.mark.parametrize(("rule", "fp8_dtype", "amax", "expected"), SCALES)
+def test_scale_from_amax(rule: str, fp8_dtype: torch.dtype, amax: float, expected: float) -> None:
+    scale = reference.scale_from_amax(torch.tensor([amax]), fp8_dtype, rule)
+    torch.testing.assert_close(scale, torch.tensor([expected]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+def test_encode_factor_is_one_division(fp8_dtype: torch.dtype) -> None:
+    amax = torch.rand(4096) * 10
+    encode = torch.tensor(largest(fp8_dtype)) / amax
+    scale = reference.scale_from_amax(amax, fp8_dtype, "fp32")
+    torch.testing.assert_close(scale, torch.tensor(1.0) / encode, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["pow2", "e8m0"])
+def test_power_of_2_scales_never_overflow(rule: str) -> None:
+    amax = torch.exp2(torch.rand(4096) * 200 - 100)
+    scale = reference.scale_from_amax(amax, E4M3, rule)
+    assert bool((scale.frexp().mantissa == 0.5).all())
+    assert bool((amax / scale <= 448).all())
+    assert bool((amax / scale > 224).all())
+
+
+def test_eps_raises_the_amax() -> None:
+    got = reference.scale_from_amax(torch.tensor([0.0, 2.0, NAN]), E4M3, "pow2", eps=1.0)
+    torch.testing.assert_close(got, torch.tensor([2.0**-8, 2.0**-7, 1.0]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
+    limit = largest(fp8_dtype)
+    x = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit * 2, INF, -INF, NAN]])
+    q = reference.cast(x, torch.tensor(1.0), None, fp8_dtype, (-1, -1), 1)
+    expected = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit, limit, -limit, NAN]])
+    torch.testing.assert_close(q.float(), expected, rtol=0, atol=0, equal_nan=True)
+    assert q.view(torch.uint8)[0, 1] == 0x80
+
+
+def test_rounds_to_nearest_even() -> None:
+    x = torch.tensor([[1.0625, 1.1875, 17.0, 19.0, 2.0**-10, 1.5 * 2.0**-9]])
+    q = reference.cast(x, torch.tensor(1.0), None, E4M3, (-1, -1), 1)
+    assert q.float().tolist() == [[1.0, 1.25, 16.0, 20.0, 0.0, 2.0**-8]]
+
+
+def test_quantize_by_tensor() -> None:
+    x = torch.tensor([[1.0, -2.0], [3.5, 0.0]])
+    q, scale, amax = reference.quantize(x, E4M3, (-1, -1), "fp32", 0.0, 1)
+    assert amax.tolist() == [[3.5]]
+    assert scale.tolist() == [[2.0**-7]]
+    assert q.float().tolist() == [[128.0, -256.0], [448.0, 0.0]]
+
+
+def test_partial_blocks_are_blocks() -> None:
+    x = torch.ones(3, 5)
+    x[2], x[:, 4] = 7.0, 56.0
+    _, _, amax = reference.quantize(x, E4M3, (2, 4), "fp32", 0.0, 1)
+    assert amax.tolist() == [[1.0, 56.0], [7.0, 56.0]]
+
+
+BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (2, 3), (5, -1)]
+each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))
+
+
+@each_block
+def test_align_is_padding_with_zeros_first(block: tuple[int, int]) -> None:
+    x = torch.randn(37, 150)
+    padded = torch.zeros(48, 160)
+    padded[:37, :150] = x
+    got = reference.quantize(x, E4M3, block, "fp32", 0.0, 16)
+    want = reference.quantize(padded, E4M3, block, "fp32", 0.0, 1)
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0)
+    assert got[1].shape == scale_shape((48, 160), block)
+
+
+@each_block
+def test_pair_is_quantize_of_both_orientations(block: tuple[int, int]) -> None:
+    x = torch.randn(37, 150)
+    q, scale, q_t, scale_t, sums = reference.quantize_pair(x, E5M2, block, "pow2", 0.0, 16, True)
+    want = reference.quantize(x, E5M2, block, "pow2", 0.0, 16)
+    want_t = reference.quantize(x.t(), E5M2, block, "pow2", 0.0, 16)
+    for one, other in zip((q, scale, q_t, scale_t), want[:2] + want_t[:2], strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0)
+        assert one.is_contiguous() or reference.scales_by_column(block)
+    torch.testing.assert_close(sums, x.sum(0))
+
+
+@each_block
+def test_round_trip_error_is_half_a_step(block: tuple[int, int]) -> None:
+    x = torch.randn(40, 160)
+    q, scale, amax = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
+    back = reference.dequantize(q, scale, block, torch.float32)
+    # Half a step of 3 mantissa bits, or of the subnormals, 2**-10 of 448 to the block's amax.
+    blocks = reference.dequantize(torch.ones(40, 160), amax, block, torch.float32)
+    bound = torch.maximum(x.abs() * 2**-4, blocks / 448 * 2**-10) * (1 + 2**-20)
+    assert bool(((back - x).abs() <= bound).all())
+
+
+def test_scales_of_1xb_blocks_are_stored_by_column() -> None:
+    _, scale, amax = reference.quantize(torch.randn(48, 300), E4M3, (1, 128), "fp32", 0.0, 16)
+    assert scale.shape == amax.shape == (48, 3)
+    assert scale.stride() == amax.stride() == (1, 48)
+
+
+@pytest.mark.parametrize("shape", [(0, 48), (33, 0), (0, 0)])
+@each_block
+def test_empty(shape: tuple[int, int], block: tuple[int, int]) -> None:
+    q, scale, amax = reference.quantize(torch.randn(shape), E4M3, block, "fp32", 0.0, 16)
+    assert q.numel() == 0
+    assert bool((scale == 1).all())
+    assert bool((amax == 0).all())
+    product = reference.scaled_mm(
+        q, scale, block, q, scale, block, torch.ones(len(q)), torch.float32, False
+    )
+    assert product.shape == (len(q), len(q))
+    assert bool((product == 1).all())
+
+
+def test_amax_slot_keeps_the_larger() -> None:
+    slot = torch.full((1,), NO_DATA)
+    for x, expected in ((torch.zeros(2, 2), 0.0), (-torch.ones(2, 2), 1.0), (torch.zeros(2, 2), 1)):
+        reference.cast(x, torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
+        assert slot.item() == expected
+    reference.cast(torch.ones(0, 2), torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
+    assert slot.item() == 1
+    reference.cast(torch.full((1, 1), NAN), torch.tensor(1.0), slot, E4M3, (-1, -1), 1)
+    assert slot.isnan().all()
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_transpose(align: int) -> None:
+    q = torch.randn(5, 20).to(E4M3)
+    got = reference.transpose(q, align)
+    assert got.shape == (reference.round_up(20, align), reference.round_up(5, align))
+    assert bool((got[:20, :5].float() == q.float().t()).all())
+    assert got.float().abs().sum() == q.float().abs().sum()
+
+
+def test_scaled_mm_by_hand() -> None:
+    a = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(E4M3)
+    b = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]]).to(E5M2)
+    a_scale, b_scale = torch.tensor([[1.0], [10.0]]), torch.tensor([[1.0], [0.5], [2.0]])
+    bias = torch.tensor([0.0, 0.0, 1.0])
+    got = reference.scaled_mm(a, a_scale, (1, -1), b, b_scale, (1, -1), bias, torch.float32, False)
+    assert got.tolist() == [[1.0, 1.5, 9.0], [30.0, 35.0, 161.0]]
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [((1, 128), (1, 128)), ((1, 128), (128, 128)), ((1, 32), (1, 32)), ((-1, -1), (1, -1))],
+)
+def test_scaled_mm_is_the_product_of_the_dequantized(
+    blocks: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    operands, dequantized = [], []
+    for rows, block in zip((20, 33), blocks, strict=True):
+        q, scale, _ = reference.quantize(torch.randn(rows, 300), E4M3, block, "fp32", 0.0, 1)
+        operands += [q, scale, block]
+        dequantized.append(reference.dequantize(q, scale, block, torch.float64))
+    got = reference.scaled_mm(*operands, None, torch.float32, False)
+    left, right = dequantized
+    # Every term and every partial sum is rounded once to float32, and so are the scales' products.
+    bound = (300 + 4) * 2.0**-24 * (left.abs() @ right.abs().t())
+    assert bool(((got - left @ right.t()).abs() <= bound).all())
+
+
+def update(
+    history: Tensor, amax: list[float], steps: int = 0, **options: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    slots = history.shape[1]
+    state = (
+        history.clone(),
+        torch.tensor(amax),
+        torch.full((slots,), 5.0),
+        torch.full((slots,), steps, dtype=torch.int32),
+    )
+    settings = {
+        "margin": 0,
+        "interval": 1,
+        "most_recent": False,
+        "power_of_2": True,
+    }
+    reference.update_scales_(*state, torch.full((slots,), 448.0), **(settings | options))
+    return state
+
+
+def test_update_rolls_only_slots_that_saw_data() -> None:
+    history = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    history, amax, scale, steps = update(history, [7.0, NO_DATA, INF, NAN])
+    assert history.tolist() == [[7.0, 2.0, 3.0, 4.0], [1.0, 6.0, 7.0, 8.0]]
+    assert amax.tolist() == [NO_DATA] * 4
+    assert steps.tolist() == [1, 0, 0, 0]
+    assert scale.tolist() == [2.0**-6, 5.0, 5.0, 5.0]
+
+
+def test_update_formula() -> None:
+    history = torch.tensor([[0.0], [56.0], [400.0]])
+    assert update(history, [7.0])[2].item() == 2.0**-3  # 448 / 56
+    assert update(history, [7.0], most_recent=True)[2].item() == 2.0**-6  # 448 / 7
+    assert update(history, [7.0], margin=2)[2].item() == 2.0**-1
+    assert update(history, [60.0], power_of_2=False)[2].item() == pytest.approx(60 / 448)
+    assert update(history * 0, [0.0])[2].item() == 5.0  # nothing but zeros keeps the scale
+    assert update(history, [7.0], steps=1, interval=2)[2].item() == 5.0  # not due
+    assert update(history, [7.0], steps=2, interval=2)[2].item() == 2.0**-3
