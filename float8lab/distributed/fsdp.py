@@ -14,17 +14,24 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.fsdp import Gathered, MasterGather, settle, unsharded_weight
+from float8lab.tensor.fsdp import (
+    Gathered,
+    MasterGather,
+    Place,
+    reduce_blocks,
+    settle,
+    unsharded_weight,
+)
 from float8lab.tensor.views import cut
 
-__all__ = ["MasterShard", "hook_shard", "store_shard"]
+__all__ = ["MasterShard", "hook_shard", "requantize_shards_", "store_shard"]
 
 
 class MasterShard(Tensor):
@@ -164,3 +171,62 @@ def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
         rows = slice(None) if block == -1 else slice(first // block, -(-(first + count) // block))
         local.scale, local.amax = whole.scale[rows].clone(), whole.amax[rows].clone()
     local.spec, local._window = whole.spec, None
+
+
+class _Rewrite(MasterGather):
+    """A value that a shard which is stored in FP8 shall hold."""
+
+    def __init__(self, parameter: Any, value: Tensor) -> None:
+        local = parameter._local_tensor
+        how = getattr(local, "_gather", None)
+        super().__init__(local.spec if how is None else how.spec)
+        self.local: Float8Tensor = local
+        self.value = value
+        mesh = parameter.device_mesh
+        self.mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        self.place = Place.of(self.mesh, parameter.shape)
+
+    def current_shard(self) -> Tensor:
+        return self.value
+
+    def current_version(self) -> Any:
+        return None
+
+    def write(self) -> None:
+        """Cast the value by the scales of the whole weight."""
+        assert self.scale is not None, "reduced before"
+        assert self.amax is not None, "reduced before"
+        assert self.place is not None, "set above"
+        local = self.local
+        for rows, blocks in self.segments(local.shape[0]):
+            local.qdata[rows].copy_(self.cast(self.value[rows], self.scale[blocks]))
+        size = local.spec.block[0]
+        if size > 0:  # the block row of the weight in which each of the shard's begins
+            first = torch.arange(local.scale.shape[0], device=local.device) * size
+            index = (first + self.place.start) // self.spec.block[0]
+        else:
+            index = torch.zeros(1, dtype=torch.int64, device=local.device)
+        local.scale.copy_(self.scale[index])
+        local.amax.copy_(self.amax[index])
+
+
+def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> None:
+    """Overwrite sharded parameters that are stored in FP8, as one process would the whole ones.
+
+    Blocks that several ranks hold parts of, such as the one block of a weight scaled as a whole,
+    get the scale of the whole: a collective, one all-reduce for each mesh.
+
+    Args:
+        parameters: DTensors of Float8Tensors, matrices sharded by rows as FSDP2 does; the same
+            ones, in the same order, on all ranks.
+        values: high precision, one of each local shape.
+    """
+    meshes: dict[Any, list[_Rewrite]] = {}
+    for parameter, value in zip(parameters, values, strict=True):
+        rewrite = _Rewrite(parameter, value)
+        meshes.setdefault(rewrite.mesh, []).append(rewrite)
+    with torch.no_grad():
+        for mesh, rewrites in meshes.items():
+            reduce_blocks(list(rewrites), rewrites[0].value.device, mesh)
+            for rewrite in rewrites:
+                rewrite.write()

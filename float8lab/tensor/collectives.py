@@ -10,11 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.tensor.dispatch import implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
+
+if dist.is_available():
+    import torch.distributed._functional_collectives  # defines ops that are handled below
 
 __all__: list[str] = []
 

@@ -34,7 +34,16 @@ from float8lab.recipes.state import in_backward
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.float8_tensor import Float8Tensor
 
-__all__ = ["Gathered", "MasterGather", "StoredGather", "WeightGather", "settle", "unsharded_weight"]
+__all__ = [
+    "Gathered",
+    "MasterGather",
+    "Place",
+    "StoredGather",
+    "WeightGather",
+    "reduce_blocks",
+    "settle",
+    "unsharded_weight",
+]
 
 
 class Gathered(NamedTuple):
@@ -46,7 +55,7 @@ class Gathered(NamedTuple):
     shape: tuple[int, int]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a shard lies in its weight."""
 
     shape: tuple[int, int]
@@ -57,11 +66,11 @@ class _Place(NamedTuple):
     """Rows that each rank sends."""
 
     @staticmethod
-    def of(mesh: Any, outer_size: torch.Size) -> _Place:
+    def of(mesh: Any, outer_size: torch.Size) -> Place:
         """The place of this rank's shard, by the rule of ``torch.chunk``."""
         N, K = outer_size
         chunk = -(-N // mesh.size())
-        return _Place((N, K), min(N, chunk * mesh.get_local_rank()), chunk)
+        return Place((N, K), min(N, chunk * mesh.get_local_rank()), chunk)
 
 
 class WeightGather:
@@ -78,7 +87,7 @@ class WeightGather:
         self.gathered = False  # in a forward since the last reduction
         self.version: Any = None
         self.batch: _Batch | None = None
-        self.place: _Place | None = None
+        self.place: Place | None = None
 
     # What a kind of shard has to say.
 
@@ -130,7 +139,7 @@ class WeightGather:
 
     def gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size) -> tuple[Tensor, Gathered]:
         """What this rank sends: uint8 ``[padded rows, K]``; and what every rank needs to know."""
-        self.place = _Place.of(mesh, outer_size)
+        self.place = Place.of(mesh, outer_size)
         backward = in_backward()
         if self.batch is None:
             self.batch = _Batch.join(self, mesh.get_group())

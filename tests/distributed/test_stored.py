@@ -144,6 +144,31 @@ def check_shards_with_scales_of_their_own(ranks: Ranks) -> None:
             layer.reshard()
 
 
+def check_master_weights(ranks: Ranks) -> None:
+    # Every rank has the same batch, so the mean of the gradients is each of them.
+    for recipe in RECIPES:
+        single = make_model(ranks, recipe)
+        model = shard(make_model(ranks, recipe), ranks)
+        optimizers = [
+            float8lab.optim.MasterWeights(m.parameters(), torch.optim.AdamW, lr=0.01)
+            for m in (single, model)
+        ]
+        for step in range(3):
+            losses = []
+            for m, optimizer in zip((single, model), optimizers, strict=True):
+                with float8lab.autocast(recipe=recipe):
+                    loss = m(inputs(ranks, step)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            assert torch.equal(losses[0], losses[1]), (recipe, step, losses)
+            for layer, other in zip(model, single, strict=True):
+                layer.unshard()
+                assert_same_bytes(layer.weight, other.weight)
+                layer.reshard()
+
+
 def check_hybrid_sharding(ranks: Ranks) -> None:
     if ranks.world < 4:
         return
