@@ -133,7 +133,7 @@ def make(
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    adamw = {"lr": 1e-4, "fused": True}
+    adamw: dict[str, Any] = {"lr": 1e-4, "fused": True}
     if variant == "stored":
         return model, float8lab.optim.MasterWeights(model.parameters(), torch.optim.AdamW, **adamw)
     return model, torch.optim.AdamW(model.parameters(), **adamw)

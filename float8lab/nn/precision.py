@@ -204,12 +204,12 @@ class Precision:
         for slots in self.slots.values():
             slots.to(device)
 
-    def prepare(self, device: torch.device) -> None:
-        """Have the state of a delayed recipe before the first call.
+    def prepare(self, device: torch.device, recipe: Recipe | None = None) -> None:
+        """Have the state of a delayed recipe, by default the module's own, before the first call.
 
         Then a module that some rank does not call for a while still follows what the others see.
         """
-        recipe = self.recipe
+        recipe = recipe or self.recipe
         if isinstance(recipe, DelayedScaling):
             slots = self._slots(recipe, device)
             found = channel_of(STATE.group)

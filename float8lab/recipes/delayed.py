@@ -66,6 +66,10 @@ class ScalePack:
         self.scale[slot] = scale.view(())
         self._live = None
 
+    def forget_live(self) -> None:
+        """Look at ``scale`` again: it was written from outside."""
+        self._live = None
+
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
