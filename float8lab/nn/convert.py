@@ -326,7 +326,7 @@ def _convert_layer(plan: _LayerPlan) -> None:
     layer: Any = plan.layer  # its class changes below
     if not isinstance(layer, Linear):
         layer.__class__ = _class_of(layer, _float8_class)
-        layer._fp8 = Precision()
+        layer._fp8 = Precision(key=f"name {plan.report.name}")
     layer._fp8.recipe, layer._fp8.pinned = plan.recipe, plan.pinned
     layer._fp8.name = plan.report.name
 

@@ -79,11 +79,12 @@ class Precision:
         *,
         pinned: bool = False,
         name: str = "",
-        key: int | None = None,
+        key: str | None = None,
     ) -> None:
         self.fp8_all_gather = False
-        # The same on all ranks. A copy has its original's: one rank alone may keep a copy.
-        self.key = STATE.created if key is None else key
+        # By this ranks know each other's modules. A copy has its original's: one rank alone may
+        # keep a copy. A converted layer has its name, for ranks may differ in what else they build.
+        self.key = f"#{STATE.created}" if key is None else key
         STATE.created += key is None
         self.recipe = recipe
         self.pinned = pinned

@@ -136,9 +136,9 @@ class DelayedSlots:
         fp8_dtypes: Sequence[torch.dtype],
         forward: Sequence[bool],
         device: torch.device,
-        key: int = 0,
+        key: str = "",
     ) -> None:
-        self.key = key  # of the module, equal on all ranks
+        self.key = key  # names the module to other ranks
         count = len(fp8_dtypes)
         limits = [torch.finfo(dtype).max for dtype in fp8_dtypes]
         self.fp8_dtypes = tuple(fp8_dtypes)

@@ -5,8 +5,9 @@ amaxes recorded in it. Ranks may have used different modules, or none, and in an
 they share is the sequence of regions. So an ``AmaxChannel``, one for each process group, keeps the
 list of slots that travel, the *wire*, in an order on which the ranks have agreed:
 
-- A module is known to all ranks by its ``key``, the number of FP8 modules created before it, and a
-  copy of it by that of the original and the order in which the copies were first used.
+- A module is known to all ranks by its ``key``, which is its name in the model that was converted,
+  or else the number of FP8 modules created before it. Modules of one key, such as copies, are told
+  apart by the order in which they were first used.
 - The first number on the wire says whether a rank has used a module that is not on it. If so, the
   ranks exchange keys at the end of the next region, and all append the same ones. That number
   is read one region later, when it has long arrived, so it makes nobody wait.
@@ -19,6 +20,7 @@ list of slots that travel, the *wire*, in an order on which the ranks have agree
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ class AmaxChannel:
         self._wire: dict[_Key, int] = {}  # agreed: number of slots of each key, in order
         self._known: dict[_Key, weakref.ref[DelayedSlots]] = {}
         self._keys: weakref.WeakKeyDictionary[DelayedSlots, _Key] = weakref.WeakKeyDictionary()
+        self._used: Counter[_Key] = Counter()
         self._news: Tensor | None = None  # > 0: some rank used a module that is not on the wire
         self._news_arrived: Any = None  # CUDA event
         self._plan: tuple[Any, list[tuple[ScalePack, Tensor, Tensor]]] | None = None
@@ -49,10 +52,9 @@ class AmaxChannel:
         if slots in self._keys:
             return
         base = (slots.key, repr(slots.pack.recipe), len(slots.fp8_dtypes))
-        copy = 0
-        while (ref := self._known.get((*base, copy))) is not None and ref() is not None:
-            copy += 1
-        self._keys[slots] = key = (*base, copy)
+        # Deleted ones count, too: garbage is collected at another time on each rank.
+        self._used[base] += 1
+        self._keys[slots] = key = (*base, self._used[base])
         self._known[key] = weakref.ref(slots)
 
     def waiting(self) -> list[DelayedSlots]:

@@ -132,6 +132,8 @@ def check_one_rank_evaluates_alone(ranks: Ranks) -> None:
 
 
 def check_copies_of_a_model(ranks: Ranks) -> None:
+    if ranks.rank == 0:  # a model that other ranks do not have
+        make_model(ranks)
     model = make_model(ranks)
     average = copy.deepcopy(model) if ranks.rank == 0 else None  # used on one rank, by itself
     second = copy.deepcopy(model)
