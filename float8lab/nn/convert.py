@@ -367,14 +367,17 @@ class _CallRegion:
         self._open: Region | None = None
         self._finished = False
 
+    @torch._disable_dynamo
     def before(self, model: nn.Module, args: Any) -> None:
         if self._open is None and STATE.region is None and model.training and not in_backward():
             self._open = STATE.region = Region()
             self._finished = False
 
+    @torch._disable_dynamo
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True
 
+    @torch._disable_dynamo
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self._open
         if region is None or STATE.region is not region:

@@ -105,6 +105,11 @@ class Precision:
             return self.recipe
         return STATE.recipe or self.recipe or DEFAULT_RECIPE
 
+    def needs_eager(self) -> bool:
+        """Whether a call would change Python state, which a compiled graph cannot hold."""
+        recipe = self.active_recipe()
+        return STATE.calibrating or (recipe is not None and recipe.linear.delayed)
+
     def begin(self, x: Tensor, *, training: bool) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
         if x.dtype not in HIGH_PRECISION_DTYPES:

@@ -170,3 +170,18 @@ def test_inductor(name):
     assert (loss - expected).abs() <= 0.01 * expected
     a, b = model.blocks[0].up.weight.grad, eager.blocks[0].up.weight.grad
     assert (a - b).norm() <= 0.05 * b.norm()
+
+
+def test_delayed_scaling_runs_uncompiled_with_the_state_of_eager():
+    recipe = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+    eager = GPT()
+    float8lab.convert_to_float8(eager, recipe)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="aot_eager")  # graph breaks at each layer
+    for step in range(3):
+        batch = tokens(8, seed=step)
+        assert torch.equal(train(compiled, batch), train(eager, batch))
+        assert same_gradients(model, eager)
+    for a, b in zip(model.blocks, eager.blocks, strict=True):
+        mine, theirs = (m.up._fp8.slots[recipe, None].tensors() for m in (a, b))
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
