@@ -6,7 +6,7 @@
 torch.Size([2, 64])
 """
 
-from float8lab import nn, optim, recipes
+from float8lab import distributed, nn, optim, recipes
 from float8lab.nn import Linear, convert_to_float8, count_gemms, to_high_precision
 from float8lab.recipes import (
     autocast,
@@ -24,6 +24,7 @@ __all__ = [
     "autocast",
     "convert_to_float8",
     "count_gemms",
+    "distributed",
     "fallback",
     "fp8_autocast",
     "fp8_model_init",

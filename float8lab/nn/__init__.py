@@ -3,11 +3,13 @@
 from float8lab.nn.convert import ConversionReport, convert_to_float8, to_high_precision
 from float8lab.nn.count import GemmCounts, count_gemms
 from float8lab.nn.linear import Linear
+from float8lab.nn.scaling_state import ScalingState
 
 __all__ = [
     "ConversionReport",
     "GemmCounts",
     "Linear",
+    "ScalingState",
     "convert_to_float8",
     "count_gemms",
     "to_high_precision",

@@ -126,6 +126,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     exclude: Sequence[str] = (),
     overrides: Mapping[str, Recipe | None] | None = None,
     strict: bool = False,
+    fp8_all_gather: bool = True,
 ) -> ConversionReport:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place.
 
@@ -148,6 +149,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
             subclass of ``torch.nn.Linear`` with a forward of its own is converted only if named
             here.
         strict: raise if anything asked for could not be done; the model is then unchanged.
+        fp8_all_gather: if FSDP2 shards the model later, gather the weights in FP8, one byte an
+            element, in place of the parameters' dtype. A weight that is shared with a layer in
+            high precision, or that a GEMM needs in high precision, is gathered as usual.
 
     Returns:
         A printable report of each candidate: converted or skipped, and why.
@@ -203,6 +207,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     for plan in plans:
         if plan.report.converted:
             _convert_layer(plan)
+    _choose_all_gather(model, plans, fp8_all_gather)
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
         _make_region_of_calls(model)
     return report
@@ -326,6 +331,22 @@ def _convert_layer(plan: _LayerPlan) -> None:
     layer._fp8.name = plan.report.name
 
 
+def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> None:
+    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree."""
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(module)
+    recipes = {id(plan.layer): plan.recipe for plan in plans if plan.report.converted}
+    for plan in plans:
+        if plan.report.converted:
+            layer: Any = plan.layer
+            others = users.get(id(layer._parameters.get("weight")), [])
+            agree = all(recipes.get(id(other)) == plan.recipe for other in others)
+            layer._fp8.fp8_all_gather = wanted and agree
+
+
 _CLASSES: dict[type, type] = {nn.Linear: Linear}
 """The FP8 class of each class of linear layer met so far."""
 
@@ -366,12 +387,35 @@ class _CallRegion:
     def __init__(self) -> None:
         self._open: Region | None = None
         self._finished = False
+        self._recipes: tuple[Recipe, ...] | None = None  # delayed ones; None: not known yet
+
+    def reset(self) -> None:
+        """Look for the layers' recipes again."""
+        self._recipes = None
+
+    def _prepare(self, model: nn.Module) -> tuple[Recipe, ...]:
+        recipes: dict[Recipe, None] = {}
+        for layer in model.modules():
+            precision = layer._fp8 if isinstance(layer, Linear) else None
+            if precision is not None and precision.recipe and precision.recipe.linear.delayed:
+                recipes[precision.recipe] = None
+                precision.prepare(next(p.device for p in layer.parameters()))
+        return tuple(recipes)
 
     @torch._disable_dynamo
     def before(self, model: nn.Module, args: Any) -> None:
-        if self._open is None and STATE.region is None and model.training and not in_backward():
+        if not model.training or STATE.enabled is False or in_backward():
+            return
+        if self._open is None and STATE.region is None:
             self._open = STATE.region = Region()
             self._finished = False
+        assert STATE.region is not None, "opened above or before"
+        if self._recipes is None:
+            self._recipes = self._prepare(model)
+            # In an enclosing region other ranks may not call this model at all.
+            STATE.region.first = self._open is not None
+        for recipe in self._recipes:
+            STATE.region.expect(recipe, STATE.group)
 
     @torch._disable_dynamo
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -392,13 +436,15 @@ class _CallRegion:
         return memo.setdefault(id(self), _CallRegion())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_open": None, "_finished": False}
+        return {"_open": None, "_finished": False, "_recipes": None}
 
 
 def _make_region_of_calls(model: nn.Module) -> None:
     hooks = model._forward_pre_hooks.values()
-    if any(isinstance(getattr(hook, "__self__", None), _CallRegion) for hook in hooks):
-        return
+    for hook in hooks:
+        if isinstance(owner := getattr(hook, "__self__", None), _CallRegion):
+            owner.reset()
+            return
     region = _CallRegion()
     model.register_forward_pre_hook(region.before, prepend=True)
     # Two hooks, since one that is always called cannot tell an exception from a None result.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.precision import Precision
@@ -177,6 +178,22 @@ class Linear(nn.Linear):
                 if getattr(self, f"{prefix}bias") is not None:
                     nn.init.zeros_(getattr(self, f"{prefix}bias"))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
+        if name.endswith("weight") and "_parameters" in self.__dict__:
+            store_shard(self, name, value)
+        super().__setattr__(name, value)
+        if name == "weight" and "_fp8" in self.__dict__:
+            self._hook_shard()
+
+    def _hook_shard(self) -> None:
+        if self._split is None:
+            hook_shard(self._parameters.get("weight"), self._fp8.weight_gather)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._hook_shard()
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group; only one of a single rank is supported."""
         check_parallel_arguments(1, tp_group, None)
@@ -237,6 +254,7 @@ class Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
+        self._hook_shard()
         device = next((p.device for p in self.parameters()), None)
         if device is not None:
             self._fp8.to(device)

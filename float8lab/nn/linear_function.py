@@ -241,7 +241,7 @@ class _Linear(torch.autograd.Function):
         if x_q is not None and w_q is not None:
             padded = _pad_columns_of_bias(bias, w_q[0].shape[0])
             y = _gemm(x_q, plan.x, w_q, plan.w, padded, dtype, plan.fast_accum[0])
-            y = _crop(y, M, N)
+            y = _crop(y, M, N).contiguous()
         else:
             plain = None if bias is None else bias.to(dtype)
             y = torch.nn.functional.linear(x2.to(dtype), _plain(weight).to(dtype), plain)
@@ -260,7 +260,9 @@ class _Linear(torch.autograd.Function):
         ctx.call = call
         ctx.meta = (x.shape, x.dtype, weight.dtype, (M, N, K))
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.reshape(*x.shape[:-1], N)
+        # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
+        out: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], N))
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.recipes.delayed import DelayedSlots
-from float8lab.recipes.recipe import LinearPlan, Recipe
-from float8lab.recipes.state import DEFAULT_RECIPE, STATE, in_backward
+from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
+from float8lab.recipes.reduction import channel_of
+from float8lab.recipes.state import DEFAULT_RECIPE, STATE, advance_scales, in_backward
+from float8lab.tensor.fsdp import MasterGather
 
 __all__ = ["DY", "Call", "Precision", "W", "X"]
 
@@ -68,11 +70,21 @@ class Precision:
         recipe: the module's own recipe, or None to follow the enclosing autocast.
         pinned: ``recipe`` wins over an enclosing autocast; pinned None means high precision.
         name: qualified name, where known.
+        fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
     """
 
     def __init__(
-        self, recipe: Recipe | None = None, *, pinned: bool = False, name: str = ""
+        self,
+        recipe: Recipe | None = None,
+        *,
+        pinned: bool = False,
+        name: str = "",
+        key: int | None = None,
     ) -> None:
+        self.fp8_all_gather = False
+        # The same on all ranks. A copy has its original's: one rank alone may keep a copy.
+        self.key = STATE.created if key is None else key
+        STATE.created += key is None
         self.recipe = recipe
         self.pinned = pinned
         self.name = name
@@ -85,14 +97,19 @@ class Precision:
         slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
         return {
             "recipe": self.recipe, "pinned": self.pinned, "name": self.name, "slots": slots,
+            "fp8_all_gather": self.fp8_all_gather, "key": self.key,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["recipe"], pinned=state["pinned"], name=state["name"])  # type: ignore[misc]
+        self.__init__(  # type: ignore[misc]
+            state["recipe"], pinned=state["pinned"], name=state["name"], key=state["key"]
+        )
+        self.fp8_all_gather = state["fp8_all_gather"]
         self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
-        copy = Precision(self.recipe, pinned=self.pinned, name=self.name)
+        copy = Precision(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
+        copy.fp8_all_gather = self.fp8_all_gather
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
         memo[id(self)] = copy
         return copy
@@ -109,6 +126,17 @@ class Precision:
         """Whether a call would change Python state, which a compiled graph cannot hold."""
         recipe = self.active_recipe()
         return STATE.calibrating or (recipe is not None and recipe.linear.delayed)
+
+    def weight_gather(self) -> MasterGather | None:
+        """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
+        recipe = self.recipe
+        if not self.fp8_all_gather or recipe is None:
+            return None
+        plan = recipe.linear
+        if not plan.fprop or not plan.dgrad:
+            return None
+        headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
+        return MasterGather(plan.w, amax_epsilon=plan.amax_epsilon, headroom=headroom)
 
     def begin(self, x: Tensor, *, training: bool) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
@@ -178,13 +206,25 @@ class Precision:
     def end(self, call: Call) -> None:
         """A recording call outside every region is a region of its own."""
         if call.record and call.fixed is None and STATE.region is None and call.slots is not None:
-            call.slots.pack.update()
+            advance_scales([call.slots.pack])
 
     def to(self, device: torch.device) -> None:
         """Follow the module to another device."""
         self.weight_cast = None
         for slots in self.slots.values():
             slots.to(device)
+
+    def prepare(self, device: torch.device, recipe: Recipe | None = None) -> None:
+        """Have the state of a delayed recipe, by default the module's own, before the first call.
+
+        Then a module that some rank does not call for a while still follows what the others see.
+        """
+        recipe = recipe or self.recipe
+        if isinstance(recipe, DelayedScaling):
+            slots = self._slots(recipe, device)
+            found = channel_of(STATE.group)
+            if found is not None and recipe.reduce_amax:
+                found[1].add(slots)
 
     def _slots(self, recipe: Any, device: torch.device) -> DelayedSlots:
         key = (recipe, STATE.group)
@@ -197,6 +237,7 @@ class Precision:
                 fp8_dtypes=[plan.x.fp8_dtype, plan.w.fp8_dtype, plan.dy.fp8_dtype],
                 forward=[True, True, False],
                 device=device,
+                key=self.key,
             )
             self.slots[key] = slots
         elif slots.pack.scale.device != device:

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from float8lab.distributed.fsdp import requantize_shards_
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor, quantize
 
@@ -335,9 +336,15 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
 
     The one place where a step writes parameters: what a kernel for many tensors would replace.
     """
+    # Shards of one block get the scale of the whole block.
+    shards = [p for p in parameters if _shares_blocks(p)]
+    values = [_local(m) for p, m in zip(parameters, masters, strict=True) if _shares_blocks(p)]
+    requantize_shards_(shards, values)
     for p, master in zip(parameters, masters, strict=True):
         local, value = _local(p), _local(master)
-        if isinstance(local, Float8Tensor):
+        if _shares_blocks(p):
+            torch.autograd.graph.increment_version([p, local])
+        elif isinstance(local, Float8Tensor):
             spec = local.spec
             new = quantize(value, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule)
             local.qdata.copy_(new.qdata)
@@ -386,6 +393,17 @@ def _is_dtensor(x: Tensor) -> bool:
 def _local(x: Tensor) -> Tensor:
     """A DTensor's shard on this rank; any other tensor itself."""
     return cast(Any, x)._local_tensor if _is_dtensor(x) else x
+
+
+def _shares_blocks(p: Any) -> bool:
+    """Whether other ranks can hold parts of a block of this shard, as FSDP2 cuts a weight."""
+    if not _is_dtensor(p) or p.ndim != 2 or not isinstance(_local(p), Float8Tensor):
+        return False
+    *copied, cut = p.placements
+    by_rows = bool(cut.is_shard(0)) and all(c.is_replicate() for c in copied)
+    local: Any = _local(p)
+    spec = getattr(local, "_gather", local).spec
+    return by_rows and bool(spec.block[0] != 1)
 
 
 def _is_16_bit(x: Tensor) -> bool:

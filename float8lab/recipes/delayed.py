@@ -2,7 +2,7 @@
 
 A *slot* is the state of one cast tensor: an amax accumulator, a scale, a history column. A module's
 slots for one recipe are a ``DelayedSlots``; the slots of many modules lie side by side in a
-``ScalePack``, so that one launch, and across ranks one all-reduce, advances them all. Each
+``ScalePack``, so that one launch advances them all (``reduction.py`` makes ranks agree). Each
 ``DelayedSlots`` starts in a pack of its own; the first region in which several packs are used
 merges them.
 
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.ops import NO_DATA, amax_op, encode_from_amax, scale_from_amax, update_scales_op
@@ -58,16 +57,22 @@ class ScalePack:
             self._live = spaced[:, :1].unbind()
         return self._live
 
+    def slots(self) -> list[DelayedSlots]:
+        """The modules' parts of the pack that still exist, in order."""
+        return [m for ref in self.members if (m := ref()) and m.pack is self]
+
     def set_scale(self, slot: int, scale: Tensor) -> None:
         """Give one slot a scale from outside its history."""
         self.scale[slot] = scale.view(())
         self._live = None
 
+    def forget_live(self) -> None:
+        """Look at ``scale`` again: it was written from outside."""
+        self._live = None
+
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
-        if recipe.reduce_amax and dist.is_available() and dist.is_initialized():
-            dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=self.group)
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
         else:
@@ -121,7 +126,7 @@ class ScalePack:
 class DelayedSlots:
     """The slots of one module under one recipe: consecutive columns of a pack."""
 
-    __slots__ = ("__weakref__", "fp8_dtypes", "pack", "seeded", "start", "weight_scale")
+    __slots__ = ("__weakref__", "fp8_dtypes", "key", "pack", "seeded", "start", "weight_scale")
 
     def __init__(
         self,
@@ -131,7 +136,9 @@ class DelayedSlots:
         fp8_dtypes: Sequence[torch.dtype],
         forward: Sequence[bool],
         device: torch.device,
+        key: int = 0,
     ) -> None:
+        self.key = key  # of the module, equal on all ranks
         count = len(fp8_dtypes)
         limits = [torch.finfo(dtype).max for dtype in fp8_dtypes]
         self.fp8_dtypes = tuple(fp8_dtypes)
@@ -169,12 +176,14 @@ class DelayedSlots:
         return {
             "recipe": self.pack.recipe,
             "fp8_dtypes": self.fp8_dtypes,
+            "key": self.key,
             "seeded": list(self.seeded),
             "tensors": {name: t.clone() for name, t in self.tensors().items()},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.fp8_dtypes = state["fp8_dtypes"]
+        self.key = state["key"]
         self.seeded = state["seeded"]
         self.weight_scale = None
         self._adopt(ScalePack(state["recipe"], None, state["tensors"]), 0)
@@ -192,6 +201,9 @@ class DelayedSlots:
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
             scale = self._own_scale(index, x)
+            # Not if another rank has used this module before: then its amaxes have made a scale.
+            pack = self.pack
+            scale = torch.where(pack.steps[slot] > 0, pack.scale[slot], scale.view(()))
             if not record:
                 return scale, None
             if x.numel():
@@ -222,7 +234,7 @@ def merge_packs(packs: Iterable[ScalePack]) -> ScalePack:
     packs = list(packs)
     if len(packs) == 1:
         return packs[0]
-    members = [m for pack in packs for ref in pack.members if (m := ref()) and m.pack is pack]
+    members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]
     tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
     merged = ScalePack(packs[0].recipe, packs[0].group, tensors)

@@ -11,20 +11,23 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from float8lab.recipes.reduction import channel_of
 
 __all__ = [
     "DEFAULT_RECIPE",
     "STATE",
     "Region",
+    "advance_scales",
     "autocast",
     "fp8_autocast",
     "fp8_model_init",
@@ -39,7 +42,7 @@ DEFAULT_RECIPE = DelayedScaling()
 
 
 class _State:
-    __slots__ = ("calibrating", "enabled", "group", "init", "recipe", "region", "watch")
+    __slots__ = ("calibrating", "created", "enabled", "group", "init", "recipe", "region", "watch")
 
     def __init__(self) -> None:
         self.enabled: bool | None = None  # None: no autocast is active
@@ -48,6 +51,7 @@ class _State:
         self.group: Any = None
         self.region: Region | None = None
         self.init: _ModelInit | None = None
+        self.created = 0  # modules with FP8 state, so far
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
 
@@ -67,28 +71,74 @@ def in_backward() -> bool:
 class Region:
     """The delayed-scaling packs that recorded amaxes since the region began."""
 
-    __slots__ = ("fp8_calls", "packs", "silent")
+    __slots__ = ("first", "fp8_calls", "groups", "packs", "silent", "training")
 
     def __init__(self) -> None:
         self.packs: dict[ScalePack, None] = {}
+        self.first = False  # on every rank this region is the first with certain modules
+        self.groups: dict[Any, None] = {}  # over which amaxes are reduced, used here or not
         self.fp8_calls = 0
         # Recomputation in backward re-enters user code, autocast included; nothing advances then.
         self.silent = in_backward()
+        self.training = torch.is_grad_enabled()
+
+    def expect(self, recipe: Recipe | None, group: Any) -> None:
+        """Reduce amaxes over ``group`` at the end, whatever this rank does until then.
+
+        Without gradients only if this rank records any: one rank may evaluate alone.
+        """
+        recipe = recipe or DEFAULT_RECIPE
+        delayed = isinstance(recipe, DelayedScaling) and recipe.reduce_amax
+        if delayed and (self.training or STATE.calibrating):
+            self.groups[group] = None
 
     def close(self) -> None:
         """Advance all scales, one launch for each recipe, reduction group and device."""
-        if self.silent or not self.packs:
+        if self.silent:
             return
-        batches: dict[Any, list[ScalePack]] = {}
-        for pack in self.packs:
-            batches.setdefault((pack.recipe, pack.group, pack.scale.device), []).append(pack)
-        for batch in batches.values():
-            merge_packs(batch).update()
+        advance_scales(self.packs, self.groups, agree=self.first)
 
     def discard(self) -> None:
         """Forget what the forward recorded: the region did not finish."""
         for pack in self.packs:
             pack.discard_forward()
+
+
+def advance_scales(
+    packs: Iterable[ScalePack], groups: Iterable[Any] = (), *, agree: bool = False
+) -> None:
+    """Advance the slots of these packs, by amaxes that are reduced over ranks first.
+
+    Args:
+        packs: in which this rank recorded amaxes.
+        groups: process groups in whose reduction this rank takes part even without a pack of
+            theirs.
+        agree: every rank knows that some rank has new modules (see ``reduction.py``).
+    """
+    batches: dict[Any, list[ScalePack]] = {}
+    for pack in packs:
+        batches.setdefault((pack.recipe, pack.group, pack.scale.device), []).append(pack)
+    due = dict.fromkeys(merge_packs(batch) for batch in batches.values())
+    reducing = [pack for pack in due if pack.recipe.reduce_amax]
+    held: list[tuple[Tensor, Tensor]] = []
+    for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
+        found = channel_of(named)
+        if found is None:
+            continue
+        group, channel = found
+        for pack in reducing:
+            if pack.group is named:
+                for slots in pack.slots():
+                    channel.add(slots)
+        due.update(dict.fromkeys(channel.reduce(group, agree=agree)))
+        for slots in channel.waiting():
+            amax = slots.tensors()["amax"]
+            held.append((amax, amax.clone()))
+            amax.fill_(NO_DATA)
+    for pack in due:
+        pack.update()
+    for amax, value in held:
+        amax.copy_(value)
 
 
 class autocast:
@@ -159,6 +209,8 @@ class autocast:
         state.group = self._group
         if state.region is None and (self._enabled or self._calibrating):
             state.region = self._region = Region()
+        if state.region is not None and (self._enabled or self._calibrating):
+            state.region.expect(self._recipe, self._group)
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
@@ -168,16 +220,13 @@ class autocast:
         self._outer = self._region = None
         if region is None:
             return
-        if exc_type is None:
-            if (
-                state.watch
-                and self._enabled
-                and not (region.fp8_calls or region.silent or torch.compiler.is_compiling())
-            ):
-                _warn_about_idle_region(sys._getframe(1))
-            region.close()
-        else:
+        if exc_type is not None:
             region.discard()
+            return
+        region.close()
+        idle = not (region.fp8_calls or region.silent or torch.compiler.is_compiling())
+        if idle and self._enabled and state.watch:
+            _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)

@@ -1,14 +1,16 @@
 """Float8Tensor, its dispatch table and the handlers entered in it."""
 
-from float8lab.tensor import compute, copies, indexing, matmul, views
+from float8lab.tensor import collectives, compute, copies, fsdp, indexing, matmul, views
 from float8lab.tensor.dispatch import fallback
 from float8lab.tensor.float8_tensor import Float8Tensor, quantize
 
 __all__ = [
     "Float8Tensor",
+    "collectives",
     "compute",
     "copies",
     "fallback",
+    "fsdp",
     "indexing",
     "matmul",
     "quantize",

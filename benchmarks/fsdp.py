@@ -1,0 +1,247 @@
+"""FSDP2 training steps: Llama-3-8B decoder layers, sharded over the GPUs of one host.
+
+    torchrun --nproc-per-node 4 -m benchmarks.fsdp
+    torchrun --nproc-per-node 4 -m benchmarks.fsdp --variants bf16,gather --modes compile
+
+fp32 shards, bf16 compute, fused AdamW, one ``fully_shard`` a layer and one around all. Each variant
+starts anew; its time is the slowest rank's, the median of ``--steps`` steps; its peak memory that
+of the rank that needs most; its gathered bytes what a rank sends in one step's all-gathers. A loss
+that strays from bf16's by more than ``TOLERANCE`` gets no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import float8lab
+from benchmarks.common import header
+from float8lab.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling
+
+TOLERANCE = 0.05
+"""Of the loss after the timed steps, relative to bf16's."""
+
+RECIPES = {
+    "tensor": Float8CurrentScaling(),
+    "row": Float8RowwiseScaling(),
+    "block": Float8BlockScaling(),
+}
+VARIANTS = {
+    "bf16": "bf16",
+    "compute": "FP8 compute",
+    "gather": "FP8 compute + FP8 all-gather",
+    "stored": "FP8-stored weights, fp32 masters",
+}
+
+
+class Layer(nn.Module):
+    """A Llama decoder layer.  B sequences, T positions, D width, H heads, G key-value heads."""
+
+    def __init__(self, D: int, H: int, G: int, F_: int, linear: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.heads, self.groups, self.head_dim = H, G, D // H
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(D), nn.RMSNorm(D)
+        self.q = linear(D, D, bias=False)
+        self.k = linear(D, G * self.head_dim, bias=False)
+        self.v = linear(D, G * self.head_dim, bias=False)
+        self.o = linear(D, D, bias=False)
+        self.gate = linear(D, F_, bias=False)
+        self.up = linear(D, F_, bias=False)
+        self.down = linear(F_, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        h = self.attention_norm(x)
+        q = _rotate(self.q(h).view(B, T, self.heads, self.head_dim)).transpose(1, 2)
+        k = _rotate(self.k(h).view(B, T, self.groups, self.head_dim)).transpose(1, 2)
+        v = self.v(h).view(B, T, self.groups, self.head_dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).reshape(B, T, D))
+        h = self.mlp_norm(x)
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+def _rotate(x: Tensor) -> Tensor:
+    """Rotary position embedding of [B, T, heads, head dim]."""
+    T, d = x.shape[1], x.shape[3]
+    frequency = 500000.0 ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
+    angle = torch.outer(torch.arange(T, device=x.device, dtype=torch.float32), frequency)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class _GatheredBytes(TorchDispatchMode):
+    """Bytes that this rank sends in all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather" in func.name():
+            self.total += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Result:
+    """What one variant did."""
+
+    milliseconds: float
+    gigabytes: float
+    gathered: int
+    loss: float
+
+
+def make(
+    variant: str, mode: str, options: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model, the same for every variant but for rounding, and its optimizer."""
+    recipe = RECIPES[options.recipe]
+    torch.manual_seed(0)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    sizes = (options.dim, options.heads, options.groups, options.ffn)
+    with torch.device(device):
+        if variant == "stored":
+            with float8lab.fp8_model_init(recipe=recipe):
+                linear = partial(float8lab.Linear, init_method=_init, device=device)
+                layers = [Layer(*sizes, linear) for _ in range(options.layers)]
+        else:
+            layers = [Layer(*sizes, _plain_linear) for _ in range(options.layers)]
+    model = nn.Sequential(*layers)
+    if variant != "bf16":
+        float8lab.convert_to_float8(model, recipe, fp8_all_gather=variant == "gather")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        if mode == "compile":
+            layer.compile()
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    adamw: dict[str, Any] = {"lr": 1e-4, "fused": True}
+    if variant == "stored":
+        return model, float8lab.optim.MasterWeights(model.parameters(), torch.optim.AdamW, **adamw)
+    return model, torch.optim.AdamW(model.parameters(), **adamw)
+
+
+def run(variant: str, mode: str, options: argparse.Namespace, device: torch.device) -> Result:
+    """Train a fresh model for some steps."""
+    model, optimizer = make(variant, mode, options, device)
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(1, options.sequence, options.dim, device=device)
+    target = torch.randn_like(x)
+
+    def step() -> Tensor:
+        loss = (model(x).float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(options.warmup):
+        step()
+    gathered = _GatheredBytes()
+    with gathered:
+        step()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(options.steps):
+        if cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+        loss = step()
+        if cuda:
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    memory = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
+    slowest = torch.tensor(
+        [statistics.median(times) if times else 0.0, memory, loss.item()], device=device
+    )
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    milliseconds, memory, value = slowest.tolist()
+    return Result(milliseconds, memory, gathered.total, value)
+
+
+def _init(weight: Tensor) -> None:
+    nn.init.normal_(weight, std=0.02)
+
+
+def _plain_linear(*args: Any, **kwargs: Any) -> nn.Linear:
+    layer = nn.Linear(*args, **kwargs)
+    with torch.no_grad():
+        _init(layer.weight)
+    return layer
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the variants and print a markdown table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument("--modes", default="compile,eager", help="comma-separated")
+    parser.add_argument("--recipe", default="tensor", choices=list(RECIPES))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--ffn", type=int, default=14336)
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    options = parser.parse_args(argv)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device(options.device)
+    if options.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    say = partial(print, flush=True) if rank == 0 else (lambda *args, **kwargs: None)
+    if options.device == "cuda":
+        say(header())
+    say(
+        f"\n{world} ranks, {options.layers} layers, sequence {options.sequence}, {options.recipe}\n"
+    )
+    say("| implementation | ms a step | tokens/s a GPU | vs bf16 | peak GB | gathered MB | loss |")
+    say("| --- | --- | --- | --- | --- | --- | --- |")
+    for mode in options.modes.split(","):
+        base: Result | None = None
+        for variant in options.variants.split(","):
+            result = run(variant, mode, options, device)
+            base = base or result
+            gc.collect()
+            torch._dynamo.reset()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+            good = abs(result.loss - base.loss) <= TOLERANCE * abs(base.loss)
+            time = f"{result.milliseconds:.1f}" if good else "wrong loss"
+            rate = options.sequence / result.milliseconds * 1e3 if result.milliseconds else 0
+            ratio = base.milliseconds / result.milliseconds if result.milliseconds else 0
+            say(
+                f"| {VARIANTS[variant]}, {mode} | {time} | {rate:.0f} | {ratio:.2f}x "
+                f"| {result.gigabytes:.1f} | {result.gathered / 1e6:.1f} | {result.loss:.4f} |"
+            )
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+"""Broadcast of a model whose weights are stored in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["broadcast_parameters"]
+
+
+def broadcast_parameters(module: torch.nn.Module, src: int = 0, group: Any = None) -> None:
+    """Give all ranks the parameters and buffers of one, bit for bit.
+
+    ``DistributedDataParallel`` does so too when it is made, but mixes all parameters in one buffer
+    of their high-precision dtype: FP8 weights are then equal on all ranks, yet quantized again.
+    Call this before, and pass ``init_sync=False``.
+
+    Args:
+        module: a model that is not sharded, with the same parameters on all ranks.
+        src: global rank whose values everyone gets.
+        group: process group; None is the default one.
+    """
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            value = tensor.detach()
+            parts = [value]
+            if isinstance(value, Float8Tensor):
+                parts = [value.qdata.view(torch.uint8), value.scale, value.amax]
+            for part in parts:
+                whole = part.contiguous()
+                dist.broadcast(whole, src, group)
+                if whole is not part:
+                    part.copy_(whole)

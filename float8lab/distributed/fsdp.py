@@ -1,0 +1,232 @@
+"""High-precision weights that FSDP2 gathers in FP8.
+
+FSDP2 looks for its all-gather hooks on the local tensor of the sharded parameter, a plain tensor
+that it makes itself. It registers that parameter with its module by ``setattr`` if the module's
+class defines ``__setattr__``, before it looks; our modules do, and ``hook_shard`` then puts a
+``MasterShard`` in the place of the local tensor. So nothing of the unsharded model is special: its
+parameters are ordinary ones. And nothing else of the sharded one: every operation on a
+``MasterShard``, save the few by which FSDP2 moves it, gives plain tensors, so optimizers run at
+full speed and checkpoints hold tensors that torch alone can load. If the hooks were lost all the
+same, the weight would be gathered in high precision and the module would cast it itself.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.fsdp import (
+    Gathered,
+    MasterGather,
+    Place,
+    reduce_blocks,
+    settle,
+    unsharded_weight,
+)
+from float8lab.tensor.views import cut
+
+__all__ = ["MasterShard", "hook_shard", "requantize_shards_", "store_shard"]
+
+
+class MasterShard(Tensor):
+    """A rank's rows of a high-precision weight, as FSDP2's local tensor: plain but for its hooks.
+
+    Attributes:
+        how: how the weight is gathered.
+        owner: the sharded parameter.
+    """
+
+    how: MasterGather
+    owner: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _moved(self, moved: Tensor) -> Tensor:
+        shard: MasterShard = torch.Tensor._make_subclass(MasterShard, moved)
+        shard.how, shard.owner = self.how, self.owner
+        return shard
+
+    # By these FSDP2 pads a shard anew, moves it to the device and pins it.
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().new_zeros(*args, **kwargs))
+
+    def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The last thing FSDP2 does to a shard that it has made anew; the others give copies, too.
+        shard = self._moved(super().narrow(*args, **kwargs))
+        self.how.shard = weakref.ref(shard)
+        return shard
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().to(*args, **kwargs))
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().cpu(*args, **kwargs))
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._moved(super().pin_memory(*args, **kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor], Gathered]:
+        """What FSDP2 sends."""
+        data, gathered = self.how.gather(self.as_subclass(Tensor), mesh, outer_size)
+        return (data,), gathered
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Gathered,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """What the module computes with."""
+        return unsharded_weight(all_gather_outputs, metadata, param_dtype, out)
+
+
+def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
+    """Have FSDP2 gather a sharded parameter in FP8, if that is possible.
+
+    Args:
+        parameter: what a module is given as a parameter; left alone unless it is a DTensor cut into
+            rows by FSDP2 (or into rows and copied, by hybrid sharding), in high precision.
+        make: says how to gather it; None leaves it as it is.
+
+    Returns:
+        Whether the parameter is gathered in FP8.
+    """
+    # What a DTensor has; importing its class would double the time that importing us takes.
+    local, placements = (
+        getattr(parameter, "_local_tensor", None),
+        getattr(parameter, "placements", ()),
+    )
+    if isinstance(local, MasterShard):
+        return True
+    if type(local) is not Tensor or parameter.ndim != 2 or not placements:
+        return False
+    *copied, cut = placements
+    if not cut.is_shard(0) or len(copied) > 1 or not all(p.is_replicate() for p in copied):
+        return False
+    how = make()
+    if how is None:
+        return False
+    shard: MasterShard = torch.Tensor._make_subclass(MasterShard, local)
+    shard.how, shard.owner = how, parameter
+    how.shard = weakref.ref(shard)
+    parameter._local_tensor = shard
+    return True
+
+
+def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    """Make FSDP2's shard of a parameter that is stored in FP8 exactly a part of the parameter.
+
+    FSDP2 pads a shard by copying it into a tensor of the parameter's blocks; that would quantize
+    it again where the shard's edge cuts a block. Such a shard gets smaller blocks, with the scales
+    that their elements had.
+
+    Args:
+        module: the module, which still has the whole parameter under ``name``.
+        name: of the parameter.
+        parameter: the sharded parameter that takes its place.
+    """
+    local, whole = getattr(parameter, "_local_tensor", None), module._parameters.get(name)
+    if not isinstance(local, Float8Tensor) or local.qdata.is_meta:
+        return
+    if not isinstance(whole, Float8Tensor) or whole.ndim != 2:
+        if local._window is not None:
+            settle(local)
+        return
+    *_, cut_by = parameter.placements
+    if not cut_by.is_shard(0):
+        return
+    mesh = parameter.device_mesh
+    rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    chunk = -(-whole.shape[0] // size)
+    block = whole.spec.block[0]
+    vars(module).setdefault("_stored_specs", {})[tuple(whole.shape)] = whole.spec
+    if block > 1 and chunk % block:
+        block = math.gcd(chunk, block)
+        whole = cut(whole.detach(), (block, whole.spec.block[1]))
+    first, count = rank * chunk, local.shape[0]
+    with torch.no_grad():
+        local.qdata.copy_(whole.qdata[first : first + count])
+        rows = slice(None) if block == -1 else slice(first // block, -(-(first + count) // block))
+        local.scale, local.amax = whole.scale[rows].clone(), whole.amax[rows].clone()
+    local.spec, local._window = whole.spec, None
+
+
+class _Rewrite(MasterGather):
+    """A value that a shard which is stored in FP8 shall hold."""
+
+    def __init__(self, parameter: Any, value: Tensor) -> None:
+        local = parameter._local_tensor
+        how = getattr(local, "_gather", None)
+        super().__init__(local.spec if how is None else how.spec)
+        self.local: Float8Tensor = local
+        self.value = value
+        mesh = parameter.device_mesh
+        self.mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        self.place = Place.of(self.mesh, parameter.shape)
+
+    def current_shard(self) -> Tensor:
+        return self.value
+
+    def current_version(self) -> Any:
+        return None
+
+    def write(self) -> None:
+        """Cast the value by the scales of the whole weight."""
+        assert self.scale is not None, "reduced before"
+        assert self.amax is not None, "reduced before"
+        assert self.place is not None, "set above"
+        local = self.local
+        for rows, blocks in self.segments(local.shape[0]):
+            local.qdata[rows].copy_(self.cast(self.value[rows], self.scale[blocks]))
+        size = local.spec.block[0]
+        if size > 0:  # the block row of the weight in which each of the shard's begins
+            first = torch.arange(local.scale.shape[0], device=local.device) * size
+            index = (first + self.place.start) // self.spec.block[0]
+        else:
+            index = torch.zeros(1, dtype=torch.int64, device=local.device)
+        local.scale.copy_(self.scale[index])
+        local.amax.copy_(self.amax[index])
+
+
+def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> None:
+    """Overwrite sharded parameters that are stored in FP8, as one process would the whole ones.
+
+    Blocks that several ranks hold parts of, such as the one block of a weight scaled as a whole,
+    get the scale of the whole: a collective, one all-reduce for each mesh.
+
+    Args:
+        parameters: DTensors of Float8Tensors, matrices sharded by rows as FSDP2 does; the same
+            ones, in the same order, on all ranks.
+        values: high precision, one of each local shape.
+    """
+    meshes: dict[Any, list[_Rewrite]] = {}
+    for parameter, value in zip(parameters, values, strict=True):
+        rewrite = _Rewrite(parameter, value)
+        meshes.setdefault(rewrite.mesh, []).append(rewrite)
+    with torch.no_grad():
+        for mesh, rewrites in meshes.items():
+            reduce_blocks(list(rewrites), rewrites[0].value.device, mesh)
+            for rewrite in rewrites:
+                rewrite.write()

@@ -1,0 +1,162 @@
+"""Delayed scaling across ranks: one all-reduce a region, in which every rank takes part.
+
+The ranks of a process group need the same scales, so a region ends with a maximum over ranks of the
+amaxes recorded in it. Ranks may have used different modules, or none, and in another order; what
+they share is the sequence of regions. So an ``AmaxChannel``, one for each process group, keeps the
+list of slots that travel, the *wire*, in an order on which the ranks have agreed:
+
+- A module is known to all ranks by its ``key``, the number of FP8 modules created before it, and a
+  copy of it by that of the original and the order in which the copies were first used.
+- The first number on the wire says whether a rank has used a module that is not on it. If so, the
+  ranks exchange keys at the end of the next region, and all append the same ones. That number
+  is read one region later, when it has long arrived, so it makes nobody wait.
+- Such a module's amaxes stay in its slots until it is on the wire. The first region of a channel,
+  and the first call of a converted model, exchange keys at once.
+- A rank without a module that is on the wire sends ``NO_DATA`` for it; one that did not use its
+  module in this region receives what the others saw in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8lab.ops import NO_DATA
+from float8lab.recipes.delayed import DelayedSlots, ScalePack
+
+__all__ = ["AmaxChannel", "channel_of"]
+
+_Key = tuple[Any, ...]
+
+
+class AmaxChannel:
+    """The slots whose amaxes a process group reduces together."""
+
+    def __init__(self) -> None:
+        self._wire: dict[_Key, int] = {}  # agreed: number of slots of each key, in order
+        self._known: dict[_Key, weakref.ref[DelayedSlots]] = {}
+        self._keys: weakref.WeakKeyDictionary[DelayedSlots, _Key] = weakref.WeakKeyDictionary()
+        self._news: Tensor | None = None  # > 0: some rank used a module that is not on the wire
+        self._news_arrived: Any = None  # CUDA event
+        self._plan: tuple[Any, list[tuple[ScalePack, Tensor, Tensor]]] | None = None
+
+    def add(self, slots: DelayedSlots) -> None:
+        """Take in the slots of a module that was used."""
+        if slots in self._keys:
+            return
+        base = (slots.key, repr(slots.pack.recipe), len(slots.fp8_dtypes))
+        copy = 0
+        while (ref := self._known.get((*base, copy))) is not None and ref() is not None:
+            copy += 1
+        self._keys[slots] = key = (*base, copy)
+        self._known[key] = weakref.ref(slots)
+
+    def waiting(self) -> list[DelayedSlots]:
+        """Slots that are not on the wire yet."""
+        return [slots for slots, key in self._keys.items() if key not in self._wire]
+
+    def reduce(self, group: Any, *, agree: bool = False) -> list[ScalePack]:
+        """Maximum over ranks of every amax on the wire; a collective.
+
+        Args:
+            group: the process group.
+            agree: exchange keys first in any case.
+
+        Returns:
+            The packs of this rank that received any.
+        """
+        if self._has_news() or agree:
+            self._agree(group)
+        # Modules that were deleted leave nothing to reduce, but their place.
+        plan = self._plan_now()
+        device = plan[0][0].amax.device if plan else _default_device(group)
+        wire = torch.full((1 + sum(self._wire.values()),), NO_DATA, device=device)
+        wire[:1].fill_(len(self.waiting()))
+        for pack, there, here in plan:
+            wire[there] = pack.amax[here].to(device)
+        # A maximum over ranks need not keep NaN; inf is ignored by the update just the same.
+        wire.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
+        for pack, there, here in plan:
+            pack.amax[here] = wire[there].to(pack.amax.device)
+        self._send_news(wire[:1])
+        return [pack for pack, _, _ in plan]
+
+    def _plan_now(self) -> list[tuple[ScalePack, Tensor, Tensor]]:
+        """For each pack of this rank, which places on the wire its slots have, and which slots."""
+        columns: list[tuple[DelayedSlots, int]] = []
+        offset = 1
+        for key, count in self._wire.items():
+            ref = self._known.get(key)
+            slots = ref() if ref is not None else None
+            if slots is not None:
+                columns.append((slots, offset))
+            offset += count
+        now = tuple((slots.pack, slots.start, offset) for slots, offset in columns)
+        if self._plan is None or self._plan[0] != now:
+            places: dict[ScalePack, tuple[list[int], list[int]]] = {}
+            for slots, offset in columns:
+                there, here = places.setdefault(slots.pack, ([], []))
+                for i in range(len(slots.fp8_dtypes)):
+                    there.append(offset + i)
+                    here.append(slots.start + i)
+            device = next(iter(places)).amax.device if places else None
+            self._plan = (
+                now,
+                [
+                    (p, torch.tensor(t, device=device), torch.tensor(h, device=p.amax.device))
+                    for p, (t, h) in places.items()
+                ],
+            )
+        return self._plan[1]
+
+    def _has_news(self) -> bool:
+        if self._news is None:
+            return not self._wire  # the channel's first region
+        if self._news_arrived is not None:
+            self._news_arrived.synchronize()
+        return bool(self._news.item() > 0)
+
+    def _send_news(self, news: Tensor) -> None:
+        if not news.is_cuda:
+            self._news = news.clone()
+        elif not torch.cuda.is_current_stream_capturing():
+            if self._news is None:
+                self._news = torch.zeros(1, pin_memory=True)
+                self._news_arrived = torch.cuda.Event()
+            self._news.copy_(news, non_blocking=True)
+            self._news_arrived.record()
+
+    def _agree(self, group: Any) -> None:
+        mine = [self._keys[slots] for slots in self.waiting()]
+        theirs: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(theirs, mine, group=group)
+        for key in sorted({key for keys in theirs for key in keys}):
+            self._wire.setdefault(key, key[2])
+
+
+_CHANNELS: weakref.WeakKeyDictionary[Any, AmaxChannel] = weakref.WeakKeyDictionary()
+
+
+def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
+    """The process group meant by ``group`` (None: the default one) and its channel.
+
+    None if there is nothing to reduce over.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
+        return None
+    return group, _CHANNELS.setdefault(group, AmaxChannel())
+
+
+def _default_device(group: Any) -> torch.device:
+    """Where a rank that has used no module puts the wire."""
+    if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,224 @@
+"""Checkpoints of sharded models: saved on some ranks, loaded on others, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import float8lab
+from float8lab.distributed import ModelState
+from float8lab.nn import ScalingState
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+)
+from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+
+RECIPES = [
+    Float8CurrentScaling(),
+    Float8RowwiseScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+]
+
+
+def make_stored(ranks: Ranks, recipe: Any, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    with float8lab.fp8_model_init(recipe=recipe):
+        return nn.Sequential(
+            float8lab.Linear(64, 300, device=ranks.device),
+            float8lab.Linear(300, 5, device=ranks.device),
+        )
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def meshes(ranks: Ranks) -> dict[int, DeviceMesh]:
+    """Of all ranks, of half of them."""
+    sizes = sorted({ranks.world, max(ranks.world // 2, 1)}, reverse=True)
+    return {n: DeviceMesh(ranks.device.type, list(range(n))) for n in sizes}
+
+
+def save(state: Any, path: Any, group: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its formats
+        dcp.save(state, checkpoint_id=path, process_group=group)
+
+
+def load(state: Any, path: Any, group: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path, process_group=group)
+
+
+def assert_equal_states(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert list(a) == list(b)
+    for name, value in a.items():
+        other = b[name]
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert torch.equal(full.cpu(), other.cpu()), name
+
+
+def check_stored_weights_on_other_numbers_of_ranks(ranks: Ranks) -> None:
+    every = meshes(ranks)
+    for i, recipe in enumerate(RECIPES):
+        whole = ModelState(make_stored(ranks, recipe, 0)).state_dict()
+        first = shard(make_stored(ranks, recipe, 0), every[ranks.world])
+        save({"model": ModelState(first)}, ranks.tmp_path / f"{i}", None)
+        for size, mesh in every.items():
+            if ranks.rank >= size:
+                continue
+            model = shard(make_stored(ranks, recipe, 1), mesh)
+            load({"model": ModelState(model)}, ranks.tmp_path / f"{i}", mesh.get_group())
+            assert_equal_states(ModelState(model).state_dict(), whole)
+            save({"model": ModelState(model)}, ranks.tmp_path / f"{i}-{size}", mesh.get_group())
+        dist.barrier()
+        for size in every:
+            model = shard(make_stored(ranks, recipe, 2), every[ranks.world])
+            load({"model": ModelState(model)}, ranks.tmp_path / f"{i}-{size}", None)
+            assert_equal_states(ModelState(model).state_dict(), whole)
+        if ranks.rank == 0:
+            single = make_stored(ranks, recipe, 3)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.load(
+                    {"model": ModelState(single)},
+                    checkpoint_id=ranks.tmp_path / f"{i}",
+                    no_dist=True,
+                )
+            assert_equal_states(ModelState(single).state_dict(), whole)
+        dist.barrier()
+
+
+def check_masters_have_the_plain_models_checkpoint(ranks: Ranks) -> None:
+    def plain() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(64, 130, device=ranks.device), nn.Linear(130, 5, device=ranks.device)
+        )
+
+    torch.manual_seed(0)
+    reference = plain()
+    whole = {k: v.detach().clone() for k, v in reference.state_dict().items()}
+    for recipe in (Float8CurrentScaling(), DelayedScaling()):
+        float8lab.convert_to_float8(reference, recipe)
+        model = shard(reference, ranks.mesh())
+        model(torch.ones(2, 64, device=ranks.device)).sum().backward()
+        path = ranks.tmp_path / recipe.linear.w.describe().replace(" ", "")
+        save({"model": get_model_state_dict(model)}, path, None)
+        unsharded = plain()  # not converted
+        state = unsharded.state_dict()
+        load({"model": state}, path, None)
+        unsharded.load_state_dict(state, strict=True)
+        assert_equal_states(unsharded.state_dict(), whole)
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert_equal_states(full, whole)
+        set_model_state_dict(
+            model,
+            {k: v * 2 for k, v in full.items()},
+            options=StateDictOptions(full_state_dict=True),
+        )
+        assert_equal_states(dict(model.state_dict()), {k: v * 2 for k, v in whole.items()})
+        reference = plain()
+        reference.load_state_dict(whole)
+
+
+def check_full_state_dict_of_stored_weights(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        whole = make_stored(ranks, recipe, 0)
+        model = shard(make_stored(ranks, recipe, 0), ranks.mesh())
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        for name, value in whole.state_dict().items():
+            expected = value.dequantize() if isinstance(value, float8lab.Float8Tensor) else value
+            got = full[name]
+            got = got.dequantize() if isinstance(got, float8lab.Float8Tensor) else got
+            assert torch.equal(got, expected), (recipe, name)
+
+
+def check_async_save(ranks: Ranks) -> None:
+    group = dist.new_group(backend="gloo")
+    recipe = Float8BlockScaling()
+    whole = ModelState(make_stored(ranks, recipe, 0)).state_dict()
+    model = shard(make_stored(ranks, recipe, 0), ranks.mesh())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        future: Any = dcp.async_save(
+            {"model": ModelState(model)},
+            checkpoint_id=ranks.tmp_path / "async",
+            process_group=group,
+        )
+        future.result()
+    other = shard(make_stored(ranks, recipe, 1), ranks.mesh())
+    load({"model": ModelState(other)}, ranks.tmp_path / "async", None)
+    assert_equal_states(ModelState(other).state_dict(), whole)
+
+
+def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="max")
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Linear(64, 96, device=ranks.device), nn.Linear(96, 5, device=ranks.device)
+        )
+        float8lab.convert_to_float8(model, recipe)
+        shard(model, ranks.mesh())
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: Any, i: int) -> torch.Tensor:
+        torch.manual_seed(100 * i + ranks.rank)
+        x = torch.randn(8, 64, device=ranks.device)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    first, optimizer = make(0)
+    for i in range(3):
+        step(first, optimizer, i)
+    path = ranks.tmp_path / "resume"
+    save({"model": first.state_dict(), "scaling": ScalingState(first)}, path, None)
+    expected = [step(first, optimizer, i) for i in range(3, 6)]
+
+    second, optimizer = make(1)
+    state = {"model": second.state_dict(), "scaling": ScalingState(second)}
+    load(state, path, None)
+    second.load_state_dict(state["model"])
+    resumed = [step(second, optimizer, i) for i in range(3, 6)]
+    assert torch.equal(torch.stack(expected), torch.stack(resumed)), (expected, resumed)
+
+    # Without it the model loads as strictly, and trains on.
+    third, optimizer = make(2)
+    state = {"model": third.state_dict()}
+    load(state, path, None)
+    third.load_state_dict(state["model"], strict=True)
+    assert step(third, optimizer, 3).isfinite()
+
+
+outcome = ranks_fixture(__name__, 2, 4)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_ranks(outcome: Callable[[str], None], name: str):
+    outcome(name)

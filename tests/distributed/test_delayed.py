@@ -1,0 +1,204 @@
+"""Delayed scaling on several ranks: one reduction a region, equal scales, no rank left waiting."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import float8lab
+from float8lab.recipes import DelayedScaling
+from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+
+RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+
+
+def make_model(ranks: Ranks, recipe: Any = RECIPE, layers: int = 3) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(32, 32, device=ranks.device) for _ in range(layers)))
+    float8lab.convert_to_float8(model, recipe)
+    return model
+
+
+def inputs(ranks: Ranks, step: int) -> Tensor:
+    """Another scale on each rank; the largest moves from rank to rank."""
+    generator = torch.Generator().manual_seed(100 * step + ranks.rank)
+    size = 4.0 ** ((ranks.rank + step) % ranks.world)
+    return (size * torch.randn(16, 32, generator=generator)).to(ranks.device)
+
+
+def state_of(model: nn.Module) -> Tensor:
+    """Every scale and history of a model, in the order of its modules.
+
+    Not the scale of a slot before its first update: until then a tensor is scaled by its own amax.
+    """
+    rows = []
+    for module in model.modules():
+        if isinstance(module, float8lab.Linear):
+            for slots in module._fp8.slots.values():
+                tensors = slots.tensors()
+                scale = torch.where(tensors["steps"] > 0, tensors["scale"], 0)
+                rows += [scale, tensors["steps"].float(), *tensors["history"]]
+    return torch.stack(rows)
+
+
+def step_of(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.sub_(p.grad, alpha=1e-3)
+                p.grad = None
+
+
+def check_scales_are_equal_and_follow_the_largest(ranks: Ranks) -> None:
+    for recipe in (RECIPE, DelayedScaling(), DelayedScaling(interval=2, margin=1)):
+        model = make_model(ranks, recipe)
+        for step in range(6):
+            x = inputs(ranks, step)
+            with Collectives() as collectives:
+                model(x).square().mean().backward()
+            assert len(collectives.of("allreduce")) == 1
+            model.zero_grad()
+            ranks.assert_same(state_of(model))
+            largest = max(ranks.gather(x.abs().max().item()))
+            slots = next(iter(model[0]._fp8.slots.values()))
+            newest = slots.tensors()["history"][0, 0].item()
+            assert newest == pytest.approx(largest), (recipe, step, newest, largest)
+
+
+def check_ranks_that_skip_modules(ranks: Ranks) -> None:
+    class Choosy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32, device=ranks.device) for _ in range(4))
+            self.order: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i in self.order:
+                x = self.layers[i](x)
+            return x
+
+    model = Choosy()
+    float8lab.convert_to_float8(model, RECIPE)
+    r = ranks.rank
+    for step, model.order in enumerate(
+        ([0, 1] if r else [], [1, 0] if r else [0, 1], [3, 2] if r else [2], [r % 4], [], [3, 0])
+    ):
+        y = model(inputs(ranks, step))
+        if y.requires_grad:
+            y.square().mean().backward()
+        model.zero_grad()
+        ranks.assert_same(state_of(model))
+
+
+def check_autocast_of_modules_that_are_used_late(ranks: Ranks) -> None:
+    layers = [float8lab.Linear(32, 32, device=ranks.device) for _ in range(3)]
+    model = nn.ModuleList(layers)
+    for step in range(8):
+        use = {0: [0] if ranks.rank == 1 else [], 1: [0], 2: [1] if ranks.rank == 0 else [2]}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="No FP8 module ran")
+            with float8lab.autocast(recipe=DelayedScaling()):
+                with Collectives() as inside:
+                    for i in use.get(step, [2, 1, 0]):
+                        layers[i](inputs(ranks, step)).sum().backward()
+                assert not inside.seen  # all at the end
+    ranks.assert_same(state_of(model))
+    scales = state_of(model)
+    assert scales.isfinite().all()
+
+
+def check_one_rank_evaluates_alone(ranks: Ranks) -> None:
+    model = make_model(ranks)
+    step_of(model, inputs(ranks, 0))
+    if ranks.rank == 0:
+        model.eval()
+        with torch.no_grad(), float8lab.autocast(recipe=RECIPE):
+            model(inputs(ranks, 5))
+        with torch.no_grad():
+            model(inputs(ranks, 5))
+        model.train()
+    step_of(model, inputs(ranks, 1))
+    ranks.assert_same(state_of(model))
+
+
+def check_copies_of_a_model(ranks: Ranks) -> None:
+    model = make_model(ranks)
+    average = copy.deepcopy(model) if ranks.rank == 0 else None  # used on one rank, by itself
+    second = copy.deepcopy(model)
+    for step in range(3):
+        step_of(model, inputs(ranks, step))
+        step_of(second, inputs(ranks, step + 1))
+        if average is not None:
+            average.eval()(inputs(ranks, step))
+    ranks.assert_same(state_of(model))
+    ranks.assert_same(state_of(second))
+    assert not torch.equal(state_of(model), state_of(second))
+
+
+def check_values_that_are_not_finite(ranks: Ranks) -> None:
+    model = make_model(ranks)
+    step_of(model, inputs(ranks, 0))
+    before = state_of(model)
+    for value in (torch.nan, torch.inf):
+        x = inputs(ranks, 1)
+        if ranks.rank == 1:
+            x[0, 0] = value
+        model(x).sum().backward()
+        model.zero_grad()
+    ranks.assert_same(state_of(model))
+    slots = next(iter(model[0]._fp8.slots.values()))
+    assert torch.equal(slots.tensors()["history"][:, 0], before[2:6, 0])
+
+
+def check_no_reduction_when_not_wanted(ranks: Ranks) -> None:
+    model = make_model(ranks, DelayedScaling(reduce_amax=False))
+    with Collectives() as collectives:
+        model(inputs(ranks, 0)).sum().backward()
+        with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+            model(inputs(ranks, 0)).sum().backward()
+    assert not collectives.seen
+
+
+def check_groups_of_ranks(ranks: Ranks) -> None:
+    groups = [dist.new_group([i, i + 1]) for i in range(0, ranks.world, 2)]
+    mine = groups[ranks.rank // 2]
+    layer = float8lab.Linear(32, 32, device=ranks.device)
+    for step in range(3):
+        with float8lab.autocast(recipe=RECIPE, amax_reduction_group=mine):
+            layer(inputs(ranks, step)).sum().backward()
+    states = ranks.gather(state_of(nn.Sequential(layer)).cpu())
+    for i in range(0, ranks.world, 2):
+        assert torch.equal(states[i], states[i + 1])
+    if ranks.world > 2:
+        assert not torch.equal(states[0], states[2])
+
+
+def check_data_parallel_training(ranks: Ranks) -> None:
+    model = make_model(ranks)
+    ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+    parallel = DistributedDataParallel(model, device_ids=ids)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    for step in range(4):
+        parallel(inputs(ranks, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ranks.assert_same(state_of(model))
+        ranks.assert_same(model[1].weight)
+
+
+outcome = ranks_fixture(__name__, 2, 4)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_ranks(outcome: Callable[[str], None], name: str):
+    outcome(name)

@@ -1,0 +1,504 @@
+"""FP8 all-gather of high-precision weights under FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+import float8lab
+from float8lab.distributed.fsdp import MasterShard
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+)
+from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+
+RECIPES = [
+    Float8CurrentScaling(),
+    Float8CurrentScaling(power_of_2_scale=True, amax_epsilon=0.5),
+    Float8RowwiseScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    DelayedScaling(margin=1),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int, device: Any = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, device=device)
+        self.up = nn.Linear(width, hidden, device=device)
+        self.down = nn.Linear(hidden, width, bias=False, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def make_model(device: Any, width: int = 64, hidden: int = 200, blocks: int = 2) -> nn.Sequential:
+    """Blocks whose rows divide by neither the world size nor 128, and a head of 3 rows."""
+    parts = [Block(width, hidden, device) for _ in range(blocks)]
+    return nn.Sequential(*parts, nn.Linear(width, 3, device=device))
+
+
+def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    """FSDP2 on each block and on the whole."""
+    for part in model:
+        fully_shard(part, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def fp8_linears(model: nn.Module) -> dict[str, float8lab.Linear]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, float8lab.Linear)}
+
+
+def unshard_all(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def reshard_all(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_cast(weight: Tensor, recipe: Any) -> float8lab.Float8Tensor:
+    """What one process makes of the full weight."""
+    plan = recipe.linear
+    cast = float8lab.quantize(
+        weight, plan.w.fp8_dtype, block=plan.w.block, scale_rule=plan.w.scale_rule,
+        amax_epsilon=plan.amax_epsilon,
+    )  # fmt: skip
+    if isinstance(recipe, DelayedScaling):
+        scale = cast.scale * 2.0**recipe.margin
+        return float8lab.quantize(weight, plan.w.fp8_dtype, block=plan.w.block, scale=scale)
+    return cast
+
+
+def assert_gathered_equal_cast(model: nn.Module, recipe: Any) -> None:
+    reshard_all(model)  # the root stays unsharded after a forward without backward
+    weights = {n: m.weight.full_tensor() for n, m in fp8_linears(model).items()}
+    unshard_all(model)
+    for name, layer in fp8_linears(model).items():
+        gathered, expected = layer.weight, full_cast(weights[name].detach(), recipe)
+        assert isinstance(gathered, float8lab.Float8Tensor), name
+        assert torch.equal(gathered.qdata.view(torch.uint8), expected.qdata.view(torch.uint8)), name
+        assert torch.equal(gathered.scale, expected.scale), name
+    reshard_all(model)
+
+
+def batch(ranks: Ranks, step: int, width: int = 64, rows: int = 8) -> tuple[Tensor, Tensor]:
+    """The inputs of one step: of all ranks, and of this one."""
+    generator = torch.Generator().manual_seed(step)
+    whole = torch.randn(ranks.world * rows, width, generator=generator).to(ranks.device)
+    return whole, whole[ranks.rank * rows : (ranks.rank + 1) * rows]
+
+
+def train_step(model: nn.Module, x: Tensor, optimizer: Any) -> Tensor:
+    loss = (model(x) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def check_gathered_bytes_are_those_of_the_full_cast(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        model = make_model(ranks.device)
+        with torch.no_grad():
+            model[0].up.weight[150] *= 1000  # one rank alone has the largest value
+            model[0].down.weight[3, 7] = 0
+            model[1].up.weight[:130] = 0  # whole blocks, and whole shards, of zeros
+        float8lab.convert_to_float8(model, recipe)
+        shard(model, mesh=ranks.mesh())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        assert_gathered_equal_cast(model, recipe)
+        for step in range(2):
+            train_step(model, batch(ranks, step)[1], optimizer)
+            assert_gathered_equal_cast(model, recipe)
+
+
+def check_special_values(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.Linear(32, 40, bias=False, device=ranks.device))
+    with torch.no_grad():
+        model[0].weight[39, 3] = torch.nan
+    for value in (torch.nan, torch.inf, 3e38):
+        with torch.no_grad():
+            model[0].weight[0, 5] = value
+        sharded = copy.deepcopy(model)
+        recipe = Float8RowwiseScaling()
+        float8lab.convert_to_float8(sharded, recipe)
+        fully_shard(sharded, mesh=ranks.mesh())
+        assert_gathered_equal_cast(sharded, recipe)
+
+
+def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        model = make_model(ranks.device)
+        float8lab.convert_to_float8(model, recipe)
+        shard(model, mesh=ranks.mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
+        delayed = 1 if recipe.linear.delayed else 0  # its own reduction of activations' amaxes
+        for step in range(3):
+            with Collectives() as collectives:
+                train_step(model, batch(ranks, step)[1], optimizer)
+            if step > 0:
+                assert len(collectives.of("allreduce")) == 1 + delayed, collectives.seen
+        padded = {n: -(-p.shape[0] // ranks.world) * p[0].numel() for n, p in _sharded(model)}
+        bytes_of = {n: count * (1 if n in _fp8_names(model) else 4) for n, count in padded.items()}
+        gathers = collectives.of("allgather")
+        assert all(dtype == torch.uint8 for dtype, _ in gathers), gathers
+        # Forward and backward of every unit; the last stays unsharded in between.
+        per_unit = [
+            sum(size for n, size in bytes_of.items() if n.startswith(f"{unit}."))
+            for unit in range(len(model))
+        ]
+        forward = [size for _, size in gathers[: len(model)]]
+        assert forward == per_unit, (forward, per_unit)
+        assert sum(size for _, size in gathers) <= 2 * sum(per_unit)
+
+
+def _sharded(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(n, p) for n, p in model.named_parameters()]
+
+
+def _fp8_names(model: nn.Module) -> set[str]:
+    return {f"{name}.weight" for name in fp8_linears(model)}
+
+
+def check_losses_follow_a_single_process(ranks: Ranks) -> None:
+    # FP8 sums differ with the rows that share a scale, so the losses do, by less than FP8 differs
+    # from high precision: that difference is the tolerance.
+    for recipe in RECIPES:
+        torch.manual_seed(1)
+        plain = make_model(ranks.device)
+        single, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
+        float8lab.convert_to_float8(single, recipe)
+        float8lab.convert_to_float8(sharded, recipe)
+        shard(sharded, mesh=ranks.mesh())
+        models = (plain, single, sharded)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in models]
+        losses: list[list[float]] = [[], [], []]
+        for step in range(20):
+            whole, mine = batch(ranks, step, rows=16)
+            for i, (model, x) in enumerate(zip(models, (whole, whole, mine), strict=True)):
+                loss = train_step(model, x, optimizers[i])
+                if i == 2:
+                    dist.all_reduce(loss)
+                    loss = loss / ranks.world
+                losses[i].append(loss.item())
+        high, fp8, fsdp = (torch.tensor(values) for values in losses)
+        assert fsdp[-1] < fsdp[0] / 2
+        error = (fsdp - high).abs() / high
+        assert error.max() < 0.03 + 3 * ((fp8 - high).abs() / high).max(), (high, fp8, fsdp)
+
+
+def check_equal_to_unsharded_numerics_when_every_rank_has_the_same_batch(ranks: Ranks) -> None:
+    # The mean of equal gradients is each of them, so even bits agree where w has square blocks.
+    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+        single = make_model(ranks.device)
+        sharded = copy.deepcopy(single)
+        float8lab.convert_to_float8(single, recipe)
+        float8lab.convert_to_float8(sharded, recipe)
+        shard(sharded, mesh=ranks.mesh())
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (single, sharded)]
+        for step in range(20):
+            x = batch(ranks, step)[0]
+            one = train_step(single, x, optimizers[0])
+            many = train_step(sharded, x, optimizers[1])
+            assert torch.equal(one, many), (step, one, many)
+        for (name, p), (_, q) in zip(
+            single.named_parameters(), sharded.named_parameters(), strict=True
+        ):
+            assert torch.equal(p, q.full_tensor()), name
+
+
+def check_reshard_policies(ranks: Ranks) -> None:
+    losses = []
+    for policy in (True, False):
+        torch.manual_seed(0)
+        model = make_model(ranks.device)
+        float8lab.convert_to_float8(model)
+        shard(model, mesh=ranks.mesh(), reshard_after_forward=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses.append([train_step(model, batch(ranks, s)[1], optimizer) for s in range(4)])
+        assert_gathered_equal_cast(model, Float8CurrentScaling())
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+
+
+def check_gradient_accumulation(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = make_model(ranks.device)
+    float8lab.convert_to_float8(model)
+    shard(model, mesh=ranks.mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            model(batch(ranks, 2 * step + micro)[1]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_gathered_equal_cast(model, Float8CurrentScaling())
+
+
+def check_mixed_precision(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        model = make_model(ranks.device)
+        float8lab.convert_to_float8(model, recipe)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard(model, mesh=ranks.mesh(), mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        dtypes = []
+        layer = model[0].up
+        layer.register_forward_pre_hook(
+            lambda m, args, dtypes=dtypes: dtypes.extend([m.weight.dtype, args[0].dtype])
+        )
+        for step in range(2):
+            train_step(model, batch(ranks, step)[1], optimizer)
+        assert set(dtypes) == {torch.bfloat16}
+        assert layer.weight.dtype == torch.float32
+        assert_gathered_equal_cast(model, recipe)  # cast from the float32 masters
+
+
+def check_meta_device(ranks: Ranks) -> None:
+    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+        model = make_model("meta")
+        float8lab.convert_to_float8(model, recipe)
+        shard(model, mesh=ranks.mesh())
+        model.to_empty(device=ranks.device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().normal_()  # not on every rank the same number of values
+        assert_gathered_equal_cast(model, recipe)
+        train_step(model, batch(ranks, 0)[1], torch.optim.AdamW(model.parameters()))
+        assert_gathered_equal_cast(model, recipe)
+
+
+def check_loading_replaces_no_hook(ranks: Ranks) -> None:
+    recipe = Float8CurrentScaling()
+    model = make_model(ranks.device)
+    keys = list(model.state_dict())
+    float8lab.convert_to_float8(model, recipe)
+    shard(model, mesh=ranks.mesh())
+    assert list(model.state_dict()) == keys
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_step(model, batch(ranks, 0)[1], optimizer)
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    assert all(type(v.to_local()) is Tensor for v in saved.values())
+    train_step(model, batch(ranks, 1)[1], optimizer)
+    model.load_state_dict(saved)
+    assert_gathered_equal_cast(model, recipe)
+    model.load_state_dict({k: v * 3 for k, v in saved.items()}, assign=True)
+    assert isinstance(model[0].up.weight._local_tensor, MasterShard)
+    assert_gathered_equal_cast(model, recipe)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model.load_state_dict(saved)
+    torch.__future__.set_swap_module_params_on_conversion(before)
+    assert_gathered_equal_cast(model, recipe)
+
+
+def check_cpu_offload(ranks: Ranks) -> None:
+    recipe = Float8BlockScaling()
+    model = make_model(ranks.device)
+    float8lab.convert_to_float8(model, recipe)
+    policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    shard(model, mesh=ranks.mesh(), offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        train_step(model, batch(ranks, step)[1], optimizer)
+    assert model[0].up.weight.device.type == "cpu"
+    full = {n: p.to_local() for n, p in model.named_parameters()}
+    unshard_all(model)
+    for layer in fp8_linears(model).values():
+        assert isinstance(layer.weight, float8lab.Float8Tensor)
+        assert layer.weight.qdata.device == ranks.device
+    reshard_all(model)
+    assert all(local.device.type == "cpu" for local in full.values())
+
+
+def check_hybrid_sharding(ranks: Ranks) -> None:
+    if ranks.world < 4:
+        return
+    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+        model = make_model(ranks.device)
+        float8lab.convert_to_float8(model, recipe)
+        shard(model, mesh=ranks.mesh(2, ranks.world // 2, names=("copies", "shards")))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(2):
+            train_step(model, batch(ranks, step)[1], optimizer)
+            assert_gathered_equal_cast(model, recipe)
+            ranks.assert_same(model[0].up.weight.full_tensor())
+
+
+def check_a_module_that_is_used_now_and_then(ranks: Ranks) -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64, device=ranks.device)
+            self.second = nn.Linear(64, 64, device=ranks.device)
+            self.use = (True, True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x) if self.use[0] else x
+            return self.second(x) if self.use[1] else x
+
+    recipe = Float8CurrentScaling()
+    model = Sometimes()
+    float8lab.convert_to_float8(model, recipe)
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=ranks.mesh(), reshard_after_forward=False)
+    fully_shard(model, mesh=ranks.mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=10.0)
+    uses = [(True, True), (False, True), (True, False), (False, True), (True, True), (True, False)]
+    for step, model.use in enumerate(uses):
+        train_step(model, batch(ranks, step)[1], optimizer)
+        assert_gathered_equal_cast(model, recipe)
+
+
+def check_a_rank_skips_a_layer_inside_a_unit(ranks: Ranks) -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(
+                nn.Linear(64, 64, device=ranks.device) for _ in range(ranks.world)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            # All but this rank's own; every weight gets a gradient, if only of zeros.
+            y = sum(e(x) for i, e in enumerate(self.experts) if i != ranks.rank)
+            return y + 0 * sum(p.sum() for p in self.experts.parameters() if p.ndim == 1)
+
+    for recipe in (Float8CurrentScaling(), DelayedScaling()):
+        model = Choice()
+        float8lab.convert_to_float8(model, recipe)
+        fully_shard(model, mesh=ranks.mesh())
+        with torch.no_grad():
+            for step in range(3):
+                model(batch(ranks, step)[1])
+        assert_gathered_equal_cast(model, recipe)
+
+
+def check_models_that_come_and_go(ranks: Ranks) -> None:
+    # Garbage is collected at different times on different ranks.
+    kept = make_model(ranks.device)
+    float8lab.convert_to_float8(kept)
+    shard(kept, mesh=(mesh := ranks.mesh()))
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+    gc.disable()
+    for round_ in range(3):
+        other = make_model(ranks.device)
+        float8lab.convert_to_float8(other)
+        shard(other, mesh=mesh)
+        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        train_step(kept, batch(ranks, round_)[1], optimizer)
+        train_step(other, batch(ranks, round_)[1], other_optimizer)
+        del other, other_optimizer
+        if ranks.rank == 0:
+            gc.collect()
+        train_step(kept, batch(ranks, round_)[1], optimizer)
+        assert_gathered_equal_cast(kept, Float8CurrentScaling())
+    gc.enable()
+
+
+def check_weights_that_stay_in_high_precision(ranks: Ranks) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(32, 64, device=ranks.device)
+            self.body = nn.Linear(64, 64, device=ranks.device)
+            self.head = nn.Linear(64, 32, bias=False, device=ranks.device)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(self.embedding(x)))
+
+    model = Tied()
+    float8lab.convert_to_float8(model)
+    fully_shard(model, mesh=ranks.mesh())
+    model(torch.arange(8, device=ranks.device)).square().mean().backward()
+    model.unshard()
+    assert type(model.head.weight) is nn.Parameter
+    assert model.head.weight is model.embedding.weight
+    assert isinstance(model.body.weight, float8lab.Float8Tensor)
+    model.reshard()
+
+    for recipe, option in (
+        (Float8CurrentScaling(override_linear_precision=(False, True, False)), True),
+        (Float8CurrentScaling(), False),
+    ):
+        layer = nn.Linear(64, 64, device=ranks.device)
+        float8lab.convert_to_float8(layer, recipe, fp8_all_gather=option)
+        fully_shard(layer, mesh=ranks.mesh())
+        layer(batch(ranks, 0)[1]).sum().backward()
+        layer.unshard()
+        assert type(layer.weight) is nn.Parameter
+        layer.reshard()
+
+
+def check_activation_checkpointing(ranks: Ranks) -> None:
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = make_model(ranks.device)
+        float8lab.convert_to_float8(model)
+        if checkpointed:
+            for part in model:
+                forward: Callable[..., Tensor] = part.forward
+                part.forward = lambda x, forward=forward: torch.utils.checkpoint.checkpoint(
+                    forward, x, use_reentrant=False
+                )
+        shard(model, mesh=ranks.mesh())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        results.append([train_step(model, batch(ranks, s)[1], optimizer) for s in range(3)])
+    assert torch.equal(torch.stack(results[0]), torch.stack(results[1]))
+
+
+def check_inference(ranks: Ranks) -> None:
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = make_model(ranks.device)
+        single = copy.deepcopy(model)
+        for m in (model, single):
+            float8lab.convert_to_float8(m)
+        shard(model, mesh=ranks.mesh()).eval()
+        x = batch(ranks, 0)[0]
+        with mode():
+            assert torch.equal(model(x), single(x))
+            assert torch.equal(model(x), single(x))
+
+
+def check_clipping_and_full_state(ranks: Ranks) -> None:
+    model = make_model(ranks.device)
+    float8lab.convert_to_float8(model)
+    shard(model, mesh=ranks.mesh())
+    model(batch(ranks, 0)[1]).square().mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+    ranks.assert_same(norm)
+    assert all(p.grad.dtype == p.dtype for p in model.parameters())
+
+
+outcome = ranks_fixture(__name__, 2, 4)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_ranks(outcome: Callable[[str], None], name: str):
+    outcome(name)

@@ -1,0 +1,252 @@
+"""Weights stored in FP8 under FSDP2, DDP and DTensor."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import float8lab
+from float8lab.distributed.broadcast import broadcast_parameters
+from float8lab.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+)
+from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+
+RECIPES = [
+    Float8CurrentScaling(),
+    Float8RowwiseScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+]
+
+
+def make_model(ranks: Ranks, recipe: Any, sizes: tuple[int, ...] = (64, 300, 64, 5)) -> Any:
+    torch.manual_seed(0)
+    with float8lab.fp8_model_init(recipe=recipe):
+        layers = [float8lab.Linear(a, b, device=ranks.device) for a, b in itertools.pairwise(sizes)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(
+                torch.randn_like(layer.weight)
+                * (1 + torch.arange(layer.weight.shape[0], device=ranks.device)[:, None])
+            )
+    return model
+
+
+def shard(model: nn.Sequential, ranks: Ranks, **options: Any) -> nn.Sequential:
+    for layer in model:
+        fully_shard(layer, mesh=ranks.mesh(), **options)
+    fully_shard(model, mesh=ranks.mesh(), **options)
+    return model
+
+
+def local(parameter: Any) -> float8lab.Float8Tensor:
+    result = parameter._local_tensor
+    assert isinstance(result, float8lab.Float8Tensor)
+    return result
+
+
+def inputs(ranks: Ranks, step: int, width: int = 64) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, width, generator=generator).to(ranks.device)
+
+
+def assert_same_bytes(a: Any, b: Any) -> None:
+    assert a.spec == b.spec
+    assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
+    assert torch.equal(a.scale, b.scale)
+
+
+def check_gathered_bytes_and_results(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        for policy in (True, False):
+            single = make_model(ranks, recipe)
+            whole = [layer.weight.detach().clone() for layer in single]
+            model = shard(make_model(ranks, recipe), ranks, reshard_after_forward=policy)
+            for step in range(2):
+                x = inputs(ranks, step)
+                with float8lab.autocast(recipe=recipe), Collectives() as collectives:
+                    y = model(x)
+                with float8lab.autocast(recipe=recipe):
+                    expected = single(x)
+                assert torch.equal(y, expected)
+                y.square().mean().backward()
+                expected.square().mean().backward()
+            assert {dtype for dtype, _ in collectives.of("allgather")} == {torch.uint8}
+            for layer, other, weight in zip(model, single, whole, strict=True):
+                grad = layer.weight.grad
+                assert grad.dtype == layer.weight.dtype
+                assert type(grad.to_local()) is Tensor
+                torch.testing.assert_close(grad.full_tensor(), other.weight.grad)
+                layer.unshard()
+                assert_same_bytes(layer.weight, weight)
+                layer.reshard()
+
+
+def check_resident_bytes(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        model = make_model(ranks, recipe)
+        counts = [layer.weight.numel() for layer in model]
+        shard(model, ranks)
+        with float8lab.autocast(recipe=recipe):
+            model(inputs(ranks, 0)).sum().backward()
+        for layer, count in zip(model, counts, strict=True):
+            shard_ = local(layer.weight)
+            chunk = -(-layer.weight.shape[0] // ranks.world) * layer.weight.shape[1]
+            assert shard_.qdata.untyped_storage().nbytes() <= chunk <= count
+            blocks = layer.weight.spec if hasattr(layer.weight, "spec") else shard_.spec
+            assert shard_.scale.numel() <= max(1, shard_.numel()), blocks
+
+
+def check_mixed_precision_and_frozen(ranks: Ranks) -> None:
+    recipe = Float8CurrentScaling()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make_model(ranks, recipe), ranks, mp_policy=policy)
+    model[0].weight.requires_grad_(False)
+    with float8lab.autocast(recipe=recipe):
+        y = model(inputs(ranks, 0))
+    assert y.dtype == torch.bfloat16
+    y.float().square().mean().backward()
+    assert model[0].weight.grad is None
+    assert model[1].weight.grad.dtype == torch.float32
+
+
+def check_shards_with_scales_of_their_own(ranks: Ranks) -> None:
+    # An optimizer that knows nothing of us writes to each shard, which is quantized by itself.
+    for recipe in RECIPES:
+        model = shard(make_model(ranks, recipe), ranks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(2):
+            with float8lab.autocast(recipe=recipe), float8lab.fallback("silent"):
+                model(inputs(ranks, step)).square().mean().backward()
+                optimizer.step()
+        values = [ranks.gather(local(layer.weight).dequantize().cpu()) for layer in model]
+        for layer, parts in zip(model, values, strict=True):
+            layer.unshard()
+            weight, expected = layer.weight.dequantize().cpu(), torch.cat(parts)
+            step = layer.weight.scale.max().item() * 448 / 16
+            assert (weight - expected).abs().max() <= step
+            ranks.assert_same(layer.weight.qdata.view(torch.uint8))
+            layer.reshard()
+
+
+def check_master_weights(ranks: Ranks) -> None:
+    # Every rank has the same batch, so the mean of the gradients is each of them.
+    for recipe in RECIPES:
+        single = make_model(ranks, recipe)
+        model = shard(make_model(ranks, recipe), ranks)
+        optimizers = [
+            float8lab.optim.MasterWeights(m.parameters(), torch.optim.AdamW, lr=0.01)
+            for m in (single, model)
+        ]
+        for step in range(3):
+            losses = []
+            for m, optimizer in zip((single, model), optimizers, strict=True):
+                with float8lab.autocast(recipe=recipe):
+                    loss = m(inputs(ranks, step)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            assert torch.equal(losses[0], losses[1]), (recipe, step, losses)
+            for layer, other in zip(model, single, strict=True):
+                layer.unshard()
+                assert_same_bytes(layer.weight, other.weight)
+                layer.reshard()
+
+
+def check_hybrid_sharding(ranks: Ranks) -> None:
+    if ranks.world < 4:
+        return
+    for recipe in RECIPES:
+        model = make_model(ranks, recipe)
+        whole = [layer.weight.detach().clone() for layer in model]
+        mesh = ranks.mesh(2, ranks.world // 2, names=("copies", "shards"))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        for layer, weight in zip(model, whole, strict=True):
+            layer.unshard()
+            assert_same_bytes(layer.weight, weight)
+            layer.reshard()
+
+
+def check_data_parallel(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        model = make_model(ranks, recipe)
+        if ranks.rank:
+            with torch.no_grad():
+                for layer in model:
+                    layer.weight.copy_(torch.full_like(layer.weight, ranks.rank))
+        first = copy.deepcopy(make_model(ranks, recipe))
+        ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+        broadcast_parameters(model)
+        parallel = DistributedDataParallel(model, device_ids=ids, init_sync=False)
+        for layer, other in zip(model, first, strict=True):
+            assert_same_bytes(layer.weight, other.weight)
+        with float8lab.autocast(recipe=recipe):
+            parallel(inputs(ranks, ranks.rank)).square().mean().backward()
+        for layer in model:
+            ranks.assert_same(layer.weight.grad)
+
+
+def check_data_parallel_without_our_broadcast(ranks: Ranks) -> None:
+    model = make_model(ranks, Float8CurrentScaling())
+    with torch.no_grad():
+        model[0].weight.mul_(1 + ranks.rank)
+    ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+    with float8lab.fallback("silent"):
+        DistributedDataParallel(model, device_ids=ids)
+    ranks.assert_same(model[0].weight.qdata.view(torch.uint8))
+    ranks.assert_same(model[0].weight.scale)
+
+
+def check_broadcast(ranks: Ranks) -> None:
+    for block in ((-1, -1), (1, -1), (128, 128)):
+        torch.manual_seed(ranks.rank)
+        x = float8lab.quantize(torch.randn(200, 48, device=ranks.device), block=block)
+        torch.distributed.broadcast(x, 1)
+        ranks.assert_same(x.qdata.view(torch.uint8))
+        ranks.assert_same(x.scale)
+
+
+def check_dtensor(ranks: Ranks) -> None:
+    mesh = ranks.mesh()
+    for block in ((-1, -1), (1, -1), (1, 16), (128, 128)):
+        for rows in (128 * ranks.world, 130):
+            torch.manual_seed(0)
+            whole = float8lab.quantize(torch.randn(rows, 48, device=ranks.device), block=block)
+            chunks = list(whole.chunk(ranks.world))
+            sharded = DTensor.from_local(
+                chunks[ranks.rank].clone(), mesh, [Shard(0)],
+                run_check=False, shape=whole.shape, stride=whole.stride(),
+            )  # fmt: skip
+            full = sharded.full_tensor()
+            assert isinstance(full, float8lab.Float8Tensor)
+            assert torch.equal(full.dequantize(), whole.dequantize())
+            if rows % 128 == 0:
+                assert_same_bytes(full, whole)
+            replicated = sharded.redistribute(mesh, [Replicate()])
+            back = replicated.redistribute(mesh, [Shard(0)]).to_local()
+            assert torch.equal(back.dequantize(), chunks[ranks.rank].dequantize())
+
+
+outcome = ranks_fixture(__name__, 2, 4)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_ranks(outcome: Callable[[str], None], name: str):
+    outcome(name)
