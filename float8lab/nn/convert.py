@@ -402,6 +402,7 @@ class _CallRegion:
                 precision.prepare(next(p.device for p in layer.parameters()))
         return tuple(recipes)
 
+    @torch._disable_dynamo
     def before(self, model: nn.Module, args: Any) -> None:
         if not model.training or STATE.enabled is False or in_backward():
             return
@@ -416,9 +417,11 @@ class _CallRegion:
         for recipe in self._recipes:
             STATE.region.expect(recipe, STATE.group)
 
+    @torch._disable_dynamo
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True
 
+    @torch._disable_dynamo
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self._open
         if region is None or STATE.region is not region:

@@ -217,6 +217,8 @@ class Linear(nn.Linear):
                 f"inp must have {self.in_features} as its last dimension (in_features); got shape "
                 f"{tuple(inp.shape)}. Reshape it, or build the layer with that in_features."
             )
+        if torch.compiler.is_compiling() and self._fp8.needs_eager():
+            return self._forward_in_eager(inp, is_first_microbatch)
         weight, bias = self._whole_parameters()
         added = None if self.return_bias else bias
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
@@ -230,6 +232,12 @@ class Linear(nn.Linear):
             y = linear(x, weight, added, call)
             self._fp8.end(call)
         return (y, bias) if self.return_bias else y
+
+    @torch._disable_dynamo
+    def _forward_in_eager(
+        self, inp: Tensor, is_first_microbatch: bool | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        return self.forward(inp, is_first_microbatch)
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
         if self._split is None:

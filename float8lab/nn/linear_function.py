@@ -99,7 +99,10 @@ def _compress(scale: Tensor, spec: Float8Spec) -> Tensor:
 
 
 def _crop(x: Tensor, rows: int, columns: int) -> Tensor:
-    return x if x.shape == (rows, columns) else x[:rows, :columns]
+    # A compiled graph always slices: asking whether it must would fix the number of tokens.
+    if not torch.compiler.is_compiling() and x.shape == (rows, columns):
+        return x
+    return x[:rows, :columns]
 
 
 def _pad_columns_of_bias(bias: Tensor | None, width: int) -> Tensor | None:

@@ -123,6 +123,11 @@ class Precision:
             return self.recipe
         return STATE.recipe or self.recipe or DEFAULT_RECIPE
 
+    def needs_eager(self) -> bool:
+        """Whether a call would change Python state, which a compiled graph cannot hold."""
+        recipe = self.active_recipe()
+        return STATE.calibrating or (recipe is not None and recipe.linear.delayed)
+
     def weight_gather(self) -> MasterGather | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
         recipe = self.recipe
@@ -150,16 +155,21 @@ class Precision:
                 record = training or STATE.calibrating
             call = Call(recipe, slots, record)
             call.precision = self
-            if STATE.region is not None:
+            if STATE.region is not None and not torch.compiler.is_compiling():
                 STATE.region.fp8_calls += 1
                 if record and slots is not None:
                     STATE.region.packs[slots.pack] = None
+        if not torch.compiler.is_compiling():  # a compiled graph recomputes by itself
+            self._remember(call, frame)
+        return call
+
+    def _remember(self, call: Call | None, frame: Any) -> None:
+        """Keep a call for its recomputation in backward."""
         self._last = call
         if frame is not None:
             if self._by_frame is None:
                 self._by_frame = weakref.WeakKeyDictionary()
             self._by_frame[frame] = call
-        return call
 
     def _begin_again(self, device: torch.device, frame: Any) -> Call | None:
         """The call of a recomputation: the scales of the original call, and nothing recorded."""

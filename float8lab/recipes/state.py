@@ -9,9 +9,10 @@ advances when it ends.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +52,7 @@ class _State:
         self.region: Region | None = None
         self.init: _ModelInit | None = None
         self.created = 0  # modules with FP8 state, so far
-        self.watch = True  # look for autocast regions without an FP8 module, until one has any
+        self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
 
 STATE = _State()
@@ -166,7 +167,14 @@ class autocast:
     ...     y = layer(torch.ones(4, 32))
     """
 
-    __slots__ = ("_calibrating", "_enabled", "_group", "_outer", "_recipe", "_region", "_watcher")
+    __slots__ = (
+        "_calibrating",
+        "_enabled",
+        "_group",
+        "_outer",
+        "_recipe",
+        "_region",
+    )
 
     def __init__(
         self,
@@ -186,7 +194,6 @@ class autocast:
         self._group = amax_reduction_group
         self._outer: tuple[Any, ...] | None = None
         self._region: Region | None = None
-        self._watcher: _ModuleWatcher | None = None
 
     def __enter__(self) -> autocast:
         if self._outer is not None:
@@ -202,8 +209,6 @@ class autocast:
         state.group = self._group
         if state.region is None and (self._enabled or self._calibrating):
             state.region = self._region = Region()
-            if state.watch and self._enabled and not torch.compiler.is_compiling():
-                self._watcher = _ModuleWatcher()
         if state.region is not None and (self._enabled or self._calibrating):
             state.region.expect(self._recipe, self._group)
         return self
@@ -215,13 +220,13 @@ class autocast:
         self._outer = self._region = None
         if region is None:
             return
-        if exc_type is None:
-            region.close()
-        else:
+        if exc_type is not None:
             region.discard()
-        if self._watcher is not None:
-            watcher, self._watcher = self._watcher, None
-            watcher.finish(region, warn=exc_type is None)
+            return
+        region.close()
+        idle = not (region.fp8_calls or region.silent or torch.compiler.is_compiling())
+        if idle and self._enabled and state.watch:
+            _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)
@@ -254,36 +259,29 @@ class fp8_autocast(autocast):
         super().__init__(enabled, calibrating, fp8_recipe, fp8_group)
 
 
-class _ModuleWatcher:
-    """Counts the leaf modules that run in a region, to say what an FP8-less region held.
+def _warn_about_idle_region(frame: FrameType) -> None:
+    """Say that no FP8 module ran in a region, and which modules its function holds."""
+    STATE.watch = False
+    compiled = sys.modules.get("torch._dynamo.utils")
+    if compiled and compiled.counters["stats"]["unique_graphs"]:
+        return  # calls inside a compiled graph are not seen from here
+    held = [
+        f"{name} ({type(value).__name__}, {_count_linear(value)})"
+        for name, value in frame.f_locals.items()
+        if isinstance(value, nn.Module)
+    ]
+    warnings.warn(
+        "No FP8 module ran inside autocast(enabled=True); it saw "
+        f"{', '.join(held) or 'no module in the function that entered it'}. Convert the model with "
+        "float8lab.convert_to_float8(model) or build it from float8lab modules.",
+        UserWarning,
+        stacklevel=3,
+    )
 
-    Active only until the first region in which FP8 ran: after that it costs nothing.
-    """
 
-    __slots__ = ("_handle", "seen")
-
-    def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
-        self._handle = nn.modules.module.register_module_forward_pre_hook(self._hook)
-
-    def _hook(self, module: nn.Module, args: Any) -> None:
-        if next(module.children(), None) is None:
-            self.seen[type(module).__name__] += 1
-
-    def finish(self, region: Region, *, warn: bool) -> None:
-        self._handle.remove()
-        if region.fp8_calls:
-            STATE.watch = False
-        elif warn and not region.silent:
-            STATE.watch = False
-            seen = ", ".join(f"{n} x {name}" for name, n in sorted(self.seen.items()))
-            warnings.warn(
-                f"No FP8 module ran inside autocast(enabled=True); it saw "
-                f"{seen or 'no module call'}. Convert the model with "
-                "float8lab.convert_to_float8(model) or build it from float8lab modules.",
-                UserWarning,
-                stacklevel=3,
-            )
+def _count_linear(module: nn.Module) -> str:
+    count = sum(type(m) is nn.Linear for m in module.modules())
+    return f"{count} torch.nn.Linear layers not converted"
 
 
 class _ModelInit:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8lab.tensor.window import merge_into
 
@@ -110,6 +110,22 @@ def _announce(op: Any) -> None:
         )
 
 
+def _announce_update(op: Any, written: list[Any], args: Any, kwargs: Any) -> None:
+    """Warn, once, that an update of a parameter stored in FP8 is rounded away."""
+    mine = {id(x) for x in written}
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    update = any(id(x) not in mine for x in tensors)  # nn.init and clamping have no other tensor
+    if update and _POLICY.name == "warn" and "update" not in _POLICY.warned:
+        _POLICY.warned.add("update")
+        warnings.warn(
+            f"{op} updated a parameter stored in FP8: what is below half a unit in its last place, "
+            "3 to 6 % of a weight in e4m3, is lost, and training stalls. Train with "
+            "float8lab.optim.MasterWeights(params, optimizer_class, ...) (said once).",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool = False) -> Any:
     """Run ``op`` on dequantized arguments and quantize again what it wrote in place.
 
@@ -120,6 +136,8 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
     if not quiet and not in_place:
         _announce(op)
+    if in_place and any(x.requires_grad for x in written):
+        _announce_update(op, written, args, kwargs)
     plain: dict[int, Tensor] = {}
 
     def dequantized(x: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import float8lab
 from float8lab import recipes
 from float8lab.optim import MasterWeights
-from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor import Float8Tensor, dispatch, quantize
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(),
@@ -882,7 +882,7 @@ def live_bytes() -> dict[tuple[int, int], int]:
     gc.collect()
     storages = {}
     for x in gc.get_objects():
-        if issubclass(type(x), Tensor) and not isinstance(x, Float8Tensor):
+        if type(x) in (Tensor, nn.Parameter):  # no wrappers, nor fakes that a compilation left
             storage = x.untyped_storage()
             storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
     return storages
@@ -974,3 +974,17 @@ def test_errors():
         MasterWeights([p], torch.optim.SGD, lr=-1)
     with pytest.raises(ValueError, match="more than one parameter group"):
         MasterWeights([{"params": [p]}, {"params": [p]}], torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__
+)
+def test_an_optimizer_without_masters_warns_once(optimizer, monkeypatch):
+    monkeypatch.setattr(dispatch, "_POLICY", dispatch._Policy())
+    with float8lab.fp8_model_init():
+        layer = float8lab.Linear(16, 16, device="cpu")
+    plain = optimizer(layer.parameters(), lr=0.1)
+    layer(torch.ones(2, 16)).sum().backward()
+    with pytest.warns(UserWarning, match="Train with float8lab.optim.MasterWeights"):
+        plain.step()
+    plain.step()  # said once
