@@ -152,6 +152,8 @@ def check_special_values(ranks: Ranks) -> None:
 
 
 def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
+    if ranks.world == 1:
+        return  # nothing is sent
     for recipe in RECIPES:
         model = make_model(ranks.device)
         float8lab.convert_to_float8(model, recipe)
@@ -474,7 +476,8 @@ def check_activation_checkpointing(ranks: Ranks) -> None:
 
 
 def check_inference(ranks: Ranks) -> None:
-    for mode in (torch.inference_mode, torch.no_grad):
+    # FSDP2 itself fails in inference mode on one process.
+    for mode in (torch.inference_mode, torch.no_grad)[ranks.world == 1 :]:
         model = make_model(ranks.device)
         single = copy.deepcopy(model)
         for m in (model, single):
@@ -496,7 +499,7 @@ def check_clipping_and_full_state(ranks: Ranks) -> None:
     assert all(p.grad.dtype == p.dtype for p in model.parameters())
 
 
-outcome = ranks_fixture(__name__, 2, 4)
+outcome = ranks_fixture(__name__, 1, 2, 4)
 
 
 @pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
