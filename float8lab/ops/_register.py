@@ -21,6 +21,7 @@ def _lazy(path: str) -> Callable[..., Any]:
     module_name, function_name = path.split(":")
     launcher: Callable[..., Any] | None = None
 
+    @torch._disable_dynamo  # torch 2.11 traces into kernels that a compiled graph calls
     def call(*args: Any) -> Any:
         nonlocal launcher
         if launcher is None:
