@@ -205,9 +205,10 @@ class Linear(nn.Linear):
 
         Args:
             inp: ``[..., in_features]``.
-            is_first_microbatch: True or False keeps the FP8 cast of the weight until its next
-                change, and True makes ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead
-                of adding to it. The result is the same with None.
+            is_first_microbatch: True casts the weight and keeps the cast, False uses the kept one:
+                say so only if the weight did not change in between. True also makes
+                ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
+                casts the weight every time.
 
         Returns:
             ``[..., out_features]``; with ``return_bias``, that without bias, and the bias.

@@ -8,8 +8,6 @@ Saved for backward: x transposed in FP8, and the FP8 weight where its transpose 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,69 +137,45 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def _cast_weight(weight: Tensor, call: Call) -> _Operand:
-    """The weight in FP8, cast once per version of the weight while that cast is in use.
+    """The weight in FP8, cast in every forward unless the caller says that it did not change.
 
-    The cast is kept weakly: alive as long as a graph holds it, gone when backward has run, so
-    memory between steps is that of the weight alone and an update that torch's version counter
-    does not see (``weight.data``) cannot leave a stale cast behind. A caller who passes
-    ``is_first_microbatch`` vouches for the weight, and the cast is then kept until the next one.
+    Nothing about a tensor tells that reliably: fused optimizers and ``weight.data`` leave the
+    version counter alone. ``is_first_microbatch`` does: True casts and keeps, False reuses.
     """
-    spec, precision = call.plan.w, call.precision
+    spec, precision, first = call.plan.w, call.precision, call.first_microbatch
     stored = _stored(weight, spec)
     if stored is not None:
         return stored
     weight = _plain(weight)
-    if torch.compiler.is_compiling() or precision is None or weight.is_inference():
+    if first is None or precision is None or torch.compiler.is_compiling():
         return _cast(weight, spec, W, call)
-    version = _WeightVersion(weight, call.recipe)
-    cached = precision.weight_cast
-    if cached is not None and cached.version == version:
-        q = cached.q()
-        if q is not None:
-            call.used[W] = cached.scale
-            return q, cached.scale
-    slots = call.slots
-    if slots is not None and call.fixed is None:
-        # A weight that did not change keeps its scale: cached or not, the bytes are the same.
-        if slots.weight_scale is not None and slots.weight_scale[0] == version:
-            call.used[W] = scale = slots.weight_scale[1]
-            q = cast_op(weight, scale, None, spec.fp8_dtype, spec.block, ALIGN)
-        else:
-            q, scale = _cast(weight, spec, W, call)
-            slots.weight_scale = (version, scale)
-    else:
-        q, scale = _cast(weight, spec, W, call)
-    hold = weakref.ref(q) if call.first_microbatch is None else partial(_identity, q)
-    precision.weight_cast = _WeightCast(version, hold, scale)
+    kept = precision.weight_cast
+    if not first and kept is not None and kept.fits(weight, call.recipe):
+        call.used[W] = kept.scale
+        return kept.q, kept.scale
+    q, scale = _cast(weight, spec, W, call)
+    precision.weight_cast = _WeightCast(
+        weakref.ref(weight), _version(weight), call.recipe, q, scale
+    )
     return q, scale
 
 
-class _WeightVersion:
-    """Equal for the same tensor object with the same contents, as far as torch can tell."""
-
-    __slots__ = ("_key", "_tensor")
-
-    def __init__(self, weight: Tensor, recipe: Recipe) -> None:
-        self._tensor = weakref.ref(weight)
-        self._key = (weight._version, weight.data_ptr(), recipe)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _WeightVersion):
-            return NotImplemented
-        mine = self._tensor()
-        return mine is not None and mine is other._tensor() and self._key == other._key
-
-    __hash__ = None  # type: ignore[assignment]  # compared, never a key
-
-
 class _WeightCast(NamedTuple):
-    version: _WeightVersion
-    q: Callable[[], Tensor | None]
+    """The cast that is kept from one microbatch to the next."""
+
+    weight: weakref.ref[Tensor]
+    version: int
+    recipe: Recipe
+    q: Tensor
     scale: Tensor
 
+    def fits(self, weight: Tensor, recipe: Recipe) -> bool:
+        same = self.weight() is weight and self.recipe == recipe
+        return same and self.version == _version(weight)
 
-def _identity(q: Tensor) -> Tensor:
-    return q
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _transposed_weight(saved: Tensor, scale: Tensor | None, call: Call) -> _Operand:

@@ -90,7 +90,7 @@ class Precision:
         self.pinned = pinned
         self.name = name
         self.slots: dict[tuple[Recipe, Any], DelayedSlots] = {}
-        self.weight_cast: Any = None  # the weight's latest cast; belongs to linear_function
+        self.weight_cast: Any = None  # kept over microbatches; belongs to linear_function
         self._last: Call | None = None
         self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None
 

@@ -68,7 +68,6 @@ class ScalingState:
             for name in _NAMES:
                 tensors[name].copy_(state[f"{key}/{name}"])
             slots.seeded = state[f"{key}/seeded"].tolist()
-            slots.weight_scale = None
             slots.pack.forget_live()
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:

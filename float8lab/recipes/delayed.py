@@ -126,7 +126,7 @@ class ScalePack:
 class DelayedSlots:
     """The slots of one module under one recipe: consecutive columns of a pack."""
 
-    __slots__ = ("__weakref__", "fp8_dtypes", "key", "pack", "seeded", "start", "weight_scale")
+    __slots__ = ("__weakref__", "fp8_dtypes", "key", "pack", "seeded", "start")
 
     def __init__(
         self,
@@ -143,7 +143,6 @@ class DelayedSlots:
         limits = [torch.finfo(dtype).max for dtype in fp8_dtypes]
         self.fp8_dtypes = tuple(fp8_dtypes)
         self.seeded = [False] * count
-        self.weight_scale: tuple[Any, Tensor] | None = None
         tensors = {
             "history": torch.zeros(recipe.amax_history_len, count, device=device),
             "amax": torch.full((count,), NO_DATA, device=device),
@@ -169,7 +168,6 @@ class DelayedSlots:
     def to(self, device: torch.device) -> None:
         """Move to another device, into a pack of its own."""
         if self.pack.scale.device != device:
-            self.weight_scale = None
             self._separate({k: t.to(device, copy=True) for k, t in self.tensors().items()})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,7 +183,6 @@ class DelayedSlots:
         self.fp8_dtypes = state["fp8_dtypes"]
         self.key = state["key"]
         self.seeded = state["seeded"]
-        self.weight_scale = None
         self._adopt(ScalePack(state["recipe"], None, state["tensors"]), 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedSlots:

@@ -87,6 +87,7 @@ class WeightGather:
         self.gathered = False  # in a forward since the last reduction
         self.version: Any = None
         self.batch: _Batch | None = None
+        self.index = 0  # in the batch
         self.place: Place | None = None
 
     # What a kind of shard has to say.
@@ -144,14 +145,13 @@ class WeightGather:
         if self.batch is None:
             self.batch = _Batch.join(self, mesh.get_group())
             reduce_blocks([self], shard.device, mesh)
-        elif not backward and (
-            self.gathered or self.batch.saw_backward or self.version != self.current_version()
-        ):
+        elif not backward and (self.gathered or self.batch.is_new_pass(self)):
             self.batch.reduce(shard.device, mesh)
         if backward:
             self.batch.saw_backward = True
         else:
             self.gathered = True
+            self.batch.latest = max(self.batch.latest, self.index)
         assert self.scale is not None, "reduced above"
         assert self.amax is not None, "reduced above"
         gathered = Gathered(self.spec, self.scale, self.amax, self.place.shape)
@@ -261,12 +261,27 @@ class _Batch:
     def __init__(self) -> None:
         self.members: list[WeightGather] = []
         self.saw_backward = False  # a member was gathered in backward since the last reduction
+        self.latest = -1  # index of the last member that was gathered in a forward since then
+
+    def is_new_pass(self, member: WeightGather) -> bool:
+        """Whether the weights may have changed since the last reduction.
+
+        Versions alone do not tell: foreach and fused optimizers leave those of DTensors as they
+        are. A pass over the model gathers in the order of the first one, so a member that comes
+        after a later one opens a new pass.
+        """
+        return (
+            self.saw_backward
+            or member.index < self.latest
+            or member.version != member.current_version()
+        )
 
     @staticmethod
     def join(member: WeightGather, group: Any) -> _Batch:
         batch = _FILLING.get(group)
         if batch is None:
             batch = _FILLING[group] = _Batch()
+        member.index = len(batch.members)
         batch.members.append(member)
         return batch
 
@@ -275,7 +290,7 @@ class _Batch:
         group = mesh.get_group()
         if _FILLING.get(group) is self:
             del _FILLING[group]  # complete: what is gathered for the first time later is another's
-        self.saw_backward = False
+        self.saw_backward, self.latest = False, -1
         reduce_blocks(self.members, device, mesh)
 
 

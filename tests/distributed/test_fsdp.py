@@ -370,7 +370,7 @@ def check_a_module_that_is_used_now_and_then(ranks: Ranks) -> None:
     for layer in (model.first, model.second):
         fully_shard(layer, mesh=ranks.mesh(), reshard_after_forward=False)
     fully_shard(model, mesh=ranks.mesh())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=10.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=10.0, foreach=True)
     uses = [(True, True), (False, True), (True, False), (False, True), (True, True), (True, False)]
     for step, model.use in enumerate(uses):
         train_step(model, batch(ranks, step)[1], optimizer)
