@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from float8lab.formats import Float8Spec
 from float8lab.nn.precision import DY, Call, W, X
@@ -239,6 +240,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         saved_x, x_scale, saved_w, w_scale = ctx.saved_tensors
         call: Call = ctx.call

@@ -1,0 +1,129 @@
+"""What training loops do around a layer: accumulation, anomaly mode, hooks, shared weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import recipes
+
+RECIPES = {
+    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+def make_model(recipe):
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    float8lab.convert_to_float8(model, recipe)
+    return model
+
+
+def step(model, x):
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+@each_recipe
+def test_gradient_accumulation_adds_up(recipe):
+    model = make_model(recipe)
+    separate = copy.deepcopy(model)
+    total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for batch in torch.randn(3, 8, 32):
+        step(model, batch)
+        separate.zero_grad()
+        step(separate, batch)
+        for n, p in separate.named_parameters():
+            total[n] += p.grad
+    for n, p in model.named_parameters():
+        assert torch.equal(p.grad, total[n])
+
+
+@each_recipe
+def test_anomaly_mode_changes_nothing(recipe):
+    model = make_model(recipe)
+    watched = copy.deepcopy(model)
+    x = torch.randn(8, 32)
+    step(model, x)
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        step(watched, x)
+    for p, q in zip(model.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@each_recipe
+def test_a_weight_shared_by_two_layers(recipe):
+    first, second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    float8lab.convert_to_float8(model, recipe)
+    apart = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    for layer in apart:
+        layer.load_state_dict(first.state_dict())
+    float8lab.convert_to_float8(apart, recipe)
+    x = torch.randn(8, 32)
+    assert torch.equal(step(model, x), step(apart, x))
+    assert torch.equal(first.weight.grad, apart[0].weight.grad + apart[1].weight.grad)
+
+
+@each_recipe
+def test_backward_twice_through_a_kept_graph(recipe):
+    model = make_model(recipe)
+    loss = model(torch.randn(8, 32)).square().sum()
+    loss.backward(retain_graph=True)
+    once = model[0].weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(
+        model[0].weight.grad, 2 * once, rtol=0.2, atol=0.2 * once.abs().max()
+    )
+    if recipe.linear.delayed:
+        model(torch.randn(8, 32))
+        assert model[0]._fp8.slots[recipe, None].tensors()["steps"].tolist() == [2, 2, 1]
+
+
+@each_recipe
+def test_an_in_place_change_of_a_saved_weight_is_an_error(recipe):
+    if recipe.linear.w.block[0] == recipe.linear.w.block[1]:
+        pytest.skip("the FP8 cast is saved, not the weight")
+    model = make_model(recipe)
+    loss = model(torch.randn(8, 32, requires_grad=True)).square().sum()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@each_recipe
+def test_hooks_on_tensors_modules_and_gradients(recipe):
+    model = make_model(recipe)
+    seen = []
+    model[0].register_forward_pre_hook(lambda m, a: seen.append("pre"))
+    model[0].register_full_backward_hook(lambda m, i, o: seen.append("backward"))
+    model[0].weight.register_hook(lambda g: seen.append("weight"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    step(model, torch.randn(8, 32, requires_grad=True))
+    assert seen[0] == "pre"
+    assert set(seen) == {"pre", "backward", "weight", "accumulated"}
+
+
+@each_recipe
+def test_double_backward_is_refused(recipe):
+    model = make_model(recipe)
+    x = torch.randn(4, 32, requires_grad=True)
+    (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|second derivative"):
+        dx.sum().backward()
+
+
+@each_recipe
+def test_function_transforms_are_refused(recipe):
+    model = make_model(recipe)
+    with pytest.raises(RuntimeError, match="functorch|setup_context|vmap"):
+        torch.func.vmap(model)(torch.randn(3, 4, 32))
