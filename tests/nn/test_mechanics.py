@@ -118,12 +118,12 @@ def test_double_backward_is_refused(recipe):
     model = make_model(recipe)
     x = torch.randn(4, 32, requires_grad=True)
     (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|second derivative"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
         dx.sum().backward()
 
 
 @each_recipe
 def test_function_transforms_are_refused(recipe):
     model = make_model(recipe)
-    with pytest.raises(RuntimeError, match="functorch|setup_context|vmap"):
+    with pytest.raises(RuntimeError, match=r"functorch|setup_context|vmap"):
         torch.func.vmap(model)(torch.randn(3, 4, 32))
