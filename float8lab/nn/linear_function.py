@@ -183,7 +183,7 @@ def _transposed_weight(saved: Tensor, scale: Tensor | None, call: Call) -> _Oper
     """The weight's transpose in FP8, for dgrad."""
     spec = call.plan.w
     if scale is not None:
-        # Square blocks: same bytes. Tensors without blocks have a 0-d or [1, 1] scale.
+        # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
         return transpose_op(saved, 1), scale.t()
     return _cast(_plain(saved).t(), spec, W, call)
 

@@ -177,9 +177,9 @@ class Precision:
         original = by_frame[frame] if by_frame and frame in by_frame else self._last
         # Outside any autocast the recomputation runs as the original did; an autocast entered
         # again inside the checkpointed function speaks for itself.
-        recipe = self.active_recipe() if STATE.enabled is not None else None
-        if STATE.enabled is None:
-            recipe = original.recipe if original is not None else None
+        recipe = original.recipe if original is not None else None
+        if STATE.enabled is not None:
+            recipe = self.active_recipe()
         if recipe is None:
             return None
         call = Call(recipe, self._slots(recipe, device) if recipe.linear.delayed else None, False)
