@@ -249,8 +249,8 @@ class Linear(nn.Linear):
         return torch.cat(plain), None if biases[0] is None else torch.cat(biases)
 
     def _forward_in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        self._fp8.calibrate(x, weight)
         plain = weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+        self._fp8.calibrate(x, plain)
         return nn.functional.linear(x, plain, bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -339,6 +339,17 @@ def test_calibration_keeps_the_history_of_all_batches_and_ends_usable(training):
     assert (y - exact).norm() / exact.norm() < 0.05
 
 
+def test_calibration_with_weights_stored_in_fp8():
+    with float8lab.fp8_model_init():
+        m = layer()
+    with (
+        float8lab.fallback("error"),
+        float8lab.autocast(enabled=False, calibrating=True, recipe=DELAYED),
+    ):
+        m(torch.full((2, 32), 3.0))
+    assert history(m)[0, :2].tolist() == [3.0, m.weight.dequantize().abs().max().item()]
+
+
 # --- activation checkpointing --------------------------------------------------------------------
 
 
