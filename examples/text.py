@@ -1,13 +1,15 @@
 """Real text that every machine with Python has, as bytes: no download, no tokenizer.
 
 The text is Python's own manual (``pydoc_data.topics``) and the docstrings of the standard
-library, read from its source files without importing any of them. It is about two megabytes and
-depends on the Python version, but not on the machine or the run.
+library, read from its source files without importing any of them: about two megabytes. For larger
+models there are the source files themselves, about eleven. Either depends on the Python version,
+but not on the machine or the run.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import sysconfig
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Text", "docstrings", "load_text", "manual", "split"]
+__all__ = ["Text", "docstrings", "load_text", "manual", "sources", "split"]
 
 SEPARATOR = "\n\n"
 CHUNK = 16384
@@ -75,18 +77,27 @@ def _source_files(root: Path) -> Iterator[Path]:
             yield path
 
 
+def sources(root: Path) -> list[str]:
+    """All source files below ``root`` in order of path, those that are not UTF-8 left out."""
+    found: list[str] = []
+    for path in _source_files(root):
+        with contextlib.suppress(UnicodeDecodeError):
+            found.append(path.read_text(encoding="utf-8"))
+    return found
+
+
 def docstrings(root: Path) -> list[str]:
     """Docstrings of all source files below ``root``, in order of path and line.
 
     Files that are not UTF-8 or do not parse are passed over; nothing is imported or run.
     """
     found: list[str] = []
-    for path in _source_files(root):
+    for source in sources(root):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about the files, which are not ours
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, SyntaxError):
+                tree = ast.parse(source)
+        except SyntaxError:
             continue
         nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
         nodes.sort(key=lambda node: getattr(node, "lineno", 0))
@@ -111,9 +122,9 @@ def _tokens(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def load_text() -> Text:
-    """The manual and the standard library's docstrings, each text once."""
-    library = docstrings(Path(sysconfig.get_path("stdlib")))
+def load_text(*, code: bool = False) -> Text:
+    """The manual and the standard library's docstrings, or all its source code; each text once."""
+    library = (sources if code else docstrings)(Path(sysconfig.get_path("stdlib")))
     text = SEPARATOR.join(dict.fromkeys(manual() + library)).encode()
     train, validation = split(text)
     return Text(_tokens(train), _tokens(validation), hashlib.sha256(text).hexdigest()[:32])

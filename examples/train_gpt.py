@@ -68,6 +68,8 @@ class Training:
     learning_rate: float
     validations: int = 10
     """How often the validation loss is taken, evenly spread, the last after the last step."""
+    code: bool = False
+    """Train on the standard library's source code: five times as much as its documentation."""
     validation_windows: int
     """Sequences of the model's context in the validation loss, evenly spread over its text."""
     weight_decay: float = 0.1
@@ -92,7 +94,9 @@ class Training:
 TRAINING = {
     "tiny": Training(steps=600, batch_size=16, learning_rate=3e-3, validation_windows=256),
     "small": Training(steps=500, batch_size=32, learning_rate=2e-3, validation_windows=256),
-    "124m": Training(steps=1500, batch_size=16, learning_rate=6e-4, validation_windows=128),
+    "124m": Training(
+        steps=1500, batch_size=16, learning_rate=6e-4, code=True, validation_windows=256
+    ),
 }
 
 
@@ -344,7 +348,8 @@ def make_job(args: argparse.Namespace) -> Job:
     training = Training(
         **asdict(TRAINING[preset]) | {k: v for k, v in chosen.items() if v is not None}
     )
-    return Job(model=PRESETS[preset], training=training, text=load_text(), device=device)
+    text = load_text(code=training.code)
+    return Job(model=PRESETS[preset], training=training, text=text, device=device)
 
 
 def excluded(args: argparse.Namespace) -> tuple[str, ...]:

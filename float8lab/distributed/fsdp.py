@@ -140,7 +140,7 @@ def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
 
     FSDP2 pads a shard by copying it into a tensor of the parameter's blocks; that would quantize
     it again where the shard's edge cuts a block. Such a shard gets smaller blocks, with the scales
-    that their elements had.
+    that their elements had. Initial values that the parameter kept are cut likewise.
 
     Args:
         module: the module, which still has the whole parameter under ``name``.
@@ -161,6 +161,7 @@ def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
     rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     chunk = -(-whole.shape[0] // size)
     block = whole.spec.block[0]
+    kept = whole.get_high_precision_init_val()
     vars(module).setdefault("_stored_specs", {})[tuple(whole.shape)] = whole.spec
     if block > 1 and chunk % block:
         block = math.gcd(chunk, block)
@@ -171,6 +172,8 @@ def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
         rows = slice(None) if block == -1 else slice(first // block, -(-(first + count) // block))
         local.scale, local.amax = whole.scale[rows].clone(), whole.amax[rows].clone()
     local.spec, local._window = whole.spec, None
+    if kept is not None:
+        local._high_precision_init_val = kept[first : first + count].clone()
 
 
 class _Rewrite(MasterGather):

@@ -171,6 +171,18 @@ def check_master_weights(ranks: Ranks) -> None:
                 layer.reshard()
 
 
+def check_masters_start_from_kept_values(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        torch.manual_seed(0)
+        with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            layer = float8lab.Linear(48, 150, device=ranks.device)
+        kept = layer.weight.get_high_precision_init_val().to(ranks.device)
+        model = shard(nn.Sequential(layer), ranks)
+        optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+        assert torch.equal(optimizer.masters[model[0].weight].full_tensor(), kept)
+        assert local(model[0].weight).get_high_precision_init_val() is None
+
+
 def check_hybrid_sharding(ranks: Ranks) -> None:
     if ranks.world < 4:
         return

@@ -31,7 +31,7 @@ def _small_job():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train_gpt.PRESETS, "tiny", CONFIG)
         patch.setitem(train_gpt.TRAINING, "tiny", training)
-        patch.setattr(train_gpt, "load_text", lambda: loaded)
+        patch.setattr(train_gpt, "load_text", lambda code=False: loaded)
         yield
     torch.set_num_threads(threads)
 
@@ -166,6 +166,12 @@ def test_text_is_the_same_each_time_and_large_enough():
     assert 0.05 < len(first.validation) / len(first.train) < 0.2
     assert first.train.dtype == torch.int64
     assert int(first.train.max()) < 256
+
+
+def test_source_code_is_a_larger_text():
+    code = text.load_text(code=True)
+    assert len(code.train) > 4_000_000
+    assert code.digest != text.load_text().digest
 
 
 def test_split_loses_and_repeats_nothing():
