@@ -150,6 +150,9 @@ def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
     local, whole = getattr(parameter, "_local_tensor", None), module._parameters.get(name)
     if not isinstance(local, Float8Tensor) or local.qdata.is_meta:
         return
+    if getattr(parameter, "_is_exact", False):
+        # Registered again, as after every forward. FSDP2's streams may be reading it by now.
+        return
     if not isinstance(whole, Float8Tensor) or whole.ndim != 2:
         if local._window is not None:
             settle(local)
@@ -172,6 +175,7 @@ def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
         rows = slice(None) if block == -1 else slice(first // block, -(-(first + count) // block))
         local.scale, local.amax = whole.scale[rows].clone(), whole.amax[rows].clone()
     local.spec, local._window = whole.spec, None
+    parameter._is_exact = True
     if kept is not None:
         local._high_precision_init_val = kept[first : first + count].clone()
 
