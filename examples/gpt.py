@@ -2,9 +2,12 @@
 
 B sequences, T positions, D width, H heads, V vocabulary. Pre-norm blocks, learned positions,
 causal attention through ``scaled_dot_product_attention``, GELU MLP, output weights tied to the
-token embedding; initialised as GPT-2 is.
+token embedding; initialised as GPT-2 is, but for the positions: they start as sinusoids. From
+random ones it takes hundreds of steps to find out which tokens are neighbours, and chance decides
+how many.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019.
+Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019;
+Vaswani et al., "Attention Is All You Need", 2017 (the sinusoids).
 """
 
 from __future__ import annotations
@@ -49,6 +52,13 @@ PRESETS = {
 
 GPT2_DIM = 768
 """The width at which GPT-2's standard deviation of 0.02 holds; ours goes with 1 / sqrt(width)."""
+
+
+def sinusoids(positions: int, dim: int) -> Tensor:
+    """``[positions, dim]``: sines, then cosines, of wavelengths from 2 pi to 20000 pi."""
+    rates = 10000.0 ** -(torch.arange(0, dim, 2) / dim)
+    angles = torch.outer(torch.arange(positions).float(), rates)
+    return torch.cat((angles.sin(), angles.cos()), dim=1)[:, :dim]
 
 
 class Attention(nn.Module):
@@ -121,6 +131,9 @@ class GPT(nn.Module):
                 into_residual = name.endswith(("proj.weight", "down.weight"))
                 layers = 2 * self.config.n_layer if into_residual else 1
                 nn.init.normal_(parameter, std=std / math.sqrt(layers))
+        with torch.no_grad():
+            waves = sinusoids(self.config.context, self.config.dim)
+            self.positions.weight.copy_(math.sqrt(2) * std * waves)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """``tokens`` and ``targets`` are ``[B, T]`` integers; without targets, ``[B, T, V]``."""
