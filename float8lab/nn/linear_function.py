@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
             x_t = cast(x2.t(), plan.x, X, call)
         if plan.fprop or keep_w:
             w_q = cast_weight(weight, call)
-        y = fprop(x2, x_q, weight, w_q, bias, call, dtype=dtype)
+        y = fprop(x2, x_q, weight, w_q, bias, call, features=N, dtype=dtype)
 
         saved_x: tuple[Tensor | None, Tensor | None] = (None, None)
         if x_t is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.precision import DY, Call, W, X
+from float8lab.nn.precision import DY, Call, W
 from float8lab.ops import (
     Source,
     cast_of_op,
@@ -37,9 +37,9 @@ __all__ = [
     "Operand",
     "accumulate",
     "cast",
+    "cast_again",
     "cast_gradient",
     "cast_pair",
-    "cast_transposed_again",
     "cast_weight",
     "compress",
     "crop",
@@ -93,9 +93,7 @@ def cast_pair(
         source = (x.kind, x.inputs, x.dtype)
         if plan.delayed:
             scale, slot = call.scale(index, _looked_at(x, index, call))
-            q, q_t, total = cast_pair_of_op(
-                *source, scale, slot, spec.fp8_dtype, ALIGN, column_sum
-            )
+            q, q_t, total = cast_pair_of_op(*source, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
             return (q, scale), (q_t, scale), total
         q, scale, q_t, scale_t, total = quantize_pair_of_op(*source, *how)
         return (q, scale), (q_t, scale_t), total
@@ -113,16 +111,18 @@ def _looked_at(x: Source, index: int, call: Call) -> Tensor:
     return x.amax() if first.numel() and call.asks_for_values(index) else first
 
 
-def cast_transposed_again(x: Source, spec: Float8Spec, scale: Tensor | None, call: Call) -> Operand:
-    """The transpose of what the forward has cast, for wgrad: under the same per-tensor scale."""
-    source = (x.kind, x.inputs, x.dtype, True)
+def cast_again(
+    x: Source, spec: Float8Spec, scale: Tensor | None, call: Call, *, transposed: bool
+) -> Operand:
+    """In backward, what the forward has cast; under the same scale if that is per tensor."""
+    source = (x.kind, x.inputs, x.dtype, transposed)
     if spec.per_tensor:
         assert scale is not None, "the forward has saved it"
         return cast_of_op(*source, scale, None, spec.fp8_dtype, ALIGN), scale
-    q_t, scale_t = quantize_of_op(
+    q, own = quantize_of_op(
         *source, None, spec.fp8_dtype, spec.block, spec.scale_rule, call.plan.amax_epsilon, ALIGN
     )
-    return q_t, scale_t
+    return q, own
 
 
 def same_when_transposed(spec: Float8Spec) -> bool:
@@ -252,9 +252,13 @@ def fprop(
     bias: Tensor | None,
     call: Call,
     *,
+    features: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``x @ weight.T + bias``, ``[M, N]`` in ``dtype``; in high precision if an operand is None."""
+    """``x @ weight.T + bias``, ``[M, features]`` in ``dtype``.
+
+    In high precision, from ``x`` and ``weight``, if an operand is None.
+    """
     plan = call.plan
     if x_q is None or w_q is None:
         high = x.value() if isinstance(x, Source) else x
@@ -263,7 +267,7 @@ def fprop(
     rows = (x.inputs[0] if isinstance(x, Source) else x).shape[0]
     padded = _pad_columns_of_bias(bias, w_q[0].shape[0])
     y = gemm(x_q, plan.x, w_q, plan.w, padded, dtype, plan.fast_accum[0])
-    return crop(y, rows, weight.shape[0]).contiguous()
+    return crop(y, rows, features).contiguous()
 
 
 def cast_gradient(
