@@ -7,7 +7,16 @@ torch.Size([2, 64])
 """
 
 from float8lab import distributed, nn, optim, recipes
-from float8lab.nn import Linear, convert_to_float8, count_gemms, to_high_precision
+from float8lab.nn import (
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+    convert_to_float8,
+    count_gemms,
+    to_high_precision,
+)
 from float8lab.recipes import (
     autocast,
     fp8_autocast,
@@ -20,7 +29,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Float8Tensor",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "RMSNorm",
     "autocast",
     "convert_to_float8",
     "count_gemms",

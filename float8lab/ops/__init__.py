@@ -1,10 +1,11 @@
 """One file per op family: plain tensors in, fresh plain tensors out.
 
-``reference.py`` holds every op in plain PyTorch; ``kernels/`` holds the CUDA launchers and is the
+``reference/`` holds every op in plain PyTorch; ``kernels/`` holds the CUDA launchers and is the
 only place that imports triton.
 """
 
 from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.norm import norm_backward_op, norm_op, norm_stats_op
 from float8lab.ops.quantize import (
     amax_op,
     cast_op,
@@ -14,21 +15,41 @@ from float8lab.ops.quantize import (
     quantize_pair_op,
     transpose_op,
 )
-from float8lab.ops.reference import encode_from_amax, round_up, scale_from_amax
+from float8lab.ops.reference import ACTIVATIONS, encode_from_amax, round_up, scale_from_amax
 from float8lab.ops.scaling import NO_DATA, update_scales_op
+from float8lab.ops.source import (
+    Source,
+    amax_of_op,
+    cast_of_op,
+    cast_pair_of_op,
+    quantize_of_op,
+    quantize_pair_of_op,
+    value_of_op,
+)
 
 __all__ = [
+    "ACTIVATIONS",
     "NO_DATA",
+    "Source",
+    "amax_of_op",
     "amax_op",
+    "cast_of_op",
     "cast_op",
+    "cast_pair_of_op",
     "cast_pair_op",
     "dequantize_op",
     "encode_from_amax",
+    "norm_backward_op",
+    "norm_op",
+    "norm_stats_op",
+    "quantize_of_op",
     "quantize_op",
+    "quantize_pair_of_op",
     "quantize_pair_op",
     "round_up",
     "scale_from_amax",
     "scaled_mm_op",
     "transpose_op",
     "update_scales_op",
+    "value_of_op",
 ]

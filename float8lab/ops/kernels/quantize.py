@@ -1,7 +1,7 @@
 """Quantize, cast, transpose and dequantize matrices on the GPU.
 
 M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment. Every kernel
-gives the bytes of ``ops/reference.py``. Every program handles one tile: it reads a tile of the
+gives the bytes of ``ops/reference``. Every program handles one tile: it reads a tile of the
 input once and writes it in one or in both orientations.
 
 Sizes and strides are run-time arguments: a new token count recompiles nothing, except that triton
@@ -27,6 +27,7 @@ from float8lab.ops.kernels._common import (
     encode_from_scale,
     load_tile,
     on_device_of_first,
+    record_amax,
     saturate,
     scale_from_amax,
     scale_tile,
@@ -703,11 +704,7 @@ def _cast_kernel(
     scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
 
     if HAS_SLOT:
-        # The slot only grows, so a stale value costs an atomic too many and nothing else. NO_DATA
-        # is negative as an integer too, and NaN lies above every amax.
-        slot = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        bits = tl.max(tl.max(abs_bits(x), 1), 0)
-        tl.atomic_max(slot, bits, mask=bits > tl.load(slot), sem="relaxed")
+        record_amax(slot_ptr, abs_bits(x))
 
     q = saturate(x * encode_from_scale(scale), q_ptr.dtype.element_ty)
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
