@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from float8lab.recipes.state import STATE
+from float8lab.recipes.region import STATE
 
 
 def pytest_configure(config: pytest.Config) -> None:

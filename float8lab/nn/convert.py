@@ -25,7 +25,7 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
-from float8lab.recipes.state import STATE, Region, in_backward
+from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["ConversionReport", "LayerReport", "convert_to_float8", "matches", "to_high_precision"]
@@ -388,71 +388,96 @@ def _class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
     return type(cls.__name__, (change(cls.__bases__[0]),), namespace)
 
 
-class _CallRegion:
-    """Makes each call of a model one delayed-scaling region, unless it is inside one already."""
+@torch._disable_dynamo
+def _end(region: Region, *, finished: bool) -> None:
+    if finished:
+        region.close()
+    else:
+        region.discard()
 
-    def __init__(self) -> None:
+
+class _CallRegion:
+    """Makes each call of a model one delayed-scaling region, unless it is inside one already.
+
+    Where the call is traced into a graph, so are these hooks. Where only the model's ``forward``
+    is, they run in Python.
+    """
+
+    def __init__(self, recipes: tuple[Recipe, ...]) -> None:
         self._open: Region | None = None
         self._finished = False
-        self._recipes: tuple[Recipe, ...] | None = None  # delayed ones; None: not known yet
+        self._prepared = False
+        self.recipes = recipes  # delayed ones of the model's layers
 
-    def reset(self) -> None:
-        """Look for the layers' recipes again."""
-        self._recipes = None
-
-    def _prepare(self, model: nn.Module) -> tuple[Recipe, ...]:
-        recipes: dict[Recipe, None] = {}
-        for layer in model.modules():
-            for _, precision in precisions(layer):
-                if precision.recipe is not None and precision.recipe.linear.delayed:
-                    recipes[precision.recipe] = None
-                    precision.prepare(next(p.device for p in layer.parameters()))
-        return tuple(recipes)
+    def reset(self, recipes: tuple[Recipe, ...]) -> None:
+        """Take in other layers."""
+        self.recipes, self._prepared = recipes, False
 
     @torch._disable_dynamo
+    def _prepare(self, model: nn.Module) -> None:
+        for layer in model.modules():
+            for _, precision in precisions(layer):
+                if precision.recipe in self.recipes:
+                    precision.prepare(next(p.device for p in layer.parameters()))
+
     def before(self, model: nn.Module, args: Any) -> None:
         if not model.training or STATE.enabled is False or in_backward():
             return
         if self._open is None and STATE.region is None:
             self._open = STATE.region = Region()
             self._finished = False
-        assert STATE.region is not None, "opened above or before"
-        if self._recipes is None:
-            self._recipes = self._prepare(model)
+        region = STATE.region
+        assert region is not None, "opened above or before"
+        if not torch.compiler.is_compiling() and not self._prepared:
+            self._prepared = True
+            self._prepare(model)
             # In an enclosing region other ranks may not call this model at all.
-            STATE.region.first = self._open is not None
-        for recipe in self._recipes:
-            STATE.region.expect(recipe, STATE.group)
+            region.first = self._open is not None
+        for recipe in self.recipes:
+            region.expect(recipe, STATE.group)
 
-    @torch._disable_dynamo
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True
 
-    @torch._disable_dynamo
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self._open
         if region is None or STATE.region is not region:
             return
         self._open = STATE.region = None
-        if self._finished:
+        if torch.compiler.is_compiling():
             region.close()
         else:
-            region.discard()
+            _end(region, finished=self._finished)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CallRegion:
-        return memo.setdefault(id(self), _CallRegion())
+        return memo.setdefault(id(self), _CallRegion(self.recipes))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_open": None, "_finished": False, "_recipes": None}
+    def __reduce__(self) -> Any:
+        return _CallRegion, (self.recipes,)
+
+
+def _leave_to_python(function: Any) -> None:
+    """Have Dynamo compile a function as part of its callers only, not on its own."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, default)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+
+
+# A model's hooks are no callees of its forward, which is what torch.compile(model) traces.
+for _hook in (_CallRegion.before, _CallRegion.finished, _CallRegion.after):
+    _leave_to_python(_hook)
 
 
 def _make_region_of_calls(model: nn.Module) -> None:
+    found = [precision.recipe for layer in model.modules() for _, precision in precisions(layer)]
+    recipes = tuple(dict.fromkeys(r for r in found if r is not None and r.linear.delayed))
     hooks = model._forward_pre_hooks.values()
     for hook in hooks:
         if isinstance(owner := getattr(hook, "__self__", None), _CallRegion):
-            owner.reset()
+            owner.reset(recipes)
             return
-    region = _CallRegion()
+    region = _CallRegion(recipes)
     model.register_forward_pre_hook(region.before, prepend=True)
     # Two hooks, since one that is always called cannot tell an exception from a None result.
     model.register_forward_hook(region.finished)

@@ -12,7 +12,7 @@ from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.precision import Precision
-from float8lab.recipes.state import STATE
+from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
 
 __all__ = [
@@ -239,7 +239,7 @@ class Linear(nn.Linear):
             if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad"):
                 call.fused_weight = weight
             y = linear(x, weight, added, call)
-            self._fp8.end(call)
+            self._fp8.end(call, y)
         return (y, bias) if self.return_bias else y
 
     @torch._disable_dynamo

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
+from float8lab.nn.in_graph import cast_in_graph, cast_pair_in_graph
 from float8lab.nn.precision import DY, Call, W
 from float8lab.ops import (
     Source,
@@ -64,6 +65,8 @@ Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
 def cast(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Operand:
     """One orientation of x in FP8."""
     plan = call.plan
+    if plan.delayed and torch.compiler.is_compiling():
+        return cast_in_graph(x, index, call, spec.fp8_dtype, ALIGN)
     if isinstance(x, Source):
         if plan.delayed:
             scale, slot = call.scale(index, _looked_at(x, index, call))
@@ -88,6 +91,11 @@ def cast_pair(
 ) -> tuple[Operand, Operand, Tensor]:
     """x and x transposed in FP8 from one read of x, and its column sums if asked."""
     plan = call.plan
+    if plan.delayed and torch.compiler.is_compiling():
+        q, q_t, scale, total = cast_pair_in_graph(
+            x, index, call, spec.fp8_dtype, ALIGN, column_sum
+        )
+        return (q, scale), (q_t, scale), total
     how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN, column_sum)
     if isinstance(x, Source):
         source = (x.kind, x.inputs, x.dtype)

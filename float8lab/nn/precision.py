@@ -16,16 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.in_graph import new_handle
+from float8lab.ops import Source
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
-from float8lab.recipes.reduction import channel_of
-from float8lab.recipes.state import DEFAULT_RECIPE, STATE, advance_scales, in_backward
+from float8lab.recipes.reduction import channel_of, name_of_group
+from float8lab.recipes.region import (
+    DEFAULT_RECIPE,
+    STATE,
+    Region,
+    advance_in_graph,
+    advance_scales,
+    come_after_in_graph,
+    in_backward,
+    set_clock,
+)
 from float8lab.tensor.fsdp import MasterGather
 
 __all__ = ["DY", "Call", "Precision", "W", "X", "precisions"]
 
 X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
+
+
+_HERE = object()  # the process group of the enclosing autocast
 
 
 class Call:
@@ -35,6 +49,7 @@ class Call:
         "first_microbatch",
         "fixed",
         "fused_weight",
+        "group_name",
         "plan",
         "precision",
         "recipe",
@@ -51,6 +66,7 @@ class Call:
         self.fixed: dict[int, Tensor] | None = None  # scales that a recomputation must use again
         self.used: dict[int, Tensor] = {}  # scales of forward tensors, for such a recomputation
         self.precision: Precision | None = None
+        self.group_name = ""  # in a compiled graph
         self.first_microbatch: bool | None = None
         self.fused_weight: Any = None  # weight whose gradient goes into its main_grad
 
@@ -98,6 +114,8 @@ class Precision:
         self.pinned = pinned
         self.name = name
         self.slots: dict[tuple[Recipe, Any], DelayedSlots] = {}
+        self.handle = new_handle(self, torch.device("cpu"))  # stands for self in compiled graphs
+        set_clock(torch.device("cpu"))
         self.weight_cast: Any = None  # kept over microbatches; belongs to linear_function
         self._last: Call | None = None
         self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None
@@ -120,6 +138,7 @@ class Precision:
         copy = Precision(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
         copy.fp8_all_gather = self.fp8_all_gather
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
+        copy._place(self.handle.device)
         memo[id(self)] = copy
         return copy
 
@@ -132,9 +151,8 @@ class Precision:
         return STATE.recipe or self.recipe or DEFAULT_RECIPE
 
     def needs_eager(self) -> bool:
-        """Whether a call would change Python state, which a compiled graph cannot hold."""
-        recipe = self.active_recipe()
-        return STATE.calibrating or (recipe is not None and recipe.linear.delayed)
+        """Whether a call does what a compiled graph cannot hold."""
+        return STATE.calibrating
 
     def weight_gather(self) -> MasterGather | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
@@ -151,6 +169,8 @@ class Precision:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
+        if torch.compiler.is_compiling():
+            return self._begin_in_graph(training=training)
         frame = _checkpoint_frame()
         if in_backward():
             return self._begin_again(x.device, frame)
@@ -163,13 +183,45 @@ class Precision:
                 record = training or STATE.calibrating
             call = Call(recipe, slots, record)
             call.precision = self
-            if STATE.region is not None and not torch.compiler.is_compiling():
+            if STATE.region is not None:
                 STATE.region.fp8_calls += 1
                 if record and slots is not None:
                     STATE.region.packs[slots.pack] = None
-        if not torch.compiler.is_compiling():  # a compiled graph recomputes by itself
-            self._remember(call, frame)
+        self._remember(call, frame)
         return call
+
+    def _begin_in_graph(self, *, training: bool) -> Call | None:
+        """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
+        recipe = self.active_recipe()
+        if recipe is None:
+            return None
+        call = Call(recipe, None, training and recipe.linear.delayed)
+        call.precision = self
+        if recipe.linear.delayed:
+            call.group_name = name_of_group(STATE.group)
+        return call
+
+    def scale_in_graph(
+        self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source
+    ) -> tuple[Tensor, Tensor | None]:
+        """When a compiled graph casts ``x``: a scale that is the graph's own, and the amax slot."""
+        inner = x.inputs[0] if isinstance(x, Source) else x
+        slots = self._slots(recipe, inner.device, group)
+        again = index != DY and in_backward()
+        region = STATE.region or STATE.in_graph
+        if again:
+            advanced = region is None or slots.pack not in region.packs
+            return slots.scale_again(index, advanced=advanced), None
+        if index != DY:
+            if region is None:
+                region = STATE.in_graph = Region()
+            region.fp8_calls += 1
+            if record:
+                region.packs[slots.pack] = None
+        if isinstance(x, Source):
+            x = x.amax() if inner.numel() and not slots.seeded[index] else inner
+        scale, slot = slots.scale_for(index, x, record=record)
+        return scale.clone().view(1), slot
 
     def _remember(self, call: Call | None, frame: Any) -> None:
         """Keep a call for its recomputation in backward."""
@@ -212,9 +264,15 @@ class Precision:
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None
 
-    def end(self, call: Call) -> None:
-        """A recording call outside every region is a region of its own."""
-        if call.record and call.fixed is None and STATE.region is None and call.slots is not None:
+    def end(self, call: Call, y: Tensor) -> None:
+        """Close a recording call, whose output is ``y``; outside regions it is one of its own."""
+        if call.record and torch.compiler.is_compiling():
+            come_after_in_graph(y)
+        if not call.record or call.fixed is not None or STATE.region is not None:
+            return
+        if torch.compiler.is_compiling():
+            advance_in_graph(())
+        elif call.slots is not None:
             advance_scales([call.slots.pack])
 
     def to(self, device: torch.device) -> None:
@@ -222,6 +280,13 @@ class Precision:
         self.weight_cast = None
         for slots in self.slots.values():
             slots.to(device)
+        self._place(device)
+
+    def _place(self, device: torch.device) -> None:
+        """Have a handle on the device, where a CUDA graph can take it."""
+        if device.type == "cuda" and self.handle.device != device:
+            self.handle = new_handle(self, device)
+        set_clock(device)
 
     def prepare(self, device: torch.device, recipe: Recipe | None = None) -> None:
         """Have the state of a delayed recipe, by default the module's own, before the first call.
@@ -235,14 +300,15 @@ class Precision:
             if found is not None and recipe.reduce_amax:
                 found[1].add(slots)
 
-    def _slots(self, recipe: Any, device: torch.device) -> DelayedSlots:
-        key = (recipe, STATE.group)
+    def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
+        group = STATE.group if group is _HERE else group
+        key = (recipe, group)
         slots = self.slots.get(key)
         if slots is None:
             plan = recipe.linear
             slots = DelayedSlots(
                 recipe,
-                STATE.group,
+                group,
                 fp8_dtypes=[plan.x.fp8_dtype, plan.w.fp8_dtype, plan.dy.fp8_dtype],
                 forward=[True, True, False],
                 device=device,

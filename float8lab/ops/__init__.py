@@ -4,6 +4,7 @@
 only place that imports triton.
 """
 
+from float8lab.ops._register import register_stateful
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op, norm_stats_op
 from float8lab.ops.quantize import (
@@ -46,6 +47,7 @@ __all__ = [
     "quantize_op",
     "quantize_pair_of_op",
     "quantize_pair_op",
+    "register_stateful",
     "round_up",
     "scale_from_amax",
     "scaled_mm_op",

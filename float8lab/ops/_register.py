@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["register"]
+__all__ = ["register", "register_stateful"]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 
@@ -47,6 +47,24 @@ def register(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, reference, "CPU")
     _LIBRARY.impl(name, _lazy(cuda), "CUDA")
+    torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
+    overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
+    return overload
+
+
+def register_stateful(
+    schema: str, *, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Define an op for compiled graphs that does what eager mode does in plain Python.
+
+    Args:
+        schema: the op's signature. What it changes besides is hidden from the compiler.
+        implementation: called on any device, with Python's state as it is when the graph runs.
+        fake: allocates the outputs, for fake tensors.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, torch._disable_dynamo(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
     return overload

@@ -6,8 +6,10 @@ slots for one recipe are a ``DelayedSlots``; the slots of many modules lie side 
 ``DelayedSlots`` starts in a pack of its own; the first region in which several packs are used
 merges them.
 
-Casts never read ``ScalePack.scale`` itself but ``ScalePack.live``, a copy made once per update:
-what backward or a recomputation saved stays what the forward used.
+Casts never read ``ScalePack.scale`` itself but a copy, which all slots' casts share from one update
+to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA graph
+records them, each cast makes its own copy in the graph, since a replay updates ``scale`` unseen; a
+pack that was recorded keeps its tensors, and is not merged any more.
 """
 
 from __future__ import annotations
@@ -24,17 +26,27 @@ from float8lab.recipes.recipe import DelayedScaling
 
 __all__ = ["DelayedSlots", "ScalePack", "merge_packs"]
 
-_TENSORS = ("history", "amax", "scale", "steps", "fp8_max", "forward")
+_TENSORS = ("history", "amax", "scale", "previous", "steps", "fp8_max", "forward")
 
 
 class ScalePack:
     """The packed state of S slots of one recipe, reduction group and device."""
 
-    __slots__ = (*_TENSORS, "recipe", "group", "members", "amaxes", "_live", "__weakref__")
+    __slots__ = (
+        *_TENSORS,
+        "recipe",
+        "group",
+        "members",
+        "amaxes",
+        "_live",
+        "_recorded",
+        "__weakref__",
+    )
 
     history: Tensor  # [H, S] float32, newest first
     amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
     scale: Tensor  # [S] float32 decode scales
+    previous: Tensor  # [S] float32, before the last update; what a compiled graph recomputes with
     steps: Tensor  # [S] int32, updates that saw data; 0 means the scale was never set
     fp8_max: Tensor  # [S] float32, largest value of the slot's format
     forward: Tensor  # [S] bool, forward tensors (x, w), not gradients
@@ -47,15 +59,23 @@ class ScalePack:
         self.members: list[weakref.ref[DelayedSlots]] = []
         self.amaxes: Sequence[Tensor] = self.amax.unbind()
         self._live: Sequence[Tensor] | None = None
+        self._recorded = False
 
-    @property
-    def live(self) -> Sequence[Tensor]:
-        """One decode scale per slot, unchanged by later updates, each of shape [1]."""
+    def current(self, slot: int) -> Tensor:
+        """The decode scale of a slot, of shape [1], unchanged by later updates."""
+        if self.is_recorded():
+            return self.scale[slot].clone().view(1)
         if self._live is None:
             # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
             spaced = self.scale.unsqueeze(1).expand(-1, 4).contiguous()
             self._live = spaced[:, :1].unbind()
-        return self._live
+        return self._live[slot]
+
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph holds, or is recording, the addresses of these tensors."""
+        if not self._recorded and self.scale.is_cuda:
+            self._recorded = torch.cuda.is_current_stream_capturing()
+        return self._recorded
 
     def slots(self) -> list[DelayedSlots]:
         """The modules' parts of the pack that still exist, in order."""
@@ -73,6 +93,7 @@ class ScalePack:
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
+        self.previous.copy_(self.scale)
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
         else:
@@ -147,6 +168,7 @@ class DelayedSlots:
             "history": torch.zeros(recipe.amax_history_len, count, device=device),
             "amax": torch.full((count,), NO_DATA, device=device),
             "scale": torch.ones(count, device=device),
+            "previous": torch.ones(count, device=device),
             "steps": torch.zeros(count, dtype=torch.int32, device=device),
             "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
             "forward": torch.tensor(forward, device=device),
@@ -207,7 +229,15 @@ class DelayedSlots:
                 self.pack.set_scale(slot, scale)
                 self.seeded[index] = True
         pack = self.pack
-        return pack.live[slot], pack.amaxes[slot] if record else None
+        return pack.current(slot), pack.amaxes[slot] if record else None
+
+    def scale_again(self, index: int, *, advanced: bool) -> Tensor:
+        """The scale, of shape [1], that ``scale_for`` gave for the last forward's tensor.
+
+        ``advanced``: the scales have been updated since.
+        """
+        scale = self.pack.previous if advanced else self.pack.scale
+        return scale[self.start + index].clone().view(1)
 
     def observe(self, index: int, x: Tensor) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""

@@ -25,6 +25,7 @@ __all__ = [
     "LinearPlan",
     "MXFP8BlockScaling",
     "Recipe",
+    "recipe_numbered",
 ]
 
 
@@ -106,10 +107,13 @@ class Recipe:
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
         object.__setattr__(self, "linear", self._plan())
+        object.__setattr__(self, "number", _number_of(self))
 
     # Set once on each instance by __post_init__. Declared as ClassVar to keep them from being
     # dataclass fields: they take no part in __init__, fields() or replace().
     linear: ClassVar[LinearPlan]
+    number: ClassVar[int]
+    """Of this recipe among all of this process: by it a compiled graph knows it."""
     _repr: ClassVar[str]
     _key: ClassVar[tuple[Any, ...]]
     _hash: ClassVar[int]
@@ -159,6 +163,30 @@ class Recipe:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> Any:
+        # Not its __dict__: hashes and numbers are those of this process.
+        return _make, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
+
+
+_NUMBERS: dict[Recipe, int] = {}
+_NUMBERED: list[Recipe] = []
+
+
+def _number_of(recipe: Recipe) -> int:
+    if recipe not in _NUMBERS:
+        _NUMBERS[recipe] = len(_NUMBERED)
+        _NUMBERED.append(recipe)
+    return _NUMBERS[recipe]
+
+
+def recipe_numbered(number: int) -> Recipe:
+    """The recipe, or one equal to it, whose ``number`` this is."""
+    return _NUMBERED[number]
+
+
+def _make(kind: type[Recipe], values: dict[str, Any]) -> Recipe:
+    return kind(**values)
 
 
 def _show(value: Any) -> str:

@@ -30,7 +30,7 @@ from torch import Tensor
 from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import DelayedSlots, ScalePack
 
-__all__ = ["AmaxChannel", "channel_of"]
+__all__ = ["AmaxChannel", "channel_of", "group_named", "name_of_group"]
 
 _Key = tuple[Any, ...]
 
@@ -117,6 +117,8 @@ class AmaxChannel:
         return self._plan[1]
 
     def _has_news(self) -> bool:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False  # a CUDA graph cannot wait, and its replays could not agree on anything
         if self._news is None:
             return not self._wire  # the channel's first region
         if self._news_arrived is not None:
@@ -155,6 +157,16 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
         return None
     return group, _CHANNELS.setdefault(group, AmaxChannel())
+
+
+def name_of_group(group: Any) -> str:
+    """By which a compiled graph, which holds no objects, knows a process group."""
+    return "" if group is None else group.group_name  # type: ignore[no-any-return]
+
+
+def group_named(name: str) -> Any:
+    """The process group of that name; None for ""."""
+    return dist.distributed_c10d._resolve_process_group(name) if name else None
 
 
 def _default_device(group: Any) -> torch.device:

@@ -1,9 +1,6 @@
-"""What is in force right now: ``autocast``, ``fp8_model_init``, regions and their bookkeeping.
+"""The context managers: ``autocast`` and ``fp8_model_init``, each under two names.
 
-``STATE`` is the library's only global: one object, saved on entry and restored on exit of every
-context manager. A *region* is the span between the entry and the exit of the outermost enabled (or
-calibrating) autocast, or one call of a model converted with a delayed recipe; delayed scaling
-advances when it ends.
+What is in force is in ``region.STATE``, which they save on entry and restore on exit.
 """
 
 from __future__ import annotations
@@ -11,134 +8,19 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from float8lab.ops import NO_DATA
-from float8lab.recipes.delayed import ScalePack, merge_packs
-from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from float8lab.recipes.reduction import channel_of
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.region import STATE, ModelInit, Region
 
-__all__ = [
-    "DEFAULT_RECIPE",
-    "STATE",
-    "Region",
-    "advance_scales",
-    "autocast",
-    "fp8_autocast",
-    "fp8_model_init",
-    "in_backward",
-    "quantized_model_init",
-]
+__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-DEFAULT_RECIPE = DelayedScaling()
-"""What ``autocast`` uses when it is given no recipe."""
-
-
-class _State:
-    __slots__ = ("calibrating", "created", "enabled", "group", "init", "recipe", "region", "watch")
-
-    def __init__(self) -> None:
-        self.enabled: bool | None = None  # None: no autocast is active
-        self.recipe: Recipe | None = None  # None: the autocast named none
-        self.calibrating = False
-        self.group: Any = None
-        self.region: Region | None = None
-        self.init: _ModelInit | None = None
-        self.created = 0  # modules with FP8 state, so far
-        self.watch = True  # an autocast region without an FP8 module has yet to be warned about
-
-
-STATE = _State()
-
-
-def in_backward() -> bool:
-    """Whether an autograd backward pass is running on this thread.
-
-    A module called there is being recomputed by activation checkpointing.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
-
-
-class Region:
-    """The delayed-scaling packs that recorded amaxes since the region began."""
-
-    __slots__ = ("first", "fp8_calls", "groups", "packs", "silent", "training")
-
-    def __init__(self) -> None:
-        self.packs: dict[ScalePack, None] = {}
-        self.first = False  # on every rank this region is the first with certain modules
-        self.groups: dict[Any, None] = {}  # over which amaxes are reduced, used here or not
-        self.fp8_calls = 0
-        # Recomputation in backward re-enters user code, autocast included; nothing advances then.
-        self.silent = in_backward()
-        self.training = torch.is_grad_enabled()
-
-    def expect(self, recipe: Recipe | None, group: Any) -> None:
-        """Reduce amaxes over ``group`` at the end, whatever this rank does until then.
-
-        Without gradients only if this rank records any: one rank may evaluate alone.
-        """
-        recipe = recipe or DEFAULT_RECIPE
-        delayed = isinstance(recipe, DelayedScaling) and recipe.reduce_amax
-        if delayed and (self.training or STATE.calibrating):
-            self.groups[group] = None
-
-    def close(self) -> None:
-        """Advance all scales, one launch for each recipe, reduction group and device."""
-        if self.silent:
-            return
-        advance_scales(self.packs, self.groups, agree=self.first)
-
-    def discard(self) -> None:
-        """Forget what the forward recorded: the region did not finish."""
-        for pack in self.packs:
-            pack.discard_forward()
-
-
-def advance_scales(
-    packs: Iterable[ScalePack], groups: Iterable[Any] = (), *, agree: bool = False
-) -> None:
-    """Advance the slots of these packs, by amaxes that are reduced over ranks first.
-
-    Args:
-        packs: in which this rank recorded amaxes.
-        groups: process groups in whose reduction this rank takes part even without a pack of
-            theirs.
-        agree: every rank knows that some rank has new modules (see ``reduction.py``).
-    """
-    batches: dict[Any, list[ScalePack]] = {}
-    for pack in packs:
-        batches.setdefault((pack.recipe, pack.group, pack.scale.device), []).append(pack)
-    due = dict.fromkeys(merge_packs(batch) for batch in batches.values())
-    reducing = [pack for pack in due if pack.recipe.reduce_amax]
-    held: list[tuple[Tensor, Tensor]] = []
-    for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
-        found = channel_of(named)
-        if found is None:
-            continue
-        group, channel = found
-        for pack in reducing:
-            if pack.group is named:
-                for slots in pack.slots():
-                    channel.add(slots)
-        due.update(dict.fromkeys(channel.reduce(group, agree=agree)))
-        for slots in channel.waiting():
-            amax = slots.tensors()["amax"]
-            held.append((amax, amax.clone()))
-            amax.fill_(NO_DATA)
-    for pack in due:
-        pack.update()
-    for amax, value in held:
-        amax.copy_(value)
 
 
 class autocast:
@@ -284,14 +166,6 @@ def _count_linear(module: nn.Module) -> str:
     return f"{count} torch.nn.Linear layers not converted"
 
 
-class _ModelInit:
-    __slots__ = ("preserve_high_precision_init_val", "recipe")
-
-    def __init__(self, recipe: Recipe, preserve_high_precision_init_val: bool) -> None:
-        self.recipe = recipe
-        self.preserve_high_precision_init_val = preserve_high_precision_init_val
-
-
 class quantized_model_init:
     """Modules created inside keep their weights in FP8 only, one byte a parameter.
 
@@ -322,12 +196,12 @@ class quantized_model_init:
         self._enabled = bool(enabled)
         self._recipe = recipe
         self._preserve = bool(preserve_high_precision_init_val)
-        self._outer: list[_ModelInit | None] = []
+        self._outer: list[ModelInit | None] = []
 
     def __enter__(self) -> quantized_model_init:
         self._outer.append(STATE.init)
         recipe = self._recipe if self._recipe is not None else Float8CurrentScaling()
-        STATE.init = _ModelInit(recipe, self._preserve) if self._enabled else None
+        STATE.init = ModelInit(recipe, self._preserve) if self._enabled else None
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from float8lab.formats import Float8Spec
 from float8lab.ops import amax_op, cast_op, scale_from_amax
-from float8lab.recipes.state import in_backward
+from float8lab.recipes.region import in_backward
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.float8_tensor import Float8Tensor
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.recipes.state import STATE
+from float8lab.recipes.region import STATE
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 CURRENT = recipes.Float8CurrentScaling()

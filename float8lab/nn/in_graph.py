@@ -1,0 +1,170 @@
+"""Casts under delayed scaling in a compiled graph.  M rows, K columns.
+
+Eager mode finds the scale of a cast, and the slot for its amax, in Python. A graph cannot hold
+that: which slots a module has, and where they lie, changes while the graph stays. So there the cast
+is one op, which is given the module's ``handle`` and does at run time what eager mode does.
+
+A cast of x or w that runs in backward belongs to a recomputation, by activation checkpointing. It
+records nothing and casts under the scale that the module's last forward used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from float8lab.ops import (
+    Source,
+    cast_of_op,
+    cast_op,
+    cast_pair_of_op,
+    cast_pair_op,
+    register_stateful,
+    round_up,
+)
+from float8lab.ops.source import source_shape
+from float8lab.recipes.recipe import recipe_numbered
+from float8lab.recipes.reduction import group_named
+from float8lab.recipes.region import static_tensor
+
+if TYPE_CHECKING:
+    from float8lab.nn.precision import Call, Precision
+
+__all__ = ["cast_in_graph", "cast_pair_in_graph", "new_handle"]
+
+_OWNERS: weakref.WeakValueDictionary[int, Precision] = weakref.WeakValueDictionary()
+
+
+def new_handle(owner: Precision, device: torch.device) -> Tensor:
+    """A tensor that stands for ``owner`` in compiled graphs; its address is what counts."""
+    handle = static_tensor(device if device.type == "cuda" else torch.device("cpu"))
+    _OWNERS[handle.data_ptr()] = owner
+    return handle
+
+
+def cast_in_graph(
+    x: Tensor | Source, index: int, call: Call, fp8_dtype: torch.dtype, align: int
+) -> tuple[Tensor, Tensor]:
+    """FP8 data of a matrix, or of one that is computed on the way, and its scale."""
+    q, scale = _cast_op(*_described(x), *_identified(index, call), fp8_dtype, align)
+    return q, scale
+
+
+def cast_pair_in_graph(
+    x: Tensor | Source,
+    index: int,
+    call: Call,
+    fp8_dtype: torch.dtype,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FP8 data of both orientations, their scale and the column sums."""
+    q, q_t, scale, total = _cast_pair_op(
+        *_described(x), *_identified(index, call), fp8_dtype, align, column_sum
+    )
+    return q, q_t, scale, total
+
+
+_MATRIX = ""
+"""The kind of a source that is a matrix."""
+
+
+def _described(x: Tensor | Source) -> tuple[str, list[Tensor], torch.dtype]:
+    return (x.kind, list(x.inputs), x.dtype) if isinstance(x, Source) else (_MATRIX, [x], x.dtype)
+
+
+def _identified(index: int, call: Call) -> tuple[Tensor, int, str, int, bool]:
+    assert call.precision is not None, "set by Precision.begin"
+    return call.precision.handle, call.recipe.number, call.group_name, index, call.record
+
+
+def _source(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor | Source:
+    return inputs[0] if kind == _MATRIX else Source(kind, list(inputs), dtype)
+
+
+def _begin(handle: Tensor, recipe: int, group: str, index: int, record: bool, x: Any) -> Any:
+    """Scale and slot for a cast."""
+    owner = _OWNERS[handle.data_ptr()]
+    return owner.scale_in_graph(recipe_numbered(recipe), group_named(group), index, record, x)
+
+
+def _cast(
+    kind: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    handle: Tensor,
+    recipe: int,
+    group: str,
+    index: int,
+    record: bool,
+    fp8_dtype: torch.dtype,
+    align: int,
+) -> tuple[Tensor, Tensor]:
+    scale, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
+    if kind == _MATRIX:
+        return cast_op(inputs[0], scale, slot, fp8_dtype, (-1, -1), align), scale
+    return cast_of_op(kind, inputs, dtype, False, scale, slot, fp8_dtype, align), scale
+
+
+def _cast_pair(
+    kind: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    handle: Tensor,
+    recipe: int,
+    group: str,
+    index: int,
+    record: bool,
+    fp8_dtype: torch.dtype,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
+    how = (scale, slot, fp8_dtype, align, column_sum)
+    if kind == _MATRIX:
+        q, q_t, total = cast_pair_op(inputs[0], *how)
+    else:
+        q, q_t, total = cast_pair_of_op(kind, inputs, dtype, *how)
+    return q, q_t, scale, total
+
+
+def _shape(kind: str, inputs: Sequence[Tensor]) -> tuple[int, int]:
+    return tuple(inputs[0].shape) if kind == _MATRIX else source_shape(kind, inputs)  # type: ignore[return-value]
+
+
+def _fake_cast(
+    kind: str, inputs: Sequence[Tensor], dtype: torch.dtype, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    fp8_dtype, align = rest[-2:]
+    M, K = (round_up(size, align) for size in _shape(kind, inputs))
+    x = inputs[0]
+    return x.new_empty((M, K), dtype=fp8_dtype), x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_cast_pair(
+    kind: str, inputs: Sequence[Tensor], dtype: torch.dtype, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, column_sum = rest
+    q, scale = _fake_cast(kind, inputs, dtype, *rest[:-1])
+    columns = _shape(kind, inputs)[1] if column_sum else 0
+    total = q.new_empty(columns, dtype=torch.float32)
+    return q, q.new_empty((q.shape[1], q.shape[0])), scale, total
+
+
+_SCHEMA = (
+    "(str kind, Tensor[] inputs, ScalarType dtype, Tensor handle, int recipe,"
+    " str group, int index, bool record, ScalarType fp8_dtype, int align"
+)
+
+_cast_op = register_stateful(
+    f"cast_in_graph{_SCHEMA}) -> (Tensor, Tensor)", implementation=_cast, fake=_fake_cast
+)
+_cast_pair_op = register_stateful(
+    f"cast_pair_in_graph{_SCHEMA}, bool column_sum) -> (Tensor, Tensor, Tensor, Tensor)",
+    implementation=_cast_pair,
+    fake=_fake_cast_pair,
+)

@@ -1,0 +1,218 @@
+"""Regions of delayed scaling, and the library's only global, ``STATE``.
+
+A *region* is the span between the entry and the exit of the outermost enabled (or calibrating)
+autocast, or one call of a model converted with a delayed recipe; delayed scaling advances when it
+ends.
+
+*In a compiled graph* there is no Python to do this. The region is entered and left while the graph
+is traced, and leaves an op in it. At run time the ops that cast under delayed scaling
+(``nn/in_graph.py``) enter their packs in ``STATE.in_graph``, or in the region around the compiled
+function if there is one, and that op closes it. A compiler keeps and orders ops by the tensors they
+write. So the op claims to write ``STATE.clock``, and so does another after each module, which takes
+the module's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.ops import NO_DATA, register_stateful
+from float8lab.recipes.delayed import ScalePack, merge_packs
+from float8lab.recipes.recipe import DelayedScaling, Recipe
+from float8lab.recipes.reduction import channel_of, group_named, name_of_group
+
+__all__ = [
+    "DEFAULT_RECIPE",
+    "STATE",
+    "ModelInit",
+    "Region",
+    "advance_in_graph",
+    "advance_scales",
+    "come_after_in_graph",
+    "in_backward",
+    "set_clock",
+    "static_tensor",
+]
+
+DEFAULT_RECIPE = DelayedScaling()
+"""What ``autocast`` uses when it is given no recipe."""
+
+
+class ModelInit:
+    """What an ``fp8_model_init`` block asks for."""
+
+    __slots__ = ("preserve_high_precision_init_val", "recipe")
+
+    def __init__(self, recipe: Recipe, preserve_high_precision_init_val: bool) -> None:
+        self.recipe = recipe
+        self.preserve_high_precision_init_val = preserve_high_precision_init_val
+
+
+class _State:
+    __slots__ = (
+        "calibrating",
+        "clock",
+        "created",
+        "enabled",
+        "group",
+        "in_graph",
+        "init",
+        "recipe",
+        "region",
+        "watch",
+    )
+
+    def __init__(self) -> None:
+        self.enabled: bool | None = None  # None: no autocast is active
+        self.recipe: Recipe | None = None  # None: the autocast named none
+        self.calibrating = False
+        self.group: Any = None
+        self.region: Region | None = None
+        self.init: ModelInit | None = None
+        self.in_graph: Region | None = None  # opened by the casts of a compiled graph
+        self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
+        self.created = 0  # modules with FP8 state, so far
+        self.watch = True  # an autocast region without an FP8 module has yet to be warned about
+
+
+STATE = _State()
+
+
+def in_backward() -> bool:
+    """Whether an autograd backward pass is running on this thread.
+
+    A module called there is being recomputed by activation checkpointing.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+class Region:
+    """The delayed-scaling packs that recorded amaxes since the region began."""
+
+    __slots__ = ("first", "fp8_calls", "groups", "packs", "silent", "training")
+
+    def __init__(self) -> None:
+        self.packs: dict[ScalePack, None] = {}
+        self.first = False  # on every rank this region is the first with certain modules
+        self.groups: dict[Any, None] = {}  # over which amaxes are reduced, used here or not
+        self.fp8_calls = 0
+        # Recomputation in backward re-enters user code, autocast included; nothing advances then.
+        self.silent = in_backward()
+        self.training = torch.is_grad_enabled()
+
+    def expect(self, recipe: Recipe | None, group: Any) -> None:
+        """Reduce amaxes over ``group`` at the end, whatever this rank does until then.
+
+        Without gradients only if this rank records any: one rank may evaluate alone.
+        """
+        recipe = recipe or DEFAULT_RECIPE
+        delayed = isinstance(recipe, DelayedScaling) and recipe.reduce_amax
+        if delayed and (self.training or STATE.calibrating):
+            self.groups[group] = None
+
+    def close(self) -> None:
+        """Advance all scales, one launch for each recipe, reduction group and device."""
+        if self.silent:
+            return
+        if torch.compiler.is_compiling():
+            advance_in_graph(self.groups)
+            return
+        advance_scales(self.packs, self.groups, agree=self.first)
+
+    def discard(self) -> None:
+        """Forget what the forward recorded: the region did not finish."""
+        for pack in self.packs:
+            pack.discard_forward()
+
+
+def advance_scales(
+    packs: Iterable[ScalePack], groups: Iterable[Any] = (), *, agree: bool = False
+) -> None:
+    """Advance the slots of these packs, by amaxes that are reduced over ranks first.
+
+    Args:
+        packs: in which this rank recorded amaxes.
+        groups: process groups in whose reduction this rank takes part even without a pack of
+            theirs.
+        agree: every rank knows that some rank has new modules (see ``reduction.py``).
+    """
+    batches: dict[Any, list[ScalePack]] = {}
+    for pack in packs:
+        # A pack whose addresses a CUDA graph has recorded stays as it is.
+        alone = pack if pack.is_recorded() else None
+        batches.setdefault((pack.recipe, pack.group, pack.scale.device, alone), []).append(pack)
+    due = dict.fromkeys(merge_packs(batch) for batch in batches.values())
+    reducing = [pack for pack in due if pack.recipe.reduce_amax]
+    held: list[tuple[Tensor, Tensor]] = []
+    for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
+        found = channel_of(named)
+        if found is None:
+            continue
+        group, channel = found
+        for pack in reducing:
+            if pack.group is named:
+                for slots in pack.slots():
+                    channel.add(slots)
+        due.update(dict.fromkeys(channel.reduce(group, agree=agree)))
+        for slots in channel.waiting():
+            amax = slots.tensors()["amax"]
+            held.append((amax, amax.clone()))
+            amax.fill_(NO_DATA)
+    for pack in due:
+        pack.update()
+    for amax, value in held:
+        amax.copy_(value)
+
+
+def set_clock(device: torch.device) -> None:
+    """Have ``STATE.clock``, on a GPU as soon as there is a module on one."""
+    clock = STATE.clock
+    if clock is None or (device.type == "cuda" and not clock.is_cuda):
+        where = device if device.type == "cuda" else torch.device("cpu")
+        STATE.clock = static_tensor(where)
+
+
+def static_tensor(device: torch.device) -> Tensor:
+    """One byte whose address says everything; CUDA graphs do not copy it."""
+    # Not a fake tensor, whatever mode is active.
+    with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode(False):
+        tensor = torch.zeros(1, dtype=torch.uint8, device=device)
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    return tensor
+
+
+def come_after_in_graph(y: Tensor) -> None:
+    """Where a graph is traced: have the region end after ``y`` was computed."""
+    if STATE.clock is not None:
+        _come_after_op(STATE.clock, y)
+
+
+def advance_in_graph(groups: Iterable[Any]) -> None:
+    """Where a graph is traced: close the region when the graph gets here."""
+    if STATE.clock is not None:
+        _advance_op(STATE.clock, [name_of_group(group) for group in groups])
+
+
+def _advance(clock: Tensor, groups: Sequence[str]) -> None:
+    region, STATE.in_graph = STATE.in_graph or Region(), None
+    region.groups.update(dict.fromkeys(map(group_named, groups)))
+    region.close()
+
+
+# To the compiler both write the clock. Nothing reads it, or backward would have to save it.
+_come_after_op = register_stateful(
+    "come_after(Tensor(a!) clock, Tensor y) -> ()",
+    implementation=lambda clock, y: None,
+    fake=lambda clock, y: None,
+)
+_advance_op = register_stateful(
+    "advance(Tensor(a!) clock, str[] groups) -> ()",
+    implementation=_advance,
+    fake=lambda clock, groups: None,
+)
