@@ -15,6 +15,7 @@ from float8lab.nn import (
     RMSNorm,
     convert_to_float8,
     count_gemms,
+    make_graphed_callables,
     to_high_precision,
 )
 from float8lab.recipes import (
@@ -41,6 +42,7 @@ __all__ = [
     "fallback",
     "fp8_autocast",
     "fp8_model_init",
+    "make_graphed_callables",
     "nn",
     "optim",
     "quantize",

@@ -2,6 +2,7 @@
 
 from float8lab.nn.convert import ConversionReport, convert_to_float8, to_high_precision
 from float8lab.nn.count import GemmCounts, count_gemms
+from float8lab.nn.graphs import make_graphed_callables
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
@@ -19,5 +20,6 @@ __all__ = [
     "ScalingState",
     "convert_to_float8",
     "count_gemms",
+    "make_graphed_callables",
     "to_high_precision",
 ]

@@ -92,9 +92,7 @@ def cast_pair(
     """x and x transposed in FP8 from one read of x, and its column sums if asked."""
     plan = call.plan
     if plan.delayed and torch.compiler.is_compiling():
-        q, q_t, scale, total = cast_pair_in_graph(
-            x, index, call, spec.fp8_dtype, ALIGN, column_sum
-        )
+        q, q_t, scale, total = cast_pair_in_graph(x, index, call, spec.fp8_dtype, ALIGN, column_sum)
         return (q, scale), (q_t, scale), total
     how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN, column_sum)
     if isinstance(x, Source):

@@ -64,11 +64,8 @@ class ScalingState:
         for key, slots in self._slots():
             if f"{key}/scale" not in state:
                 continue
-            tensors = slots.tensors()
-            for name in _NAMES:
-                tensors[name].copy_(state[f"{key}/{name}"])
-            slots.seeded = state[f"{key}/seeded"].tolist()
-            slots.pack.forget_live()
+            values = {name: state[f"{key}/{name}"] for name in _NAMES}
+            slots.load(values, state[f"{key}/seeded"].tolist())
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
         for name, module in self.model.named_modules():

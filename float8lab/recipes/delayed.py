@@ -15,7 +15,7 @@ pack that was recorded keeps its tensors, and is not merged any more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,6 +186,25 @@ class DelayedSlots:
 
     def _separate(self, tensors: dict[str, Tensor]) -> None:
         self._adopt(ScalePack(self.pack.recipe, self.pack.group, tensors), 0)
+
+    def load(self, values: Mapping[str, Tensor], seeded: Sequence[bool]) -> None:
+        """Take over values of ``tensors()``, in place."""
+        mine = self.tensors()
+        for name, value in values.items():
+            mine[name].copy_(value)
+        self.seeded = list(seeded)
+        self.pack.forget_live()
+
+    def clear(self) -> None:
+        """Forget all that was recorded, in place."""
+        mine = self.tensors()
+        for name in ("history", "steps"):
+            mine[name].zero_()
+        for name in ("scale", "previous"):
+            mine[name].fill_(1.0)
+        mine["amax"].fill_(NO_DATA)
+        self.seeded = [False] * len(self.seeded)
+        self.pack.forget_live()
 
     def to(self, device: torch.device) -> None:
         """Move to another device, into a pack of its own."""

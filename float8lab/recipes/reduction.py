@@ -161,12 +161,13 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
 
 def name_of_group(group: Any) -> str:
     """By which a compiled graph, which holds no objects, knows a process group."""
-    return "" if group is None else group.group_name  # type: ignore[no-any-return]
+    return "" if group is None else str(group.group_name)
 
 
 def group_named(name: str) -> Any:
     """The process group of that name; None for ""."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name) if name else None
 
 
 def _default_device(group: Any) -> torch.device:

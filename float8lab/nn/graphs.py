@@ -1,0 +1,305 @@
+"""``make_graphed_callables``: forward and backward of modules as CUDA graphs.
+
+torch records and replays; what is added here is FP8's state. A graph holds the casts with their
+delayed scales, which it reads where the modules keep them, and records amaxes there. It does not
+hold the end of the region: whoever calls the callables advances the scales, as in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.precision import Precision, precisions
+from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
+from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.region import STATE, Region
+from float8lab.recipes.state import autocast
+
+__all__ = ["make_graphed_callables"]
+
+
+def make_graphed_callables(  # the signature is the interface that users' code is written for
+    modules: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    fp8_enabled: bool | Sequence[bool] | None = None,
+    fp8_calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool = False,
+    pool: Any = None,
+    *,
+    enabled: bool | Sequence[bool] | None = None,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool = False,
+) -> Any:
+    """Record the forward and backward of modules as CUDA graphs; calls then replay them.
+
+    Results are those of eager mode, bit for bit. A module replays its graph if it is called as it
+    was recorded: same shapes, dtypes and ``training``, gradients enabled, the same recipes in
+    force. Any other call, for example in high precision, runs as if there were no graph. Outputs
+    are overwritten by the next replay. As with ``torch.cuda.make_graphed_callables``, which does
+    the recording, backward must follow each forward before the next one, and callables are recorded
+    in the order in which they are going to run.
+
+    Args:
+        modules: a module, a function of tensors, or a tuple of such. The ``forward`` of a module is
+            replaced.
+        sample_args: tuple of tensors, or for a tuple of modules a tuple of these, like the real
+            arguments; the values do not matter.
+        num_warmup_iters: eager steps before recording, which leave no trace in FP8's state.
+        allow_unused_input: some inputs or parameters get no gradient.
+        sample_kwargs: dict of tensors, or a tuple of these; as ``sample_args``.
+        fp8_enabled: ``enabled``.
+        fp8_calibrating: ``calibrating``.
+        fp8_recipe: ``recipe``.
+        fp8_group: ``amax_reduction_group``.
+        fp8_weight_caching: ``cache_quantized_params``.
+        pool: memory pool of the graphs, from ``torch.cuda.graph_pool_handle()``.
+        enabled: record under ``autocast(enabled=...)``; a tuple has one for each module. None
+            records under what is in force, as a converted model's own recipe.
+        calibrating: as in ``autocast``.
+        recipe: as in ``autocast``; implies ``enabled``.
+        amax_reduction_group: as in ``autocast``.
+        cache_quantized_params: have callables accept ``is_first_microbatch``. It changes nothing: a
+            graph casts its weights in every replay.
+
+    Returns:
+        The modules, or for functions new functions, as ``modules`` was given.
+
+    Raises:
+        RuntimeError: no CUDA GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "make_graphed_callables must have a CUDA GPU; got none. Call the modules as they are."
+        )
+    one = not isinstance(modules, tuple)
+    callables: tuple[Any, ...] = (modules,) if one else modules
+    args = (sample_args,) if one else tuple(sample_args)
+    if sample_kwargs is None:
+        kwargs: tuple[Mapping[str, Tensor], ...] = ({},) * len(callables)
+    else:
+        kwargs = (sample_kwargs,) if one else tuple(sample_kwargs)
+    recipe = fp8_recipe if recipe is None else recipe
+    enabled = fp8_enabled if enabled is None else enabled
+    if enabled is None and recipe is not None:
+        enabled = True
+    each = enabled if isinstance(enabled, Sequence) else (enabled,) * len(callables)
+    for name, values in (("sample_args", args), ("sample_kwargs", kwargs), ("enabled", each)):
+        if len(values) != len(callables):
+            raise ValueError(
+                f"{name} must have one entry for each of the {len(callables)} modules; got "
+                f"{len(values)}. Pass a tuple of that length."
+            )
+    group = fp8_group if amax_reduction_group is None else amax_reduction_group
+    units = [
+        _Unit(
+            function, len(arguments), tuple(named),
+            _Precision(on, calibrating or fp8_calibrating, recipe, group),
+        )
+        for function, arguments, named, on in zip(callables, args, kwargs, each, strict=True)
+    ]  # fmt: skip
+    samples = [(*arguments, *named.values()) for arguments, named in zip(args, kwargs, strict=True)]
+    packs = _record(units, samples, num_warmup_iters, allow_unused_input, pool)
+    caching = fp8_weight_caching or cache_quantized_params
+    results = [
+        _install(unit, sample, packs, caching=caching)
+        for unit, sample in zip(units, samples, strict=True)
+    ]
+    return results[0] if one else tuple(results)
+
+
+class _Precision:
+    """The autocast under which a callable was recorded."""
+
+    def __init__(
+        self, enabled: bool | None, calibrating: bool, recipe: Recipe | None, group: Any
+    ) -> None:
+        self.enabled, self.calibrating = enabled, calibrating
+        self.recipe, self.group = recipe, group
+
+    def enter(self) -> AbstractContextManager[Any]:
+        if self.enabled is None and not self.calibrating:
+            return nullcontext()
+        return autocast(bool(self.enabled), self.calibrating, self.recipe, self.group)
+
+
+class _Unit(nn.Module):
+    """A callable with positional tensors only, as torch records it."""
+
+    def __init__(
+        self, function: Any, positional: int, names: tuple[str, ...], precision: _Precision
+    ) -> None:
+        super().__init__()
+        self.function = function  # a module becomes a submodule, with its parameters
+        self.positional, self.names, self.precision = positional, names, precision
+        self.training = getattr(function, "training", True)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        named = dict(zip(self.names, tensors[self.positional :], strict=True))
+        with self.precision.enter():
+            return self.function(*tensors[: self.positional], **named)
+
+    def recipes(self) -> tuple[Recipe | None, ...]:
+        """The recipe in force for each GEMM, right here."""
+        return tuple(precision.active_recipe() for precision in _precisions(self))
+
+
+def _precisions(module: nn.Module) -> Iterator[Precision]:
+    for layer in module.modules():
+        for _, precision in precisions(layer):
+            yield precision
+
+
+@contextmanager
+def _inside(region: Region) -> Iterator[None]:
+    outer, STATE.region = STATE.region, region
+    try:
+        yield
+    finally:
+        STATE.region = outer
+
+
+def _record(
+    units: Sequence[_Unit],
+    samples: Sequence[tuple[Tensor, ...]],
+    warmup: int,
+    allow_unused: bool,
+    pool: Any,
+) -> dict[ScalePack, None]:
+    """Warm up and record; ``forward`` of each unit then replays. Returns the packs in use."""
+    before = _save(units)
+    region = Region()
+    with _inside(region):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(warmup):
+                for unit, sample in zip(units, samples, strict=True):
+                    _run_once(unit, sample, allow_unused)
+        torch.cuda.synchronize()
+    _merge(region.packs)
+    _restore(units, before)
+    region = Region()
+    with _inside(region):
+        torch.cuda.make_graphed_callables(
+            tuple(units),
+            tuple(samples),
+            num_warmup_iters=0,
+            allow_unused_input=allow_unused,
+            pool=pool,
+        )
+    _restore(units, before)
+    return region.packs
+
+
+def _run_once(unit: _Unit, sample: tuple[Tensor, ...], allow_unused: bool) -> None:
+    outputs = torch.utils._pytree.tree_leaves(unit(*sample))
+    outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+    inputs = [t for t in (*sample, *unit.parameters()) if t.requires_grad]
+    if outputs and inputs:
+        gradients = [torch.zeros_like(y) for y in outputs]
+        torch.autograd.grad(outputs, inputs, gradients, allow_unused=allow_unused)
+
+
+def _merge(packs: dict[ScalePack, None]) -> None:
+    """One pack where eager mode would have one: recorded packs are not merged any more."""
+    batches: dict[Any, list[ScalePack]] = {}
+    for pack in packs:
+        if not pack.is_recorded():
+            key = (pack.recipe, pack.group, pack.scale.device)
+            batches.setdefault(key, []).append(pack)
+    for batch in batches.values():
+        merge_packs(batch)
+
+
+_Saved = dict[DelayedSlots, tuple[dict[str, Tensor], list[bool]]]
+
+
+def _slots(units: Sequence[_Unit]) -> Iterator[DelayedSlots]:
+    for unit in units:
+        for precision in _precisions(unit):
+            yield from precision.slots.values()
+
+
+def _save(units: Sequence[_Unit]) -> _Saved:
+    return {
+        slots: ({k: t.clone() for k, t in slots.tensors().items()}, list(slots.seeded))
+        for slots in _slots(units)
+    }
+
+
+def _restore(units: Sequence[_Unit], before: _Saved) -> None:
+    """Put FP8's state back to what it was, in place; what is new becomes as new."""
+    for slots in _slots(units):
+        if slots in before:
+            values, seeded = before[slots]
+            slots.load(values, seeded)
+        else:
+            slots.clear()
+    for unit in units:
+        for precision in _precisions(unit):
+            precision.weight_cast = None
+
+
+def _install(
+    unit: _Unit, sample: tuple[Tensor, ...], packs: dict[ScalePack, None], *, caching: bool
+) -> Any:
+    """Have the callable replay its graph where that does what a call would."""
+    function = unit.function
+    plain = function.forward if isinstance(function, nn.Module) else function
+    expected = [(t.shape, t.dtype, t.device, t.requires_grad) for t in sample]
+    mode = unit.training
+    with unit.precision.enter():
+        recipes = unit.recipes()
+    mine = {slots.pack for slots in _slots([unit])}
+    recorded = [pack for pack in packs if pack in mine]
+
+    def fits(tensors: Sequence[Any]) -> bool:
+        if mode and not torch.is_grad_enabled():
+            return False
+        given = [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
+        return given == expected and unit.recipes() == recipes
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = dict(kwargs)
+        if caching:
+            named.pop("is_first_microbatch", None)
+        tensors = (*args, *(named[name] for name in unit.names if name in named))
+        whole = len(args) == unit.positional and set(named) == set(unit.names)
+        same_mode = getattr(function, "training", True) == mode
+        if not (whole and same_mode and all(isinstance(t, Tensor) for t in tensors)):
+            return plain(*args, **kwargs)
+        if not fits(tensors):
+            return plain(*args, **kwargs)
+        return _replay(unit.forward, tensors, recorded)
+
+    if not isinstance(function, nn.Module):
+        return call
+    function.forward = call
+    return function
+
+
+def _replay(
+    graphed: Callable[..., Any], tensors: Sequence[Tensor], packs: Sequence[ScalePack]
+) -> Any:
+    region = STATE.region
+    own = Region() if region is None and packs else None
+    with _inside(own) if own is not None else nullcontext():
+        result = graphed(*tensors)
+        region = STATE.region
+        if region is not None:
+            region.fp8_calls += 1
+            region.packs.update(dict.fromkeys(packs))
+    if own is not None:
+        own.close()
+    return result
