@@ -222,7 +222,7 @@ def _merge(packs: dict[ScalePack, None]) -> None:
         merge_packs(batch)
 
 
-_Saved = dict[DelayedSlots, tuple[dict[str, Tensor], list[bool]]]
+_Saved = dict[DelayedSlots, dict[str, Tensor]]
 
 
 def _slots(units: Sequence[_Unit]) -> Iterator[DelayedSlots]:
@@ -233,7 +233,7 @@ def _slots(units: Sequence[_Unit]) -> Iterator[DelayedSlots]:
 
 def _save(units: Sequence[_Unit]) -> _Saved:
     return {
-        slots: ({k: t.clone() for k, t in slots.tensors().items()}, list(slots.seeded))
+        slots: {name: tensor.clone() for name, tensor in slots.tensors().items()}
         for slots in _slots(units)
     }
 
@@ -242,8 +242,7 @@ def _restore(units: Sequence[_Unit], before: _Saved) -> None:
     """Put FP8's state back to what it was, in place; what is new becomes as new."""
     for slots in _slots(units):
         if slots in before:
-            values, seeded = before[slots]
-            slots.load(values, seeded)
+            slots.load(before[slots])
         else:
             slots.clear()
     for unit in units:

@@ -56,7 +56,7 @@ class ScalingState:
         for key, slots in found:
             tensors = slots.tensors()
             state.update({f"{key}/{name}": tensors[name].clone() for name in _NAMES})
-            state[f"{key}/seeded"] = torch.tensor(slots.seeded)
+            state[f"{key}/seeded"] = tensors["seeded"] | (tensors["steps"] > 0)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -64,8 +64,7 @@ class ScalingState:
         for key, slots in self._slots():
             if f"{key}/scale" not in state:
                 continue
-            values = {name: state[f"{key}/{name}"] for name in _NAMES}
-            slots.load(values, state[f"{key}/seeded"].tolist())
+            slots.load({name: state[f"{key}/{name}"] for name in (*_NAMES, "seeded")})
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
         for name, module in self.model.named_modules():

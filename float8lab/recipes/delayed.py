@@ -26,7 +26,7 @@ from float8lab.recipes.recipe import DelayedScaling
 
 __all__ = ["DelayedSlots", "ScalePack", "merge_packs"]
 
-_TENSORS = ("history", "amax", "scale", "previous", "steps", "fp8_max", "forward")
+_TENSORS = ("history", "amax", "scale", "previous", "seeded", "steps", "fp8_max", "forward")
 
 
 class ScalePack:
@@ -47,6 +47,7 @@ class ScalePack:
     amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
     scale: Tensor  # [S] float32 decode scales
     previous: Tensor  # [S] float32, before the last update; what a compiled graph recomputes with
+    seeded: Tensor  # [S] bool, the scale was made from a tensor's own amax
     steps: Tensor  # [S] int32, updates that saw data; 0 means the scale was never set
     fp8_max: Tensor  # [S] float32, largest value of the slot's format
     forward: Tensor  # [S] bool, forward tensors (x, w), not gradients
@@ -84,7 +85,12 @@ class ScalePack:
     def set_scale(self, slot: int, scale: Tensor) -> None:
         """Give one slot a scale from outside its history."""
         self.scale[slot] = scale.view(())
+        self.seeded[slot] = True
         self._live = None
+
+    def has_scale(self) -> Tensor:
+        """[S] bool: slots with a scale that means something."""
+        return self.seeded | (self.steps > 0)
 
     def forget_live(self) -> None:
         """Look at ``scale`` again: it was written from outside."""
@@ -163,12 +169,14 @@ class DelayedSlots:
         count = len(fp8_dtypes)
         limits = [torch.finfo(dtype).max for dtype in fp8_dtypes]
         self.fp8_dtypes = tuple(fp8_dtypes)
+        # What is known of the pack's ``seeded`` without asking the device.
         self.seeded = [False] * count
         tensors = {
             "history": torch.zeros(recipe.amax_history_len, count, device=device),
             "amax": torch.full((count,), NO_DATA, device=device),
             "scale": torch.ones(count, device=device),
             "previous": torch.ones(count, device=device),
+            "seeded": torch.zeros(count, dtype=torch.bool, device=device),
             "steps": torch.zeros(count, dtype=torch.int32, device=device),
             "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
             "forward": torch.tensor(forward, device=device),
@@ -187,18 +195,18 @@ class DelayedSlots:
     def _separate(self, tensors: dict[str, Tensor]) -> None:
         self._adopt(ScalePack(self.pack.recipe, self.pack.group, tensors), 0)
 
-    def load(self, values: Mapping[str, Tensor], seeded: Sequence[bool]) -> None:
+    def load(self, values: Mapping[str, Tensor]) -> None:
         """Take over values of ``tensors()``, in place."""
         mine = self.tensors()
         for name, value in values.items():
             mine[name].copy_(value)
-        self.seeded = list(seeded)
+        self.seeded = mine["seeded"].tolist()
         self.pack.forget_live()
 
     def clear(self) -> None:
         """Forget all that was recorded, in place."""
         mine = self.tensors()
-        for name in ("history", "steps"):
+        for name in ("history", "seeded", "steps"):
             mine[name].zero_()
         for name in ("scale", "previous"):
             mine[name].fill_(1.0)
@@ -239,9 +247,10 @@ class DelayedSlots:
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
             scale = self._own_scale(index, x)
-            # Not if another rank has used this module before: then its amaxes have made a scale.
+            # Not if another rank has used this module before: then its amaxes have made a scale;
+            # nor if a CUDA graph has.
             pack = self.pack
-            scale = torch.where(pack.steps[slot] > 0, pack.scale[slot], scale.view(()))
+            scale = torch.where(pack.has_scale()[slot], pack.scale[slot], scale.view(()))
             if not record:
                 return scale, None
             if x.numel():
