@@ -7,7 +7,16 @@ torch.Size([2, 64])
 """
 
 from float8lab import distributed, nn, optim, recipes
-from float8lab.nn import Linear, convert_to_float8, count_gemms, to_high_precision
+from float8lab.nn import (
+    DotProductAttention,
+    InferenceParams,
+    Linear,
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+    convert_to_float8,
+    count_gemms,
+    to_high_precision,
+)
 from float8lab.recipes import (
     autocast,
     fp8_autocast,
@@ -19,8 +28,12 @@ from float8lab.tensor import Float8Tensor, fallback, quantize
 __version__ = "0.1.0"
 
 __all__ = [
+    "DotProductAttention",
     "Float8Tensor",
+    "InferenceParams",
     "Linear",
+    "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb",
     "autocast",
     "convert_to_float8",
     "count_gemms",

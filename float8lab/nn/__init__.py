@@ -1,5 +1,11 @@
 """Modules that run in FP8, and conversion of existing models."""
 
+from float8lab.nn.attention import (
+    DotProductAttention,
+    InferenceParams,
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+)
 from float8lab.nn.convert import ConversionReport, convert_to_float8, to_high_precision
 from float8lab.nn.count import GemmCounts, count_gemms
 from float8lab.nn.linear import Linear
@@ -7,9 +13,13 @@ from float8lab.nn.scaling_state import ScalingState
 
 __all__ = [
     "ConversionReport",
+    "DotProductAttention",
     "GemmCounts",
+    "InferenceParams",
     "Linear",
+    "RotaryPositionEmbedding",
     "ScalingState",
+    "apply_rotary_pos_emb",
     "convert_to_float8",
     "count_gemms",
     "to_high_precision",

@@ -4,6 +4,7 @@
 only place that imports triton.
 """
 
+from float8lab.ops.attention import fp8_attention_backward_op, fp8_attention_op
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.quantize import (
     amax_op,
@@ -24,6 +25,8 @@ __all__ = [
     "cast_pair_op",
     "dequantize_op",
     "encode_from_amax",
+    "fp8_attention_backward_op",
+    "fp8_attention_op",
     "quantize_op",
     "quantize_pair_op",
     "round_up",
