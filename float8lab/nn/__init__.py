@@ -8,7 +8,10 @@ from float8lab.nn.attention import (
 )
 from float8lab.nn.convert import ConversionReport, convert_to_float8, to_high_precision
 from float8lab.nn.count import GemmCounts, count_gemms
+from float8lab.nn.layernorm_linear import LayerNormLinear
+from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
+from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.scaling_state import ScalingState
 
 __all__ = [
@@ -16,7 +19,11 @@ __all__ = [
     "DotProductAttention",
     "GemmCounts",
     "InferenceParams",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "RMSNorm",
     "RotaryPositionEmbedding",
     "ScalingState",
     "apply_rotary_pos_emb",

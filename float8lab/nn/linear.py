@@ -15,7 +15,14 @@ from float8lab.nn.precision import Precision
 from float8lab.recipes.state import STATE
 from float8lab.tensor import Float8Tensor, quantize
 
-__all__ = ["Linear", "check_parallel_arguments", "default_device", "store_in_fp8"]
+__all__ = [
+    "Linear",
+    "check_parallel_arguments",
+    "default_device",
+    "normal_init",
+    "sizes_of_split",
+    "store_in_fp8",
+]
 
 
 def default_device() -> torch.device:
@@ -66,7 +73,8 @@ def store_in_fp8(module: nn.Module, names: Sequence[str]) -> None:
         setattr(module, name, parameter)
 
 
-def _normal_init(weight: Tensor) -> None:
+def normal_init(weight: Tensor) -> None:
+    """What weights start from unless told otherwise."""
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
@@ -142,7 +150,7 @@ class Linear(nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.sequence_parallel = sequence_parallel
         self._init_method = init_method
-        self._split = _sizes_of_split(parameters_split, out_features)
+        self._split = sizes_of_split(parameters_split, out_features)
         self._fp8 = Precision()
         where = torch.device(device) if device is not None else default_device()
         dtype = params_dtype or torch.get_default_dtype()
@@ -159,7 +167,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method`` and the bias to 0."""
-        init = self._init_method or _normal_init
+        init = self._init_method or normal_init
         with torch.no_grad():
             if self._split is None:
                 init(self.weight)
@@ -262,9 +270,10 @@ class Linear(nn.Linear):
         return result
 
 
-def _sizes_of_split(
+def sizes_of_split(
     split: Sequence[str] | Mapping[str, int] | None, out_features: int
 ) -> dict[str, int] | None:
+    """``parameters_split`` as a mapping from names to sizes."""
     if split is None:
         return None
     if isinstance(split, Mapping):

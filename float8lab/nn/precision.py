@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.recipes.delayed import DelayedSlots
@@ -21,7 +22,7 @@ from float8lab.recipes.reduction import channel_of
 from float8lab.recipes.state import DEFAULT_RECIPE, STATE, advance_scales, in_backward
 from float8lab.tensor.fsdp import MasterGather
 
-__all__ = ["DY", "Call", "Precision", "W", "X"]
+__all__ = ["DY", "Call", "Precision", "W", "X", "precisions"]
 
 X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
@@ -52,6 +53,13 @@ class Call:
         self.precision: Precision | None = None
         self.first_microbatch: bool | None = None
         self.fused_weight: Any = None  # weight whose gradient goes into its main_grad
+
+    def asks_for_values(self, index: int) -> bool:
+        """Whether ``scale`` will look at the values of its ``x``, not at its shape alone."""
+        if self.fixed is not None and index in self.fixed:
+            return False
+        assert self.slots is not None, "asked for under a delayed recipe only"
+        return not self.slots.seeded[index]
 
     def scale(self, index: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Delayed scaling: decode scale for tensor ``index``, and the slot for its amax."""
@@ -248,6 +256,13 @@ class Precision:
         elif slots.pack.scale.device != device:
             slots.to(device)
         return slots
+
+
+def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
+    """The FP8 state of each of a module's own GEMMs and its name: "" if there is but one."""
+    for name, value in vars(module).items():
+        if isinstance(value, Precision):
+            yield name.removeprefix("_fp8").lstrip("_"), value
 
 
 def _checkpoint_frame() -> Any:

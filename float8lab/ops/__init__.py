@@ -1,11 +1,12 @@
 """One file per op family: plain tensors in, fresh plain tensors out.
 
-``reference.py`` holds every op in plain PyTorch; ``kernels/`` holds the CUDA launchers and is the
+``reference/`` holds every op in plain PyTorch; ``kernels/`` holds the CUDA launchers and is the
 only place that imports triton.
 """
 
 from float8lab.ops.attention import fp8_attention_backward_op, fp8_attention_op
 from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.norm import norm_backward_op, norm_op, norm_stats_op
 from float8lab.ops.quantize import (
     amax_op,
     cast_op,
@@ -15,23 +16,43 @@ from float8lab.ops.quantize import (
     quantize_pair_op,
     transpose_op,
 )
-from float8lab.ops.reference import encode_from_amax, round_up, scale_from_amax
+from float8lab.ops.reference import ACTIVATIONS, encode_from_amax, round_up, scale_from_amax
 from float8lab.ops.scaling import NO_DATA, update_scales_op
+from float8lab.ops.source import (
+    Source,
+    amax_of_op,
+    cast_of_op,
+    cast_pair_of_op,
+    quantize_of_op,
+    quantize_pair_of_op,
+    value_of_op,
+)
 
 __all__ = [
+    "ACTIVATIONS",
     "NO_DATA",
+    "Source",
+    "amax_of_op",
     "amax_op",
+    "cast_of_op",
     "cast_op",
+    "cast_pair_of_op",
     "cast_pair_op",
     "dequantize_op",
     "encode_from_amax",
     "fp8_attention_backward_op",
     "fp8_attention_op",
+    "norm_backward_op",
+    "norm_op",
+    "norm_stats_op",
+    "quantize_of_op",
     "quantize_op",
+    "quantize_pair_of_op",
     "quantize_pair_op",
     "round_up",
     "scale_from_amax",
     "scaled_mm_op",
     "transpose_op",
     "update_scales_op",
+    "value_of_op",
 ]

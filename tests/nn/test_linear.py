@@ -8,7 +8,7 @@ from torch import nn
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import linear_function
+from float8lab.nn import operands, precision
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
 
@@ -358,14 +358,14 @@ def test_float64_stays_in_high_precision():
 
 def count_weight_casts(monkeypatch):
     casts = []
-    original = linear_function._cast
+    original = operands.cast
 
     def counting(x, spec, index, call):
-        if index == linear_function.W:
+        if index == precision.W:
             casts.append(tuple(x.shape))
         return original(x, spec, index, call)
 
-    monkeypatch.setattr(linear_function, "_cast", counting)
+    monkeypatch.setattr(operands, "cast", counting)
     return casts
 
 

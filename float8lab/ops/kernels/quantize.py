@@ -1,7 +1,7 @@
 """Quantize, cast, transpose and dequantize matrices on the GPU.
 
 M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment. Every kernel
-gives the bytes of ``ops/reference.py``. Every program handles one tile: it reads a tile of the
+gives the bytes of ``ops/reference``. Every program handles one tile: it reads a tile of the
 input once and writes it in one or in both orientations.
 
 Sizes and strides are run-time arguments: a new token count recompiles nothing, except that triton

@@ -1,9 +1,7 @@
-"""Every op in plain PyTorch: the specification, the test oracle and the CPU implementation.
+"""Quantize, cast, dequantize and transpose matrices.  M rows, K columns.
 
-M rows, K columns, N output features, S delayed-scaling slots, H history length. Matrices are 2-D;
-a *block* is ``(rows, columns)`` as in ``float8lab.formats``. Ops that quantize can pad: both
-dimensions of the result are rounded up to a multiple of ``align``, and everything, scales
-included, is as if the input had been padded with zeros first.
+Ops that quantize can pad: both dimensions of the result are rounded up to a multiple of ``align``,
+and everything, scales included, is as if the input had been padded with zeros first.
 """
 
 from __future__ import annotations
@@ -21,18 +19,15 @@ __all__ = [
     "cast_pair",
     "dequantize",
     "encode_from_amax",
+    "expand_scale",
     "quantize",
     "quantize_pair",
     "round_up",
     "scale_from_amax",
-    "scaled_mm",
     "scales_by_column",
+    "sum_of_rows",
     "transpose",
-    "update_scales_",
 ]
-
-NO_DATA = -1.0
-"""What an amax slot holds when nothing was recorded in it since the last update."""
 
 _EXPONENT_BITS = 0x7F800000
 
@@ -108,7 +103,7 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float 
     return torch.where(usable, scale, 1.0)
 
 
-def _expand(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
+def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Scales, one per block, as a matrix that broadcasts against one of ``shape``."""
     if block[0] > 1:
         scale = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
@@ -118,7 +113,7 @@ def _expand(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor
 
 
 def _encode(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[int]) -> Tensor:
-    encode = _expand((1.0 / scale).clamp(max=FLOAT32_MAX), block, x.shape)
+    encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), block, x.shape)
     limit = largest(fp8_dtype)
     return (x.float() * encode).clamp(-limit, limit).to(fp8_dtype)
 
@@ -202,61 +197,4 @@ def transpose(q: Tensor, align: int) -> Tensor:
 
 def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once to ``dtype``."""
-    return (q.float() * _expand(scale, block, q.shape)).to(dtype).contiguous()
-
-
-def scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    """``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], accumulated in float32.
-
-    ``fast_accum`` permits a GPU to accumulate with fewer bits; here it changes nothing.
-    """
-    if a_block[1] == -1 and b_block[1] == -1:
-        out = a.float() @ b.float().t()
-        out = out * _expand(a_scale, a_block, (a.shape[0], 1))
-        out = out * _expand(b_scale, b_block, (b.shape[0], 1)).t()
-    else:
-        left = dequantize(a, a_scale, a_block, torch.float32)
-        out = left @ dequantize(b, b_scale, b_block, torch.float32).t()
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype)
-
-
-def update_scales_(
-    history: Tensor,
-    amax: Tensor,
-    scale: Tensor,
-    steps: Tensor,
-    fp8_max: Tensor,
-    margin: int,
-    interval: int,
-    most_recent: bool,
-    power_of_2: bool,
-) -> None:
-    """Advance the delayed-scaling state of S slots, in place.
-
-    A slot whose ``amax`` is ``NO_DATA`` or not finite stays as it is. Any other slot's history
-    ([H, S], newest first) takes the amax in and drops its oldest; its ``steps`` count goes up; and
-    on every ``interval``-th step its decode ``scale`` becomes ``2 ** margin / encode`` with
-    ``encode = fp8_max / amax``, rounded down to a power of two if asked, of the newest or the
-    largest amax of the history. An amax of 0 keeps the scale. All ``amax`` end as ``NO_DATA``.
-    """
-    seen = (amax >= 0) & (amax < torch.inf)
-    rolled = torch.cat((amax[None], history[:-1]))
-    history.copy_(torch.where(seen, rolled, history))
-    steps.add_(seen)
-    chosen = history[0] if most_recent else history.amax(0)
-    encode = encode_from_amax(chosen, fp8_max, power_of_2=power_of_2) * 2.0**-margin
-    due = seen & (chosen > 0) & ((steps - 1) % interval == 0)
-    scale.copy_(torch.where(due, 1.0 / encode, scale))
-    amax.fill_(NO_DATA)
+    return (q.float() * expand_scale(scale, block, q.shape)).to(dtype).contiguous()

@@ -1,0 +1,51 @@
+"""Activations in high precision as an autograd function.  M tokens, F features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from float8lab.ops import ACTIVATIONS, value_of_op
+
+__all__ = ["activate", "check_activation"]
+
+
+def check_activation(activation: str) -> bool:
+    """Whether an activation gates, that is, takes twice as many features as it gives.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}. Choose one."
+        )
+    return ACTIVATIONS[activation][1]
+
+
+def activate(h: Tensor, activation: str) -> Tensor:
+    """The activation of ``h`` over the last dimension; ``h`` is what is saved for backward."""
+    result: Tensor = _Activation.apply(h, activation)
+    return result
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, activation: str) -> Tensor:
+        h2 = h.reshape(-1, h.shape[-1])
+        y = value_of_op(activation, [h2], h.dtype)
+        ctx.save_for_backward(h2)
+        ctx.activation, ctx.shape = activation, h.shape
+        out: Tensor = torch.ops.aten._unsafe_view.default(y, (*h.shape[:-1], y.shape[-1]))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (h2,) = ctx.saved_tensors
+        dy2 = dy.reshape(h2.shape[0], dy.shape[-1])
+        dh = value_of_op(f"{ctx.activation}_backward", [h2, dy2], h2.dtype)
+        return dh.reshape(ctx.shape), None

@@ -1,0 +1,163 @@
+"""What modules that begin with a norm share: its parameters, FP8 state, weights in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.distributed.fsdp import store_shard
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.linear import check_parallel_arguments, default_device, normal_init
+from float8lab.nn.norm import mark_sequence_parallel
+from float8lab.nn.norm_function import NormKind
+from float8lab.nn.precision import Call, Precision, precisions
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["FusedModule"]
+
+_Init = Callable[[Tensor], Any]
+
+
+class FusedModule(nn.Module):
+    """A norm with parameters ``layer_norm_weight`` and ``layer_norm_bias``, and GEMMs."""
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+    fuse_wgrad_accumulation: bool
+    _norm: NormKind
+
+    def _set_up_norm(
+        self,
+        size: int,
+        normalization: str,
+        *,
+        eps: float,
+        zero_centered_gamma: bool,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> tuple[torch.device, torch.dtype]:
+        """Register the norm's parameters; returns where parameters go and their dtype."""
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(
+                f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}. "
+                "Choose one."
+            )
+        where = torch.device(device) if device is not None else default_device()
+        dtype = dtype or torch.get_default_dtype()
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        center = normalization == "LayerNorm"
+        self._norm = NormKind(center=center, eps=eps, zero_centered=zero_centered_gamma)
+        self.layer_norm_weight = nn.Parameter(torch.empty(size, device=where, dtype=dtype))
+        bias = torch.empty(size, device=where, dtype=dtype) if center else None
+        self.register_parameter("layer_norm_bias", None if bias is None else nn.Parameter(bias))
+        mark_sequence_parallel(sequence_parallel, self.layer_norm_weight, self.layer_norm_bias)
+        return where, dtype
+
+    def _reset_norm(self) -> None:
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    def _register(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        *,
+        bias: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Register ``<prefix>weight`` and ``<prefix>bias``, not initialised."""
+        weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.register_parameter(f"{prefix}weight", weight)
+        added = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.register_parameter(f"{prefix}bias", added)
+
+    def _initialise(self, prefixes: Sequence[str], init_method: _Init | None) -> None:
+        """Initialise the weight that these parts form, by one call, and their biases."""
+        init = init_method or normal_init
+        weights = [getattr(self, f"{prefix}weight") for prefix in prefixes]
+        with torch.no_grad():
+            if len(weights) == 1:
+                init(weights[0])
+            else:
+                whole = torch.cat([torch.empty_like(weight) for weight in weights])
+                init(whole)
+                for weight, part in zip(
+                    weights, whole.split([w.shape[0] for w in weights]), strict=True
+                ):
+                    weight.copy_(part)
+            for prefix in prefixes:
+                if getattr(self, f"{prefix}bias") is not None:
+                    nn.init.zeros_(getattr(self, f"{prefix}bias"))
+
+    def _whole(self, prefixes: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that these parts form."""
+        weights = [getattr(self, f"{prefix}weight") for prefix in prefixes]
+        biases = [getattr(self, f"{prefix}bias") for prefix in prefixes]
+        if len(weights) == 1:
+            return weights[0], biases[0]
+        plain = [w.dequantize() if isinstance(w, Float8Tensor) else w for w in weights]
+        return torch.cat(plain), None if biases[0] is None else torch.cat(biases)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only one of a single rank is supported."""
+        check_parallel_arguments(1, tp_group, None)
+
+    def _checked(self, inp: Tensor, features: int, argument: str) -> Tensor:
+        """The input in high precision; raises if it has another size."""
+        if inp.shape[-1:] != (features,):
+            raise ValueError(
+                f"inp must have {features} as its last dimension ({argument}); got shape "
+                f"{tuple(inp.shape)}. Reshape it, or build the module with that {argument}."
+            )
+        return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
+
+    def _must_run_in_eager(self) -> bool:
+        """Whether this call would change Python state that a compiled graph cannot hold."""
+        compiling = torch.compiler.is_compiling()
+        return compiling and any(precision.needs_eager() for _, precision in precisions(self))
+
+    def _begin(
+        self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
+    ) -> Call | None:
+        """How a GEMM on a weight runs, from the input of the module; None: in high precision."""
+        call = precision.begin(x, training=self.training)
+        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
+            return None
+        call.first_microbatch = first_microbatch
+        if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad"):
+            call.fused_weight = weight
+        return call
+
+    def _outputs(
+        self, y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool
+    ) -> Any:
+        """One output, or as many as were asked for."""
+        outputs = [y]
+        if return_bias:
+            outputs.append(bias)  # type: ignore[arg-type]  # None without a bias
+        if normed is not None:
+            outputs.append(normed)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
+        if name.endswith("weight") and "_parameters" in self.__dict__:
+            store_shard(self, name, value)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        device = next((p.device for p in self.parameters()), None)
+        if device is not None:
+            for _, precision in precisions(self):
+                precision.to(device)
+        return result

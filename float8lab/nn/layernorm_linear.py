@@ -1,0 +1,167 @@
+"""LayerNormLinear: a norm and a linear layer as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.fused_function import NormLinearCall, norm_linear
+from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.linear import check_parallel_arguments, sizes_of_split, store_in_fp8
+from float8lab.nn.linear_function import output_dtype
+from float8lab.nn.norm_function import normalize
+from float8lab.nn.operands import plain
+from float8lab.nn.precision import Precision
+
+__all__ = ["LayerNormLinear"]
+
+
+class LayerNormLinear(FusedModule):
+    """``norm(x) @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
+
+    Shape: input ``[..., in_features]`` of any leading dimensions and any size; output
+    ``[..., out_features]``.
+
+    Numerics: those of ``LayerNorm`` or ``RMSNorm`` followed by ``Linear``, bit for bit. In FP8 the
+    norm's output is cast as it is computed and never written; what is saved for backward is the
+    input, with two numbers a row.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+        eps: added to the variance, or to the mean square.
+        bias: learn an additive bias, initialised to 0.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
+        init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
+            deviation 0.023.
+        return_layernorm_output: return the norm's output as the last output.
+        return_layernorm_output_gathered: that output is of all tensor-parallel ranks; no effect on
+            a single one, or without ``return_layernorm_output``.
+        parameters_split: names, or a mapping from names to sizes along dimension 0, of several
+            parameters that together form the weight (``<name>_weight``) and the bias
+            (``<name>_bias``).
+        zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU.
+        sequence_parallel: mark the norm's parameters, so that a trainer sums their gradients over
+            tensor-parallel ranks; no other effect on a single rank.
+        tp_group: must be None or of one rank.
+        tp_size: must be 1.
+        parallel_mode: None, "column" or "row"; no effect on a single rank.
+        fuse_wgrad_accumulation: in FP8, add the weight gradient to ``weight.main_grad``, which the
+            caller allocates, instead of producing ``weight.grad``.
+        return_bias: do not add the bias; return it after the output.
+        params_dtype: dtype of the parameters; None is the default dtype.
+
+    Raises:
+        NotImplementedError: more than one tensor-parallel rank.
+        ValueError: an unknown normalization; ``parameters_split`` does not add up.
+
+    >>> layer = float8lab.LayerNormLinear(64, 96, normalization="RMSNorm", device="cpu")
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     layer(torch.ones(3, 64)).shape
+    torch.Size([3, 96])
+    """
+
+    def __init__(  # the signature is the interface that users' code is written for
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        init_method: Callable[[Tensor], Any] | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._init_method = init_method
+        self._fp8 = Precision()
+        where, dtype = self._set_up_norm(
+            in_features,
+            normalization,
+            eps=eps,
+            zero_centered_gamma=zero_centered_gamma,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=params_dtype,
+        )
+        sizes = sizes_of_split(parameters_split, out_features) or {"": out_features}
+        self._prefixes = [f"{name}_" if name else "" for name in sizes]
+        for prefix, size in zip(self._prefixes, sizes.values(), strict=True):
+            self._register(prefix, (size, in_features), bias=bias, device=where, dtype=dtype)
+        self.reset_parameters()
+        store_in_fp8(self, [f"{prefix}weight" for prefix in self._prefixes])
+
+    def reset_parameters(self) -> None:
+        """Initialise the norm, the weight by ``init_method``, and the bias to 0."""
+        self._reset_norm()
+        self._initialise(self._prefixes, self._init_method)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Apply the norm, then the linear layer.
+
+        Args:
+            inp: ``[..., in_features]``.
+            is_first_microbatch: as in ``Linear.forward``.
+
+        Returns:
+            ``[..., out_features]``; or a tuple of it, the bias if ``return_bias``, and the norm's
+            output if ``return_layernorm_output``.
+        """
+        x = self._checked(inp, self.in_features, "in_features")
+        if self._must_run_in_eager():
+            return self._forward_in_eager(inp, is_first_microbatch)
+        weight, bias = self._whole(self._prefixes)
+        added = None if self.return_bias else bias
+        call = self._begin(self._fp8, x, weight, is_first_microbatch)
+        if call is None:
+            results = self._forward_in_high_precision(x, plain(weight), added)
+        else:
+            how = NormLinearCall(self._norm, call, self.return_layernorm_output)
+            results = norm_linear(
+                x, self.layer_norm_weight, self.layer_norm_bias, weight, added, how
+            )
+            self._fp8.end(call)
+        normed = results[1] if self.return_layernorm_output else None
+        return self._outputs(results[0], bias, normed, return_bias=self.return_bias)
+
+    @torch._disable_dynamo
+    def _forward_in_eager(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
+        return self.forward(inp, is_first_microbatch)
+
+    def _forward_in_high_precision(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        normed = normalize(
+            x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
+        )
+        self._fp8.calibrate(normed, weight)
+        return nn.functional.linear(normed, weight, bias), normed
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"normalization={self.normalization}, eps={self.eps}"
+        )

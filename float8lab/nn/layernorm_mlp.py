@@ -1,0 +1,204 @@
+"""LayerNormMLP: a norm, a linear layer, an activation and a second linear layer as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as run_checkpointed
+
+from float8lab.nn.activation_function import activate, check_activation
+from float8lab.nn.fused_function import MlpCall, norm_mlp
+from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.linear import check_parallel_arguments, store_in_fp8
+from float8lab.nn.linear_function import output_dtype
+from float8lab.nn.norm_function import normalize
+from float8lab.nn.operands import plain
+from float8lab.nn.precision import Precision
+
+__all__ = ["LayerNormMLP"]
+
+
+class LayerNormMLP(FusedModule):
+    """``activation(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``, GEMMs in FP8.
+
+    Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
+    activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size`` features
+    from fc1: the first half goes through the function, the second half multiplies it.
+
+    Numerics: those of the parts one after the other, bit for bit. In FP8 neither the norm's nor the
+    activation's output is ever written, nor, with scales that are not per tensor or are delayed,
+    the gradient between activation and fc1. What is saved for backward is the input, with two
+    numbers a row, and fc1's output.
+
+    Args:
+        hidden_size: size of the last dimension of input and output.
+        ffn_hidden_size: number of features between activation and fc2.
+        eps: added to the variance, or to the mean square.
+        bias: learn additive biases of fc1 and fc2, initialised to 0.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
+        activation: gelu (its tanh approximation), relu, squared_relu (also srelu), qgelu, silu, or,
+            gated, geglu, reglu, sreglu, qgeglu, swiglu, glu.
+        init_method: ``init_method(fc1_weight)`` initialises in place; None is normal, mean 0,
+            standard deviation 0.023.
+        output_layer_init_method: the same of ``fc2_weight``.
+        return_layernorm_output: return the norm's output as the last output.
+        return_layernorm_output_gathered: that output is of all tensor-parallel ranks; no effect on
+            a single one, or without ``return_layernorm_output``.
+        zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU.
+        set_parallel_mode: fc1 is column parallel and fc2 row parallel; no effect on a single rank.
+        sequence_parallel: mark the norm's parameters, so that a trainer sums their gradients over
+            tensor-parallel ranks; no other effect on a single rank.
+        tp_group: must be None or of one rank.
+        tp_size: must be 1.
+        fuse_wgrad_accumulation: in FP8, add the weight gradients to the weights' ``main_grad``,
+            which the caller allocates, instead of producing their ``grad``.
+        return_bias: do not add fc2's bias; return it after the output.
+        params_dtype: dtype of the parameters; None is the default dtype.
+        seq_length: for code that passes it to warm kernels up; nothing here needs that.
+        micro_batch_size: likewise.
+        checkpoint: do not save fc1's output either but compute it again in backward, from the
+            input: less memory for one more GEMM, and the same numbers.
+
+    Raises:
+        NotImplementedError: more than one tensor-parallel rank.
+        ValueError: an unknown normalization or activation.
+
+    >>> mlp = float8lab.LayerNormMLP(64, 128, activation="swiglu", device="cpu")
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     mlp(torch.ones(3, 64)).shape
+    torch.Size([3, 64])
+    """
+
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
+
+    def __init__(  # the signature is the interface that users' code is written for
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        check_parallel_arguments(tp_size, tp_group, None)
+        gated = check_activation(activation)
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.activation = activation
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.set_parallel_mode = set_parallel_mode
+        self.checkpoint = checkpoint
+        self._init_methods = init_method, output_layer_init_method
+        self._fp8_fc1, self._fp8_fc2 = Precision(), Precision()
+        where, dtype = self._set_up_norm(
+            hidden_size,
+            normalization,
+            eps=eps,
+            zero_centered_gamma=zero_centered_gamma,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=params_dtype,
+        )
+        shape = (2 * ffn_hidden_size if gated else ffn_hidden_size, hidden_size)
+        self._register("fc1_", shape, bias=bias, device=where, dtype=dtype)
+        shape = (hidden_size, ffn_hidden_size)
+        self._register("fc2_", shape, bias=bias, device=where, dtype=dtype)
+        self.reset_parameters()
+        store_in_fp8(self, ["fc1_weight", "fc2_weight"])
+
+    def reset_parameters(self) -> None:
+        """Initialise the norm, the weights by their init methods, and the biases to 0."""
+        self._reset_norm()
+        self._initialise(["fc1_"], self._init_methods[0])
+        self._initialise(["fc2_"], self._init_methods[1])
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Apply the norm, then the MLP.
+
+        Args:
+            inp: ``[..., hidden_size]``.
+            is_first_microbatch: as in ``Linear.forward``, of both weights.
+
+        Returns:
+            ``[..., hidden_size]``; or a tuple of it, fc2's bias if ``return_bias``, and the norm's
+            output if ``return_layernorm_output``.
+        """
+        x = self._checked(inp, self.hidden_size, "hidden_size")
+        if self._must_run_in_eager():
+            return self._forward_in_eager(inp, is_first_microbatch)
+        added = None if self.return_bias else self.fc2_bias
+        fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch)
+        fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch)
+        if fc1 is not None and fc2 is not None:
+            how = MlpCall(
+                norm=self._norm,
+                activation=self.activation,
+                fc1=fc1,
+                fc2=fc2,
+                return_norm=self.return_layernorm_output,
+                checkpoint=self.checkpoint,
+            )
+            norm = (self.layer_norm_weight, self.layer_norm_bias)
+            results = norm_mlp(
+                x, norm, (self.fc1_weight, self.fc1_bias), (self.fc2_weight, added), how
+            )
+            self._fp8_fc1.end(fc1)
+            self._fp8_fc2.end(fc2)
+        elif self.checkpoint and torch.is_grad_enabled():
+            run = self._forward_in_high_precision
+            results = run_checkpointed(run, x, added, use_reentrant=False, preserve_rng_state=False)
+        else:
+            results = self._forward_in_high_precision(x, added)
+        normed = results[1] if self.return_layernorm_output else None
+        return self._outputs(results[0], self.fc2_bias, normed, return_bias=self.return_bias)
+
+    @torch._disable_dynamo
+    def _forward_in_eager(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
+        return self.forward(inp, is_first_microbatch)
+
+    def _forward_in_high_precision(
+        self, x: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        fc1, fc2 = plain(self.fc1_weight), plain(self.fc2_weight)
+        normed = normalize(
+            x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
+        )
+        self._fp8_fc1.calibrate(normed, fc1)
+        activated = activate(nn.functional.linear(normed, fc1, self.fc1_bias), self.activation)
+        self._fp8_fc2.calibrate(activated, fc2)
+        return nn.functional.linear(activated, fc2, bias), normed
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"normalization={self.normalization}, activation={self.activation}, eps={self.eps}"
+        )

@@ -1,0 +1,211 @@
+"""LayerNorm and RMSNorm: torch's, with a fused backward and Transformer Engine's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.linear import default_device
+from float8lab.nn.linear_function import output_dtype
+from float8lab.nn.norm_function import NormKind, normalize
+
+__all__ = ["LayerNorm", "RMSNorm", "mark_sequence_parallel", "normalized_size"]
+
+
+def normalized_size(
+    hidden_size: int | Sequence[int] | None, normalized_shape: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """The one of a norm's two names for its shape that was given, as a tuple.
+
+    >>> normalized_size(64, None), normalized_size(None, [4, 16])
+    ((64,), (4, 16))
+    """
+    if (hidden_size is None) == (normalized_shape is None):
+        raise ValueError(
+            f"hidden_size must be given, or normalized_shape, which means the same; got "
+            f"{hidden_size} and {normalized_shape}. Pass one of the two."
+        )
+    shape = normalized_shape if hidden_size is None else hidden_size
+    return (shape,) if isinstance(shape, int) else tuple(shape or ())
+
+
+def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
+    """Set the attribute by which trainers know gradients to sum over tensor-parallel ranks."""
+    for parameter in parameters:
+        if parameter is not None:
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(
+            f"params_dtype must be dtype, which means the same; got {params_dtype} and {dtype}. "
+            "Pass one of the two."
+        )
+    return params_dtype or dtype or torch.get_default_dtype()
+
+
+class _Norm:
+    """What the two norms share."""
+
+    normalized_shape: tuple[int, ...]
+    weight: nn.Parameter
+    sequence_parallel: bool
+    _kind: NormKind
+
+    def _set_up(
+        self,
+        kind: NormKind,
+        shape: tuple[int, ...],
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        where = torch.device(device) if device is not None else default_device()
+        self.normalized_shape = shape
+        self.elementwise_affine = True
+        self.zero_centered_gamma = kind.zero_centered
+        self.sequence_parallel = sequence_parallel
+        self._kind = kind
+        self.weight = nn.Parameter(torch.empty(shape, device=where, dtype=dtype))
+        if kind.center:
+            self.bias = nn.Parameter(torch.empty(shape, device=where, dtype=dtype))
+        self.reset_parameters()
+        mark_sequence_parallel(sequence_parallel, self.weight, getattr(self, "bias", None))
+
+    def reset_parameters(self) -> None:
+        """Make gamma 1 (0 if it is zero-centered) and the bias 0."""
+        nn.init.constant_(self.weight, 0.0 if self._kind.zero_centered else 1.0)
+        if self._kind.center:
+            nn.init.zeros_(self.bias)
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        shape = self.normalized_shape
+        if x.shape[x.ndim - len(shape) :] != torch.Size(shape):
+            raise ValueError(
+                f"inp must have {shape} as its last dimensions (hidden_size); got shape "
+                f"{tuple(x.shape)}. Reshape it, or build the norm with that hidden_size."
+            )
+        bias = self.bias.flatten() if self._kind.center else None
+        flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
+        y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
+        return y.reshape(x.shape)
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension.
+
+    Shape: input ``[..., hidden_size]`` of any leading dimensions, zero included; output the same.
+
+    Numerics: statistics and arithmetic are float32 (float64 for float64 input), rounded once to the
+    dtype of torch.autocast if that is active, else of the input. The input is what is saved for
+    backward, with two numbers a row.
+
+    Args:
+        hidden_size: size of the last dimension, or sizes of the last dimensions.
+        eps: added to the variance.
+        sequence_parallel: mark the parameters (``parameter.sequence_parallel``), so that a trainer
+            sums their gradients over tensor-parallel ranks.
+        params_dtype: dtype of the parameters; None is the default dtype.
+        zero_centered_gamma: multiply by ``1 + weight``; the weight then starts from 0.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU.
+        normalized_shape: another name of ``hidden_size``.
+        dtype: another name of ``params_dtype``.
+
+    Raises:
+        ValueError: two names of one parameter are given, or none.
+
+    >>> norm = float8lab.LayerNorm(4, device="cpu")
+    >>> norm(torch.tensor([[1.0, 1.0, 3.0, 3.0]])).round(decimals=3)
+    tensor([[-1., -1.,  1.,  1.]], grad_fn=<RoundBackward1>)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        normalized_shape: int | Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.eps = eps
+        self._set_up(
+            NormKind(center=True, eps=eps, zero_centered=zero_centered_gamma),
+            normalized_size(hidden_size, normalized_shape),
+            sequence_parallel=sequence_parallel,
+            dtype=_dtype(params_dtype, dtype),
+            device=device,
+        )
+
+    def forward(self, inp: Tensor) -> Tensor:  # type: ignore[override]  # another argument name
+        """Apply the norm.
+
+        Args:
+            inp: ``[..., hidden_size]``.
+        """
+        return self._normalize(inp)
+
+
+class RMSNorm(_Norm, nn.RMSNorm):
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension.
+
+    Shape, numerics and parameters: as ``LayerNorm``.
+
+    Args:
+        hidden_size: size of the last dimension, or sizes of the last dimensions.
+        eps: added to the mean square.
+        sequence_parallel: mark the parameter (``parameter.sequence_parallel``), so that a trainer
+            sums its gradient over tensor-parallel ranks.
+        params_dtype: dtype of the parameter; None is the default dtype.
+        zero_centered_gamma: multiply by ``1 + weight``; the weight then starts from 0.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU.
+        normalized_shape: another name of ``hidden_size``.
+        dtype: another name of ``params_dtype``.
+
+    Raises:
+        ValueError: two names of one parameter are given, or none.
+
+    >>> norm = float8lab.RMSNorm(4, zero_centered_gamma=True, device="cpu")
+    >>> norm(torch.tensor([[2.0, -2.0, 2.0, -2.0]])).round(decimals=3)
+    tensor([[ 1., -1.,  1., -1.]], grad_fn=<RoundBackward1>)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        normalized_shape: int | Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.eps = eps
+        self._set_up(
+            NormKind(center=False, eps=eps, zero_centered=zero_centered_gamma),
+            normalized_size(hidden_size, normalized_shape),
+            sequence_parallel=sequence_parallel,
+            dtype=_dtype(params_dtype, dtype),
+            device=device,
+        )
+
+    def forward(self, inp: Tensor) -> Tensor:  # type: ignore[override]  # another argument name
+        """Apply the norm.
+
+        Args:
+            inp: ``[..., hidden_size]``.
+        """
+        return self._normalize(inp)

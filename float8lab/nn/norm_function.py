@@ -1,0 +1,113 @@
+"""LayerNorm and RMSNorm as autograd functions and as sources of casts.  M tokens, K features."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from float8lab.ops import Source, norm_backward_op, norm_op, norm_stats_op
+
+__all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
+
+
+class NormKind(NamedTuple):
+    """Which norm."""
+
+    center: bool
+    """LayerNorm: subtract the mean, add a bias. Else RMSNorm."""
+    eps: float
+    zero_centered: bool
+    """Multiply by ``1 + weight``."""
+
+    def gamma(self, weight: Tensor) -> Tensor:
+        """What the normalized values are multiplied by."""
+        if not self.zero_centered:
+            return weight
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
+) -> Tensor:
+    """The norm over the last dimension, in ``dtype``; x is what is saved for backward.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[K]``.
+        bias: ``[K]`` for LayerNorm, None for RMSNorm.
+        kind: which norm.
+        dtype: of the result.
+    """
+    result: Tensor = _Norm.apply(x, weight, bias, kind, dtype)
+    return result
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: NormKind,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x2 = x.reshape(-1, x.shape[-1])
+        y, mean, rstd = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
+        ctx.save_for_backward(x2, weight, mean, rstd)
+        ctx.kind, ctx.shape = kind, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        out: Tensor = torch.ops.aten._unsafe_view.default(y, x.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x2, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = backward_of_norm(
+            dy.reshape(x2.shape), x2, weight, mean, rstd, ctx.kind, ctx.bias_dtype
+        )
+        return dx.reshape(ctx.shape), dweight, dbias, None, None
+
+
+def backward_of_norm(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    kind: NormKind,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, weight and bias in their dtypes."""
+    dx, dweight, dbias = norm_backward_op(dy, x, kind.gamma(weight), mean, rstd, kind.center)
+    return dx, dweight.to(weight.dtype), None if bias_dtype is None else dbias.to(bias_dtype)
+
+
+def source_of_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: NormKind,
+    dtype: torch.dtype,
+    stats: tuple[Tensor, Tensor] | None = None,
+    *,
+    want_amax: bool = False,
+) -> tuple[Source, tuple[Tensor, Tensor]]:
+    """The norm of a matrix, to be cast, and its statistics: mean and rstd, computed if not given.
+
+    With ``want_amax`` the source knows its amax, which comes with the statistics.
+    """
+    gamma = kind.gamma(weight)
+    amax = None
+    if stats is None:
+        mean, rstd, amax = norm_stats_op(x, gamma, bias, kind.eps, kind.center, dtype, want_amax)
+        stats = mean, rstd
+    mean, rstd = stats
+    known = amax if want_amax else None
+    if bias is None:
+        return Source("rms_norm", [x, rstd, gamma], dtype, known), stats
+    return Source("layer_norm", [x, rstd, gamma, mean, bias], dtype, known), stats

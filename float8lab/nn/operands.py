@@ -1,0 +1,348 @@
+"""FP8 operands of the three GEMMs of a linear layer.  M tokens, N out features, K in features.
+
+What the autograd functions of all modules share. An operand is FP8 data, padded so that every
+dimension is a multiple of ``ALIGN``, and its decode scales. What is cast is a matrix or a
+``Source``, a matrix that is computed on the way and never written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import Float8Spec
+from float8lab.nn.precision import DY, Call, W
+from float8lab.ops import (
+    Source,
+    cast_of_op,
+    cast_op,
+    cast_pair_of_op,
+    cast_pair_op,
+    quantize_of_op,
+    quantize_op,
+    quantize_pair_of_op,
+    quantize_pair_op,
+    round_up,
+    scaled_mm_op,
+    transpose_op,
+)
+from float8lab.recipes.recipe import Recipe
+from float8lab.tensor import Float8Tensor
+
+__all__ = [
+    "ALIGN",
+    "Operand",
+    "accumulate",
+    "cast",
+    "cast_again",
+    "cast_gradient",
+    "cast_pair",
+    "cast_weight",
+    "compress",
+    "crop",
+    "dgrad",
+    "fprop",
+    "gemm",
+    "plain",
+    "same_when_transposed",
+    "transposed_weight",
+    "wgrad",
+]
+
+ALIGN = 16
+"""Multiple that Hopper's FP8 GEMM wants of every dimension."""
+
+Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+
+
+# Casts.
+
+
+def cast(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Operand:
+    """One orientation of x in FP8."""
+    plan = call.plan
+    if isinstance(x, Source):
+        if plan.delayed:
+            scale, slot = call.scale(index, _looked_at(x, index, call))
+            source = (x.kind, x.inputs, x.dtype, False)
+            return cast_of_op(*source, scale, slot, spec.fp8_dtype, ALIGN), scale
+        q, scale = quantize_of_op(
+            x.kind, x.inputs, x.dtype, False, x.known_amax if spec.per_tensor else None,
+            spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN,
+        )  # fmt: skip
+        return q, scale
+    if plan.delayed:
+        scale, slot = call.scale(index, x)
+        return cast_op(x, scale, slot, spec.fp8_dtype, spec.block, ALIGN), scale
+    q, scale, _ = quantize_op(
+        x, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN
+    )
+    return q, scale
+
+
+def cast_pair(
+    x: Tensor | Source, spec: Float8Spec, index: int, call: Call, *, column_sum: bool = False
+) -> tuple[Operand, Operand, Tensor]:
+    """x and x transposed in FP8 from one read of x, and its column sums if asked."""
+    plan = call.plan
+    how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN, column_sum)
+    if isinstance(x, Source):
+        source = (x.kind, x.inputs, x.dtype)
+        if plan.delayed:
+            scale, slot = call.scale(index, _looked_at(x, index, call))
+            q, q_t, total = cast_pair_of_op(*source, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
+            return (q, scale), (q_t, scale), total
+        q, scale, q_t, scale_t, total = quantize_pair_of_op(*source, *how)
+        return (q, scale), (q_t, scale_t), total
+    if plan.delayed:
+        scale, slot = call.scale(index, x)
+        q, q_t, total = cast_pair_op(x, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
+        return (q, scale), (q_t, scale), total
+    q, scale, q_t, scale_t, total = quantize_pair_op(x, *how)
+    return (q, scale), (q_t, scale_t), total
+
+
+def _looked_at(x: Source, index: int, call: Call) -> Tensor:
+    """What ``Call.scale`` may see of a source: as empty as it is, and of its amax if it asks."""
+    first = x.inputs[0]
+    return x.amax() if first.numel() and call.asks_for_values(index) else first
+
+
+def cast_again(
+    x: Source, spec: Float8Spec, scale: Tensor | None, call: Call, *, transposed: bool
+) -> Operand:
+    """In backward, what the forward has cast; under the same scale if that is per tensor."""
+    source = (x.kind, x.inputs, x.dtype, transposed)
+    if spec.per_tensor:
+        assert scale is not None, "the forward has saved it"
+        return cast_of_op(*source, scale, None, spec.fp8_dtype, ALIGN), scale
+    q, own = quantize_of_op(
+        *source, None, spec.fp8_dtype, spec.block, spec.scale_rule, call.plan.amax_epsilon, ALIGN
+    )
+    return q, own
+
+
+def same_when_transposed(spec: Float8Spec) -> bool:
+    """Whether the transpose of a matrix has the matrix's bytes and scales, transposed."""
+    return spec.block[0] == spec.block[1]
+
+
+def compress(scale: Tensor, spec: Float8Spec) -> Tensor:
+    """Scales as they are saved for backward: one byte each where that is exact."""
+    return scale.to(torch.float8_e8m0fnu) if spec.scale_rule == "e8m0" else scale
+
+
+# Weights.
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight in high precision."""
+    return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+
+
+def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:
+    """The FP8 data of a weight that is stored as ``spec`` wants it."""
+    if not isinstance(weight, Float8Tensor):
+        return None
+    if (weight.spec.block, weight.spec.fp8_dtype) != (spec.block, spec.fp8_dtype):
+        return None
+    q = weight.qdata
+    rows, columns = (round_up(size, ALIGN) for size in q.shape)
+    if q.shape != (rows, columns):
+        pad = (0, columns - q.shape[1], 0, rows - q.shape[0])
+        q = torch.nn.functional.pad(q.view(torch.uint8), pad).view(q.dtype)
+        missing = [
+            n - h for n, h in zip(spec.scale_shape(q.shape), weight.scale.shape, strict=True)
+        ]
+        pad = (0, missing[1], 0, missing[0])
+        return q, torch.nn.functional.pad(weight.scale, pad, value=1.0)
+    return q, weight.scale
+
+
+def cast_weight(weight: Tensor, call: Call) -> Operand:
+    """The weight in FP8, cast in every forward unless the caller says that it did not change.
+
+    Nothing about a tensor tells that reliably: fused optimizers and ``weight.data`` leave the
+    version counter alone. ``is_first_microbatch`` does: True casts and keeps, False reuses.
+    """
+    spec, precision, first = call.plan.w, call.precision, call.first_microbatch
+    stored = _stored(weight, spec)
+    if stored is not None:
+        return stored
+    weight = plain(weight)
+    if first is None or precision is None or torch.compiler.is_compiling():
+        return cast(weight, spec, W, call)
+    kept = precision.weight_cast
+    if not first and kept is not None and kept.fits(weight, call.recipe):
+        call.used[W] = kept.scale
+        return kept.q, kept.scale
+    q, scale = cast(weight, spec, W, call)
+    precision.weight_cast = _WeightCast(
+        weakref.ref(weight), _version(weight), call.recipe, q, scale
+    )
+    return q, scale
+
+
+class _WeightCast(NamedTuple):
+    """The cast that is kept from one microbatch to the next."""
+
+    weight: weakref.ref[Tensor]
+    version: int
+    recipe: Recipe
+    q: Tensor
+    scale: Tensor
+
+    def fits(self, weight: Tensor, recipe: Recipe) -> bool:
+        same = self.weight() is weight and self.recipe == recipe
+        return same and self.version == _version(weight)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def transposed_weight(saved: Tensor, scale: Tensor | None, call: Call) -> Operand:
+    """The weight's transpose in FP8, for dgrad."""
+    spec = call.plan.w
+    if scale is not None:
+        # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
+        return transpose_op(saved, 1), scale.t()
+    return cast(plain(saved).t(), spec, W, call)
+
+
+# GEMMs.
+
+
+def gemm(
+    a: Operand,
+    a_spec: Float8Spec,
+    b: Operand,
+    b_spec: Float8Spec,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """``a @ b.T + bias``, padded."""
+    out: Tensor = scaled_mm_op(*a, a_spec.block, *b, b_spec.block, bias, dtype, fast_accum)
+    return out
+
+
+def crop(x: Tensor, rows: int, columns: int) -> Tensor:
+    """The part of a padded matrix that is not padding."""
+    # A compiled graph always slices: asking whether it must would fix the number of tokens.
+    if not torch.compiler.is_compiling() and x.shape == (rows, columns):
+        return x
+    return x[:rows, :columns]
+
+
+def _pad_columns_of_bias(bias: Tensor | None, width: int) -> Tensor | None:
+    if bias is None or bias.shape[0] == width:
+        return bias
+    return torch.nn.functional.pad(bias, (0, width - bias.shape[0]))
+
+
+def fprop(
+    x: Tensor | Source,
+    x_q: Operand | None,
+    weight: Tensor,
+    w_q: Operand | None,
+    bias: Tensor | None,
+    call: Call,
+    *,
+    features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``x @ weight.T + bias``, ``[M, features]`` in ``dtype``.
+
+    In high precision, from ``x`` and ``weight``, if an operand is None.
+    """
+    plan = call.plan
+    if x_q is None or w_q is None:
+        high = x.value() if isinstance(x, Source) else x
+        added = None if bias is None else bias.to(dtype)
+        return torch.nn.functional.linear(high.to(dtype), plain(weight).to(dtype), added)
+    rows = (x.inputs[0] if isinstance(x, Source) else x).shape[0]
+    padded = _pad_columns_of_bias(bias, w_q[0].shape[0])
+    y = gemm(x_q, plan.x, w_q, plan.w, padded, dtype, plan.fast_accum[0])
+    return crop(y, rows, features).contiguous()
+
+
+def cast_gradient(
+    dy: Tensor | Source, call: Call, *, dx: bool, dw: bool, column_sum: bool
+) -> tuple[Operand | None, Operand | None, Tensor | None]:
+    """dy for dgrad, dy transposed for wgrad, where they run in FP8, and its column sums.
+
+    The sums are None where they do not come for free.
+    """
+    spec = call.plan.dy
+    fp8_dx, fp8_dw = dx and call.plan.dgrad, dw and call.plan.wgrad
+    if fp8_dx and fp8_dw:
+        dy_q, dy_t, total = cast_pair(dy, spec, DY, call, column_sum=column_sum)
+        return dy_q, dy_t, total if column_sum else None
+    if fp8_dx:
+        return cast(dy, spec, DY, call), None, None
+    if fp8_dw:
+        value = dy.value() if isinstance(dy, Source) else dy
+        return None, cast(value.t(), spec, DY, call), None
+    return None, None, None
+
+
+def dgrad(
+    dy: Tensor | None,
+    dy_q: Operand | None,
+    saved_w: Tensor,
+    w_scale: Tensor | None,
+    call: Call,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """``dy @ weight``, of ``shape`` ``[M, K]`` in ``dtype``; from ``dy`` if ``dy_q`` is None."""
+    plan = call.plan
+    if dy_q is None:
+        assert dy is not None, "one of the two"
+        return (dy @ plain(saved_w).to(dy.dtype)).to(dtype)
+    w_t = transposed_weight(saved_w, w_scale, call)
+    dx = gemm(dy_q, plan.dy, w_t, plan.w, None, dtype, plan.fast_accum[1])
+    return crop(dx, *shape)
+
+
+def wgrad(
+    dy: Tensor | None,
+    dy_t: Operand | None,
+    x: Tensor | None,
+    x_t: Operand | None,
+    call: Call,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """``dy.T @ x``, of ``shape`` ``[N, K]``; None if it went into the weight's ``main_grad``.
+
+    From ``dy`` and ``x`` if ``dy_t`` and ``x_t`` are None.
+    """
+    plan, fused = call.plan, call.fused_weight
+    dtype = dtype if fused is None else fused.main_grad.dtype
+    if dy_t is not None and x_t is not None:
+        dw = gemm(dy_t, plan.dy, x_t, plan.x, None, dtype, plan.fast_accum[2])
+        dw = crop(dw, *shape)
+    else:
+        assert dy is not None, "one of the two"
+        assert x is not None, "one of the two"
+        dw = (dy.t() @ x.to(dy.dtype)).to(dtype)
+    if fused is None:
+        return dw
+    accumulate(fused, dw, overwrite=call.first_microbatch is True)
+    return None
+
+
+def accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> None:
+    """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``."""
+    if overwrite:
+        weight.main_grad.copy_(dw)
+    else:
+        weight.main_grad.add_(dw)
+    weight.grad_added_to_main_grad = True  # the mark that Megatron's optimizers look for

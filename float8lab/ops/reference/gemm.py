@@ -1,0 +1,39 @@
+"""The FP8 matrix product.  M rows of a, N rows of b, K contraction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from float8lab.ops.reference.quantize import dequantize, expand_scale
+
+__all__ = ["scaled_mm"]
+
+
+def scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], accumulated in float32.
+
+    ``fast_accum`` permits a GPU to accumulate with fewer bits; here it changes nothing.
+    """
+    if a_block[1] == -1 and b_block[1] == -1:
+        out = a.float() @ b.float().t()
+        out = out * expand_scale(a_scale, a_block, (a.shape[0], 1))
+        out = out * expand_scale(b_scale, b_block, (b.shape[0], 1)).t()
+    else:
+        left = dequantize(a, a_scale, a_block, torch.float32)
+        out = left @ dequantize(b, b_scale, b_block, torch.float32).t()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)

@@ -1,0 +1,43 @@
+"""Delayed-scaling state.  S slots, H history length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8lab.ops.reference.quantize import encode_from_amax
+
+__all__ = ["NO_DATA", "update_scales_"]
+
+NO_DATA = -1.0
+"""What an amax slot holds when nothing was recorded in it since the last update."""
+
+
+def update_scales_(
+    history: Tensor,
+    amax: Tensor,
+    scale: Tensor,
+    steps: Tensor,
+    fp8_max: Tensor,
+    margin: int,
+    interval: int,
+    most_recent: bool,
+    power_of_2: bool,
+) -> None:
+    """Advance the delayed-scaling state of S slots, in place.
+
+    A slot whose ``amax`` is ``NO_DATA`` or not finite stays as it is. Any other slot's history
+    ([H, S], newest first) takes the amax in and drops its oldest; its ``steps`` count goes up; and
+    on every ``interval``-th step its decode ``scale`` becomes ``2 ** margin / encode`` with
+    ``encode = fp8_max / amax``, rounded down to a power of two if asked, of the newest or the
+    largest amax of the history. An amax of 0 keeps the scale. All ``amax`` end as ``NO_DATA``.
+    """
+    seen = (amax >= 0) & (amax < torch.inf)
+    rolled = torch.cat((amax[None], history[:-1]))
+    history.copy_(torch.where(seen, rolled, history))
+    steps.add_(seen)
+    chosen = history[0] if most_recent else history.amax(0)
+    encode = encode_from_amax(chosen, fp8_max, power_of_2=power_of_2) * 2.0**-margin
+    due = seen & (chosen > 0) & ((steps - 1) % interval == 0)
+    scale.copy_(torch.where(due, 1.0 / encode, scale))
+    amax.fill_(NO_DATA)
