@@ -3,6 +3,7 @@
 from float8lab.nn.attention import (
     DotProductAttention,
     InferenceParams,
+    MultiheadAttention,
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
 )
@@ -13,6 +14,7 @@ from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.scaling_state import ScalingState
+from float8lab.nn.transformer import TransformerLayer
 
 __all__ = [
     "ConversionReport",
@@ -23,9 +25,11 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "ScalingState",
+    "TransformerLayer",
     "apply_rotary_pos_emb",
     "convert_to_float8",
     "count_gemms",

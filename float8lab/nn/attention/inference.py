@@ -90,7 +90,7 @@ class InferenceParams:
         cache_dtype: None is the dtype of the keys and values. ``torch.float8_e4m3fn`` or
             ``torch.float8_e5m2`` stores them in FP8, each head vector of each token with its own
             scale: 1 + 4 / D bytes an element, rounded to within 1/16 (e5m2: 1/8) of each value or
-            2^-19 (2^-33) of the head vector's largest, whichever is more.
+            2^-18 (2^-32) of the head vector's largest, whichever is more.
 
     Attributes:
         sequence_len_offset: tokens in the cache, for rows in step.
