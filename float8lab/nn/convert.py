@@ -19,8 +19,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
-from float8lab.nn.precision import Precision
+from float8lab.nn.precision import Precision, precisions
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.recipes.state import STATE, Region, in_backward
@@ -130,6 +132,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
 ) -> ConversionReport:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place.
 
+    Modules of this library, such as ``Linear`` and ``LayerNormMLP``, take the recipe as their own.
     Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
     state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
     ``autocast(recipe=...)`` by that recipe, and in high precision under
@@ -182,7 +185,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     plans = [
         _plan_layer(layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=overrides)
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) or _is_opaque_linear(layer)
+        if isinstance(layer, (nn.Linear, FusedModule)) or _is_opaque_linear(layer)
     ]
     names = [plan.report.name for plan in plans]
     unmatched = tuple(
@@ -263,7 +266,10 @@ def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, int], int]:
         weight = layer.in_proj_weight
         count = weight.numel() + (0 if layer.in_proj_bias is None else layer.in_proj_bias.numel())
         return (weight.shape[0], weight.shape[1]), count
-    shape = (layer.out_features, layer.in_features)
+    if isinstance(layer, LayerNormMLP):
+        shape = tuple(layer.fc1_weight.shape)
+    else:
+        shape = (layer.out_features, layer.in_features)  # type: ignore[assignment]  # ints
     return shape, sum(_size(p) for p in layer.parameters())  # type: ignore[return-value]  # ints
 
 
@@ -280,7 +286,7 @@ def _obstacle(layer: nn.Module, *, told: bool) -> str | None:
         return "its weight is used by torch.nn.MultiheadAttention directly"
     if any(isinstance(p, UninitializedParameter) for p in layer.parameters()):
         return "not initialised yet; run one batch first"
-    if isinstance(layer, Linear):
+    if isinstance(layer, (Linear, FusedModule)):
         return None
     if "forward" in vars(layer):
         return "forward was replaced on the layer itself"
@@ -324,11 +330,12 @@ def _emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
 
 def _convert_layer(plan: _LayerPlan) -> None:
     layer: Any = plan.layer  # its class changes below
-    if not isinstance(layer, Linear):
+    if not isinstance(layer, (Linear, FusedModule)):
         layer.__class__ = _class_of(layer, _float8_class)
         layer._fp8 = Precision(key=f"name {plan.report.name}")
-    layer._fp8.recipe, layer._fp8.pinned = plan.recipe, plan.pinned
-    layer._fp8.name = plan.report.name
+    for part, precision in precisions(layer):
+        precision.recipe, precision.pinned = plan.recipe, plan.pinned
+        precision.name = ".".join(filter(None, (plan.report.name, part)))
 
 
 def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> None:
@@ -340,8 +347,8 @@ def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bo
                 users.setdefault(id(parameter), []).append(module)
     recipes = {id(plan.layer): plan.recipe for plan in plans if plan.report.converted}
     for plan in plans:
-        if plan.report.converted:
-            layer: Any = plan.layer
+        layer: Any = plan.layer
+        if plan.report.converted and isinstance(layer, Linear):
             others = users.get(id(layer._parameters.get("weight")), [])
             agree = all(recipes.get(id(other)) == plan.recipe for other in others)
             layer._fp8.fp8_all_gather = wanted and agree
@@ -396,10 +403,10 @@ class _CallRegion:
     def _prepare(self, model: nn.Module) -> tuple[Recipe, ...]:
         recipes: dict[Recipe, None] = {}
         for layer in model.modules():
-            precision = layer._fp8 if isinstance(layer, Linear) else None
-            if precision is not None and precision.recipe and precision.recipe.linear.delayed:
-                recipes[precision.recipe] = None
-                precision.prepare(next(p.device for p in layer.parameters()))
+            for _, precision in precisions(layer):
+                if precision.recipe is not None and precision.recipe.linear.delayed:
+                    recipes[precision.recipe] = None
+                    precision.prepare(next(p.device for p in layer.parameters()))
         return tuple(recipes)
 
     @torch._disable_dynamo
@@ -455,7 +462,8 @@ def _make_region_of_calls(model: nn.Module) -> None:
 def to_high_precision(model: nn.Module) -> nn.Module:
     """Undo ``convert_to_float8``, in place; FP8-stored weights are dequantized.
 
-    A ``float8lab.Linear`` built as one becomes a ``torch.nn.Linear``.
+    A ``float8lab.Linear`` built as one becomes a ``torch.nn.Linear``. Modules that torch has not,
+    such as ``LayerNormMLP``, lose their recipe: they run in high precision outside ``autocast``.
 
     Returns:
         The same model.
@@ -476,16 +484,25 @@ def to_high_precision(model: nn.Module) -> nn.Module:
                 "to_high_precision must find layers that torch.nn.Linear can express; got one with "
                 "return_bias or parameters_split. Run it under autocast(enabled=False) instead."
             )
+    for module in model.modules():
+        if isinstance(module, (Linear, FusedModule)):
+            _dequantize_parameters(module)
+        if isinstance(module, FusedModule):
+            for _, precision in precisions(module):
+                precision.recipe, precision.pinned = None, False
     for layer in layers:
-        for name, parameter in list(layer.named_parameters(recurse=False)):
-            if isinstance(parameter, Float8Tensor):
-                plain = nn.Parameter(parameter.detach().dequantize(), parameter.requires_grad)
-                setattr(layer, name, plain)
         layer.__class__ = _class_of(layer, _plain_class)
         del layer._fp8
     for module in model.modules():
         _remove_region_hooks(module)
     return model
+
+
+def _dequantize_parameters(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, Float8Tensor):
+            plain = nn.Parameter(parameter.detach().dequantize(), parameter.requires_grad)
+            setattr(module, name, plain)
 
 
 def _remove_region_hooks(module: nn.Module) -> None:

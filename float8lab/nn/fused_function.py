@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.operands import (
+    Operand,
     cast,
     cast_again,
     cast_gradient,
@@ -26,7 +27,7 @@ from float8lab.nn.operands import (
     same_when_transposed,
     wgrad,
 )
-from float8lab.nn.precision import Call, W, X
+from float8lab.nn.precision import Call, X
 from float8lab.ops import Source
 
 __all__ = ["MlpCall", "NormLinearCall", "norm_linear", "norm_mlp"]
@@ -111,7 +112,8 @@ class _Saved(NamedTuple):
     """What the backward of a GEMM on a source needs, but for the source."""
 
     x_scale: Tensor | None  # under which to cast the source again, if per tensor
-    weight: Tensor | None
+    weight: Tensor | None  # where its FP8 data will not do
+    w_q: Tensor | None
     w_scale: Tensor | None
 
 
@@ -136,39 +138,45 @@ def _forward(
         needs: whether the gradient of x, and of the weight, is needed.
         again: keep what ``_forward_again`` needs, too.
     """
-    plan = call.plan
-    value = x if written is None else written
-    casts_again = (again and plan.fprop) or (needs[1] and plan.wgrad)
-    keep_scale = casts_again and plan.x.per_tensor
-    uses_w_q = plan.dgrad if needs[0] else again and plan.fprop
-    keep_w_q = uses_w_q and same_when_transposed(plan.w)
+    plan, value = call.plan, x if written is None else written
+    in_fp8 = [plan.dgrad] * needs[0] + [plan.fprop] * again  # the uses of the weight in backward
+    keep_scale = plan.x.per_tensor and ((again and plan.fprop) or (needs[1] and plan.wgrad))
+    keep_w_q = any(in_fp8) and same_when_transposed(plan.w)
+    keep_w = bool(in_fp8) and not (keep_w_q and all(in_fp8))
+
     x_q = cast(value, plan.x, X, call) if plan.fprop or keep_scale else None
     w_q = cast_weight(weight, call) if plan.fprop or keep_w_q else None
     y = fprop(
         value, x_q if plan.fprop else None, weight, w_q, bias, call,
         features=weight.shape[0], dtype=x.dtype,
     )  # fmt: skip
-    saved_w: tuple[Tensor | None, Tensor | None] = (None, None)
-    if keep_w_q:
-        saved_w = w_q  # type: ignore[assignment]  # set above whenever keep_w_q
-    elif needs[0] or again:
-        saved_w = (weight, None)
-    return y, _Saved(x_q[1] if x_q is not None and keep_scale else None, *saved_w)
+    saved_scale = x_q[1] if x_q is not None and keep_scale else None
+    saved_w_q = w_q if w_q is not None and keep_w_q else (None, None)
+    return y, _Saved(saved_scale, weight if keep_w else None, *saved_w_q)
 
 
 def _forward_again(
     x: Source, bias: Tensor | None, saved: _Saved, call: Call, features: int
 ) -> Tensor:
     """In backward, the bytes that ``_forward`` gave."""
-    plan, weight = call.plan, saved.weight
-    assert weight is not None, "kept for this"
-    w_q = x_q = None
+    plan, weight = call.plan, _weight(saved)
+    x_q = w_q = None
     if plan.fprop:
         x_q = cast_again(x, plan.x, saved.x_scale, call, transposed=False)
-        if plan.delayed and W in call.used:
-            call.fixed = {**(call.fixed or {}), W: call.used[W]}  # not a scale set since then
-        w_q = cast_weight(weight, call) if saved.w_scale is None else (weight, saved.w_scale)
+        w_q = _w_q(saved) or cast_weight(weight, call)
     return fprop(x, x_q, weight, w_q, bias, call, features=features, dtype=x.dtype)
+
+
+def _weight(saved: _Saved) -> Tensor:
+    weight = saved.w_q if saved.weight is None else saved.weight
+    assert weight is not None, "kept for this"
+    return weight
+
+
+def _w_q(saved: _Saved) -> Operand | None:
+    if saved.w_q is None or saved.w_scale is None:
+        return None
+    return saved.w_q, saved.w_scale
 
 
 def _backward(
@@ -202,9 +210,8 @@ def _backward(
     dy_q, dy_t, total = cast_gradient(dy, call, dx=needs_dx, dw=needs_dw, column_sum=needs_db)
     dx = dw = db = None
     if needs_dx:
-        assert saved.weight is not None, "kept for this"
-        weight, w_scale = saved.weight, saved.w_scale
-        dx = dgrad(high, dy_q, weight, w_scale, call, shape=(M, K), dtype=x.dtype)
+        weight = _weight(saved) if dy_q is None else _w_q(saved) or _weight(saved)
+        dx = dgrad(high, dy_q, weight, call, shape=(M, K), dtype=x.dtype)
     if needs_dw:
         x_t, value = None, None
         if dy_t is None:
@@ -351,7 +358,7 @@ class _NormMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dnorm: Tensor) -> tuple[Tensor | None, ...]:
         x2, norm_weight, norm_bias, mean, rstd, *rest, h, fc1_bias = ctx.saved_tensors
-        saved1, saved2 = _Saved(*rest[:3]), _Saved(*rest[3:])
+        saved1, saved2 = _Saved(*rest[:4]), _Saved(*rest[4:])
         how: MlpCall = ctx.how
         x_shape, shape1, shape2 = ctx.meta
         norm_bias_dtype, dtypes1, dtypes2 = ctx.dtypes

@@ -105,7 +105,8 @@ class _Linear(torch.autograd.Function):
 
         dx = dw = db = None
         if needs_dx:
-            dx = dgrad(dy2, dy_q, saved_w, w_scale, call, shape=(M, K), dtype=x_dtype)
+            kept = saved_w if w_scale is None else (saved_w, w_scale)
+            dx = dgrad(dy2, dy_q, kept, call, shape=(M, K), dtype=x_dtype)
             dx = dx.reshape(x_shape)
         if needs_dw:
             x_t = None if dy_t is None else (saved_x, x_scale.float())

@@ -146,7 +146,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
             device=device,
         )
 
-    def forward(self, inp: Tensor) -> Tensor:  # type: ignore[override]  # another argument name
+    def forward(self, inp: Tensor) -> Tensor:
         """Apply the norm.
 
         Args:
@@ -202,7 +202,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
             device=device,
         )
 
-    def forward(self, inp: Tensor) -> Tensor:  # type: ignore[override]  # another argument name
+    def forward(self, inp: Tensor) -> Tensor:
         """Apply the norm.
 
         Args:

@@ -204,13 +204,12 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def transposed_weight(saved: Tensor, scale: Tensor | None, call: Call) -> Operand:
-    """The weight's transpose in FP8, for dgrad."""
-    spec = call.plan.w
-    if scale is not None:
-        # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
-        return transpose_op(saved, 1), scale.t()
-    return cast(plain(saved).t(), spec, W, call)
+def transposed_weight(kept: Tensor | Operand, call: Call) -> Operand:
+    """The weight's transpose in FP8, for dgrad, from the weight or from its cast."""
+    if isinstance(kept, Tensor):
+        return cast(plain(kept).t(), call.plan.w, W, call)
+    # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
+    return transpose_op(kept[0], 1), kept[1].t()
 
 
 # GEMMs.
@@ -293,19 +292,22 @@ def cast_gradient(
 def dgrad(
     dy: Tensor | None,
     dy_q: Operand | None,
-    saved_w: Tensor,
-    w_scale: Tensor | None,
+    kept: Tensor | Operand,
     call: Call,
     *,
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """``dy @ weight``, of ``shape`` ``[M, K]`` in ``dtype``; from ``dy`` if ``dy_q`` is None."""
+    """``dy @ weight``, of ``shape`` ``[M, K]`` in ``dtype``; from ``dy`` if ``dy_q`` is None.
+
+    ``kept`` is the weight, or its cast if dgrad runs in FP8 and the transpose has the same bytes.
+    """
     plan = call.plan
     if dy_q is None:
         assert dy is not None, "one of the two"
-        return (dy @ plain(saved_w).to(dy.dtype)).to(dtype)
-    w_t = transposed_weight(saved_w, w_scale, call)
+        assert isinstance(kept, Tensor), "in high precision"
+        return (dy @ plain(kept).to(dy.dtype)).to(dtype)
+    w_t = transposed_weight(kept, call)
     dx = gemm(dy_q, plan.dy, w_t, plan.w, None, dtype, plan.fast_accum[1])
     return crop(dx, *shape)
 

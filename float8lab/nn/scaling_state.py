@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from float8lab.nn.precision import Precision
+from float8lab.nn.precision import precisions
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.reduction import channel_of
@@ -72,12 +72,11 @@ class ScalingState:
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
         for name, module in self.model.named_modules():
-            precision = getattr(module, "_fp8", None)
-            if not isinstance(precision, Precision):
-                continue
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
-            precision.prepare(device)
-            if self.recipe is not None and precision.recipe is None:
-                precision.prepare(device, self.recipe)
-            for (recipe, _), slots in precision.slots.items():
-                yield f"{name}/{recipe!r}", slots
+            for part, precision in precisions(module):
+                precision.prepare(device)
+                if self.recipe is not None and precision.recipe is None:
+                    precision.prepare(device, self.recipe)
+                path = ".".join(filter(None, (name, part)))
+                for (recipe, _), slots in precision.slots.items():
+                    yield f"{path}/{recipe!r}", slots
