@@ -6,7 +6,7 @@
 torch.Size([2, 64])
 """
 
-from float8lab import distributed, nn, optim, recipes
+from float8lab import distributed, integrations, nn, optim, recipes
 from float8lab.nn import (
     DotProductAttention,
     InferenceParams,
@@ -53,6 +53,7 @@ __all__ = [
     "fallback",
     "fp8_autocast",
     "fp8_model_init",
+    "integrations",
     "nn",
     "optim",
     "quantize",
