@@ -16,8 +16,8 @@ from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import reference
+from float8lab.ops.kernels import norm, scaling, source
 from float8lab.ops.kernels import quantize as kernels
-from float8lab.ops.kernels import scaling
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -215,6 +215,91 @@ def check_update_scales() -> None:
                 other[1].copy_(state[1])
 
 
+def check_norm() -> None:
+    for rows, columns, dtype in ((5, 33, BF16), (3, 8200, FP32), (66, 1, FP32), (0, 4, FP32)):
+        x, weight = matrix(rows, columns, dtype), torch.randn(columns)
+        dy = matrix(columns, rows, FP32).t()
+        for bias in (torch.randn(columns), None):
+            center = bias is not None
+            got = norm.norm(x, weight, bias, 1e-5, center, FP32)
+            for one, want in zip(
+                got, reference.norm(x, weight, bias, 1e-5, center, FP32), strict=True
+            ):
+                torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-5)
+            *stats, amax = norm.norm_stats(x, weight, bias, 1e-5, center, FP32, True)
+            all_same(stats, got[1:])
+            same(amax, reference.amax(got[0], (-1, -1)))
+            got = norm.norm_backward(dy, x, weight, *stats, center)
+            for one, want in zip(
+                got, reference.norm_backward(dy, x, weight, *stats, center), strict=True
+            ):
+                # The interpreter truncates to bfloat16; sums may cancel.
+                rtol = 2.0**-7 if want.dtype == BF16 else 1e-5
+                atol = 1e-5 * want.abs().max().item() if want.numel() else 0.0
+                torch.testing.assert_close(one, want, rtol=rtol, atol=atol)
+
+
+def sources() -> list[tuple[str, list[Tensor]]]:
+    """Kinds whose values the interpreter computes exactly: no exponential."""
+    x, wide, half = matrix(37, 140, FP32), matrix(37, 280, FP32), matrix(37, 70, FP32)
+    vectors = [torch.rand(37) + 0.5, torch.randn(140), torch.randn(37), torch.randn(140)]
+    return [
+        ("layer_norm", [x, *vectors]),
+        ("rms_norm", [x.t().contiguous().t(), *vectors[:2]]),
+        ("srelu", [x]),
+        ("reglu", [wide]),
+        ("relu_backward", [x, matrix(37, 140, FP32)]),
+        ("sreglu_backward", [x, half]),
+        ("reglu_backward", [matrix(130, 256), matrix(130, 128)]),
+        ("reglu_backward", [matrix(3, 512, FP32)[:, ::2], matrix(3, 128, FP32)]),
+        ("srelu", [torch.zeros(0, 8)]),
+        ("reglu", [torch.randn(5, 2)]),
+    ]
+
+
+def check_sources() -> None:
+    for kind, inputs in sources():
+        same(source.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32))
+        same(source.amax_of(kind, inputs, FP32), reference.amax_of(kind, inputs, FP32))
+        # The interpreter does not saturate.
+        scale = (reference.amax_of(kind, inputs, FP32) / 400).clamp(min=1e-3).view(1)
+        for transposed in (False, True):
+            got, want = torch.full((1,), -1.0), torch.full((1,), -1.0)
+            same(
+                source.cast_of(kind, inputs, FP32, transposed, scale, got, E4M3, 16),
+                reference.cast_of(kind, inputs, FP32, transposed, scale, want, E4M3, 16),
+            )
+            same(got, want)
+        *got, sums = source.cast_pair_of(kind, inputs, FP32, scale, None, E5M2, 16, True)
+        *want, sums_wanted = reference.cast_pair_of(kind, inputs, FP32, scale, None, E5M2, 16, True)
+        all_same(got, want)
+        sums_close(sums, sums_wanted)
+        for block, rule in (
+            ((-1, -1), "pow2"), ((1, -1), "fp32"), ((1, 128), "fp32"), ((1, 32), "e8m0"),
+            ((1, 96), "fp32"),
+        ):  # fmt: skip
+            for transposed in (False, True):
+                arguments = (kind, inputs, FP32, transposed, None, E4M3, block, rule, 0.0, 16)
+                all_same(source.quantize_of(*arguments), reference.quantize_of(*arguments))
+            arguments = (kind, inputs, FP32, E4M3, block, rule, 1e-3, 1, True)
+            *got, sums = source.quantize_pair_of(*arguments)
+            *want, sums_wanted = reference.quantize_pair_of(*arguments)
+            all_same(got, want)
+            sums_close(sums, sums_wanted)
+        known = reference.amax_of(kind, inputs, FP32) * 1.5
+        arguments = (kind, inputs, FP32, True, known, E4M3, (-1, -1), "fp32", 0.0, 16)
+        all_same(source.quantize_of(*arguments), reference.quantize_of(*arguments))
+
+
+def check_activations() -> None:
+    for name, (_, gated) in reference.ACTIVATIONS.items():
+        h = torch.randn(9, 20) * 4
+        dy = torch.randn(9, 10 if gated else 20)
+        for kind, inputs in ((name, [h]), (f"{name}_backward", [h, dy])):
+            got, want = source.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -226,3 +311,6 @@ if __name__ == "__main__":
     check_cast()
     check_transpose_and_dequantize()
     check_update_scales()
+    check_norm()
+    check_sources()
+    check_activations()

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import kernels
-from float8lab.ops.kernels import quantize, scaling
+from float8lab.ops.kernels import norm, quantize, scaling, source
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -66,6 +66,59 @@ def dequantized(scale: torch.Tensor, block: tuple[int, int]) -> Any:
     return lambda: quantize.dequantize(x.to(E4M3), scale, block, torch.bfloat16)
 
 
+vector, rows_of = torch.ones(512), torch.ones(256)
+SOURCES: dict[str, tuple[str, list[torch.Tensor]]] = {
+    "layer_norm": ("layer_norm", [x, rows_of, vector, rows_of, vector]),
+    "rms_norm": ("rms_norm", [x, rows_of, vector]),
+    "gelu": ("gelu", [x]),
+    "swiglu": ("swiglu", [x]),
+    "gelu_backward": ("gelu_backward", [x, x]),
+    "swiglu_backward": ("swiglu_backward", [x, x[:, :256].contiguous()]),
+    "geglu_backward": ("geglu_backward", [x, x[:, :256].contiguous()]),
+}
+
+
+def cast_of(name: str, transposed: bool = False, slot: torch.Tensor | None = None) -> Any:
+    arguments = (*SOURCES[name], torch.bfloat16)
+    return lambda: source.cast_of(*arguments, transposed, one, slot, E4M3, 16)
+
+
+def pair_of(name: str, slot: torch.Tensor | None = None) -> Any:
+    arguments = (*SOURCES[name], torch.bfloat16)
+    return lambda: source.cast_pair_of(*arguments, one, slot, E5M2, 16, True)
+
+
+def quantized_of(
+    name: str, block: tuple[int, int], transposed: bool = False, rule: str = "fp32"
+) -> Any:
+    arguments = (*SOURCES[name], torch.bfloat16, transposed, None)
+    return lambda: source.quantize_of(*arguments, E4M3, block, rule, 0.0, 16)
+
+
+def both_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
+    arguments = (*SOURCES[name], torch.bfloat16)
+    return lambda: source.quantize_pair_of(*arguments, E4M3, block, rule, 0.0, 16, True)
+
+
+def normed(center: bool, columns: int) -> Any:
+    y = x.view(-1, columns)
+    return lambda: norm.norm(
+        y, torch.ones(columns), torch.ones(columns) if center else None, 1e-5, center,
+        torch.bfloat16,
+    )  # fmt: skip
+
+
+def norm_stats(center: bool) -> Any:
+    bias = vector if center else None
+    return lambda: norm.norm_stats(x, vector, bias, 1e-5, center, torch.bfloat16, True)
+
+
+def norm_backward(center: bool, columns: int) -> Any:
+    y = x.view(-1, columns)
+    stats = torch.ones(y.shape[0])
+    return lambda: norm.norm_backward(y, y, torch.ones(columns), stats, stats, center)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "tensor": quantized((-1, -1)),
     "tensor-e5m2-pow2": quantized((-1, -1), "pow2", E5M2),
@@ -97,6 +150,32 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "dequantize": dequantized(one, (-1, -1)),
     "dequantize-row": dequantized(torch.ones(256, 1), (1, -1)),
     "dequantize-1x32": dequantized(torch.ones(256, 16), (1, 32)),
+    "layer-norm": normed(True, 512),
+    "rms-norm-long": normed(False, 16384),
+    "layer-norm-stats": norm_stats(True),
+    "rms-norm-stats": norm_stats(False),
+    "layer-norm-backward": norm_backward(True, 4096),
+    "layer-norm-backward-long": norm_backward(True, 8192),
+    "rms-norm-backward": norm_backward(False, 512),
+    "value-of-swiglu": lambda: source.value_of(*SOURCES["swiglu"], torch.bfloat16),
+    "value-of-geglu-backward": lambda: source.value_of(*SOURCES["geglu_backward"], torch.float32),
+    "cast-of-layer-norm": cast_of("layer_norm", slot=one),
+    "cast-of-rms-norm-transposed": cast_of("rms_norm", transposed=True),
+    "cast-of-swiglu": cast_of("swiglu", slot=one),
+    "cast-of-gelu-transposed": cast_of("gelu", transposed=True),
+    "cast-both-of-gelu-backward": pair_of("gelu_backward", slot=one),
+    "cast-both-of-geglu-backward": pair_of("geglu_backward", slot=one),
+    "tensor-of-rms-norm": quantized_of("rms_norm", (-1, -1)),
+    "tensor-both-of-swiglu-backward": both_of("swiglu_backward", (-1, -1)),
+    "row-of-layer-norm": quantized_of("layer_norm", (1, -1)),
+    "row-of-swiglu-transposed": quantized_of("swiglu", (1, -1), transposed=True),
+    "row-both-of-geglu-backward": both_of("geglu_backward", (1, -1)),
+    "1x128-of-rms-norm": quantized_of("rms_norm", (1, 128)),
+    "1x128-of-layer-norm-transposed": quantized_of("layer_norm", (1, 128), transposed=True),
+    "1x128-of-swiglu": quantized_of("swiglu", (1, 128)),
+    "1x128-of-geglu-transposed": quantized_of("gelu", (1, 128), transposed=True),
+    "1x128-both-of-geglu-backward": both_of("geglu_backward", (1, 128)),
+    "1x32-e8m0-both-of-swiglu-backward": both_of("swiglu_backward", (1, 32), "e8m0"),
     "update-scales": lambda: scaling.update_scales_(
         torch.zeros(1024, 8), slots, slots, slots.int(), slots, 0, 1, False, True
     ),

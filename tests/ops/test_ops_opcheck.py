@@ -105,3 +105,56 @@ def test_update_scales(most_recent: bool, device: torch.device) -> None:
         torch.full((3,), 448.0, device=device),
     ]
     check(ops.update_scales_op, *state, 0, 1, most_recent, True)
+
+
+def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
+    """Inputs of a source."""
+    x = torch.randn(rows, 36, device=device, dtype=torch.bfloat16)
+    vectors = [torch.rand(size, device=device) for size in (rows, 36, rows, 36)]
+    return {
+        "layer_norm": [x, *vectors],
+        "rms_norm": [x, *vectors[:2]],
+        "gelu": [x],
+        "swiglu": [x],
+        "qgelu_backward": [x, x.float()],
+        "geglu_backward": [x, x[:, :18]],
+    }[kind]
+
+
+each_kind = pytest.mark.parametrize(
+    "kind", ["layer_norm", "rms_norm", "gelu", "swiglu", "qgelu_backward", "geglu_backward"]
+)
+
+
+@pytest.mark.parametrize("rows", [0, 20])
+@each_kind
+def test_sources(kind: str, rows: int, device: torch.device) -> None:
+    source = (kind, of_kind(kind, rows, device), torch.bfloat16)
+    scale, slot = torch.ones(1, device=device), torch.full((1,), ops.NO_DATA, device=device)
+    check(ops.value_of_op, *source)
+    check(ops.amax_of_op, *source)
+    for transposed in (False, True):
+        check(ops.cast_of_op, *source, transposed, scale, slot, E4M3, 16)
+        for block in ((-1, -1), (1, 32)):
+            arguments = (*source, transposed, None, E4M3, block, "fp32", 0.0, 16)
+            check(ops.quantize_of_op, *arguments)
+    check(ops.cast_pair_of_op, *source, scale, None, E5M2, 16, True)
+    check(ops.quantize_pair_of_op, *source, E4M3, (1, 128), "pow2", 0.0, 16, rows > 0)
+    known = torch.ones(1, 1, device=device)
+    check(ops.quantize_of_op, *source, False, known, E4M3, (-1, -1), "fp32", 0.0, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
+@each_shape
+def test_norms(
+    shape: tuple[int, int], center: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(shape, device=device, dtype=dtype)
+    weight = torch.randn(shape[1], device=device)
+    bias = torch.randn(shape[1], device=device) if center else None
+    arguments = (x, weight, bias, 1e-5, center, torch.bfloat16)
+    check(ops.norm_op, *arguments)
+    check(ops.norm_stats_op, *arguments, center)
+    _, mean, rstd = ops.norm_op(*arguments)
+    check(ops.norm_backward_op, x.t().contiguous().t(), x, weight, mean, rstd, center)

@@ -24,6 +24,7 @@ __all__ = [
     "on_device_of_first",
     "pow2_floor",
     "pow2_reciprocal",
+    "record_amax",
     "saturate",
     "scale_from_amax",
     "scale_tile",
@@ -137,6 +138,16 @@ def store_transposed(q_ptr, q, rows, columns, ROWS, COLUMNS):
 def store_column_sum(sum_ptr, x, tile_m, columns, K):
     """Column sums of one tile into row ``tile_m`` of a contiguous [row tiles, K] matrix."""
     tl.store(sum_ptr + tile_m * K + columns, tl.sum(x, 0), mask=columns < K)
+
+
+@triton.jit
+def record_amax(slot_ptr, bits):
+    """Raise a float32 slot to the largest of a tile's bit patterns."""
+    # The slot only grows, so a stale value costs an atomic too many and nothing else. NO_DATA is
+    # negative as an integer too, and NaN lies above every amax.
+    slot = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    largest_bits = tl.max(tl.max(bits, 1), 0)
+    tl.atomic_max(slot, largest_bits, mask=largest_bits > tl.load(slot), sem="relaxed")
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from float8lab.ops.kernels._common import (
     encode_from_scale,
     load_tile,
     on_device_of_first,
+    record_amax,
     saturate,
     scale_from_amax,
     scale_tile,
@@ -703,11 +704,7 @@ def _cast_kernel(
     scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
 
     if HAS_SLOT:
-        # The slot only grows, so a stale value costs an atomic too many and nothing else. NO_DATA
-        # is negative as an integer too, and NaN lies above every amax.
-        slot = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        bits = tl.max(tl.max(abs_bits(x), 1), 0)
-        tl.atomic_max(slot, bits, mask=bits > tl.load(slot), sem="relaxed")
+        record_amax(slot_ptr, abs_bits(x))
 
     q = saturate(x * encode_from_scale(scale), q_ptr.dtype.element_ty)
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)

@@ -29,6 +29,11 @@ def apply_norm(
     return wide if bias is None else wide + bias.to(wide.dtype)
 
 
+def _mean(x: Tensor) -> Tensor:
+    """Of each row; 0 of no features."""
+    return x.sum(1) / max(x.shape[1], 1)
+
+
 def norm_stats(
     x: Tensor,
     weight: Tensor,
@@ -43,9 +48,9 @@ def norm_stats(
     And, if wanted, the amax ``[1, 1]`` of what the norm gives in ``dtype``, else an empty tensor.
     """
     wide = widen(x)
-    mean = wide.mean(1) if center else wide.new_empty(0)
+    mean = _mean(wide) if center else wide.new_empty(0)
     centered = wide - mean[:, None] if center else wide
-    rstd = (centered.square().mean(1) + eps).sqrt().reciprocal()
+    rstd = (_mean(centered.square()) + eps).sqrt().reciprocal()
     if not want_amax:
         return mean, rstd, wide.new_empty(0, dtype=torch.float32)
     if x.numel() == 0:
@@ -72,8 +77,8 @@ def norm_backward(
     dweight = (g * xhat).sum(0)
     dbias = g.sum(0) if center else g.new_empty(0)
     g = g * weight.to(g.dtype)
-    along = (g * xhat).mean(1, keepdim=True)
+    along = _mean(g * xhat)[:, None]
     dx = g - xhat * along
     if center:
-        dx = dx - g.mean(1, keepdim=True)
+        dx = dx - _mean(g)[:, None]
     return (dx * rstd[:, None]).to(x.dtype).contiguous(), dweight, dbias

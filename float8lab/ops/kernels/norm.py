@@ -1,0 +1,275 @@
+"""LayerNorm and RMSNorm on the GPU.  M rows, K features.
+
+The arithmetic is that of ``ops/reference/norm.py``, operation by operation; only the order of sums
+differs. Multiply-adds are not fused, so that given statistics give the reference's bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.ops import reference
+from float8lab.ops.kernels._common import abs_bits, load_tile, on_device_of_first, record_amax
+from float8lab.ops.norm import empty_stats
+
+__all__ = ["norm", "norm_backward", "norm_stats"]
+
+_ROW_CHUNK = 8192
+"""A row up to this long stays in registers."""
+
+_BACKWARD_PROGRAMS = 528
+"""Partial sums over rows: four programs per multiprocessor of an H200."""
+
+
+@triton.jit
+def _load_row(ptr, columns, K):
+    return tl.load(ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normalized(x, mean, rstd, weight, bias, CENTER: tl.constexpr, DTYPE: tl.constexpr):
+    if CENTER:
+        x = x - mean[:, None]
+    x = x * rstd[:, None] * weight[None, :]
+    if CENTER:
+        x = x + bias[None, :]
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _squared_deviation(x, mean, columns, K, CENTER: tl.constexpr):
+    if CENTER:
+        x = tl.where((columns < K)[None, :], x - mean[:, None], 0.0)
+    return tl.sum(x * x, 1)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,  # [M, K] any float
+    weight_ptr,  # [K] any float
+    bias_ptr,  # [K] any float
+    y_ptr,  # [M, K] DTYPE
+    mean_ptr,  # [M] fp32
+    rstd_ptr,  # [M] fp32
+    amax_ptr,  # [1] fp32, 0 at first
+    M,
+    K,
+    stride_xm,
+    stride_xk,
+    eps,
+    CENTER: tl.constexpr,
+    WRITE: tl.constexpr,  # y
+    AMAX: tl.constexpr,
+    SINGLE: tl.constexpr,  # a tile holds whole rows
+    DTYPE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    columns = tl.arange(0, TILE_K).to(tl.int64)
+    size = tl.cast(K, tl.float32)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
+
+    mean = tl.zeros([TILE_M], tl.float32)
+    if CENTER:
+        total = tl.sum(x, 1)
+        if not SINGLE:
+            for start in range(TILE_K, K, TILE_K):
+                part = load_tile(x_ptr, rows, start + columns, M, K, stride_xm, stride_xk)
+                total += tl.sum(part.to(tl.float32), 1)
+        mean = tl.div_rn(total, size)
+        tl.store(mean_ptr + rows, mean, mask=rows < M)
+    total = _squared_deviation(x, mean, columns, K, CENTER)
+    if not SINGLE:
+        for start in range(TILE_K, K, TILE_K):
+            part = load_tile(x_ptr, rows, start + columns, M, K, stride_xm, stride_xk)
+            total += _squared_deviation(part.to(tl.float32), mean, start + columns, K, CENTER)
+    variance = tl.div_rn(total, size)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+
+    if WRITE or AMAX:
+        bits = tl.zeros([TILE_M, TILE_K], tl.int32)
+        for start in range(0, TILE_K if SINGLE else K, TILE_K):
+            if not SINGLE:
+                x = load_tile(x_ptr, rows, start + columns, M, K, stride_xm, stride_xk).to(
+                    tl.float32
+                )
+            weight = _load_row(weight_ptr, start + columns, K)
+            bias = weight
+            if CENTER:
+                bias = _load_row(bias_ptr, start + columns, K)
+            y = _normalized(x, mean, rstd, weight, bias, CENTER, DTYPE)
+            mask = (rows < M)[:, None] & (start + columns < K)[None, :]
+            if WRITE:
+                tl.store(y_ptr + rows[:, None] * K + (start + columns)[None, :], y, mask=mask)
+            if AMAX:
+                here = tl.where(mask, abs_bits(y.to(tl.float32)), 0)
+                bits = tl.maximum(bits, here)
+        if AMAX:
+            record_amax(amax_ptr, bits)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    y: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    amax: Tensor | None,
+) -> None:
+    (M, K), center = x.shape, bias is not None
+    chunk = min(triton.next_power_of_2(K), _ROW_CHUNK)
+    rows = max(1, min(64, 4096 // chunk))
+    _norm_kernel[(triton.cdiv(M, rows),)](
+        x,
+        weight.contiguous(),
+        weight if bias is None else bias.contiguous(),
+        x if y is None else y,
+        mean,
+        rstd,
+        rstd if amax is None else amax,
+        M,
+        K,
+        *x.stride(),
+        eps,
+        CENTER=center,
+        WRITE=y is not None,
+        AMAX=amax is not None,
+        SINGLE=chunk >= K,
+        DTYPE=triton_dtype(dtype),
+        TILE_M=rows,
+        TILE_K=chunk,
+        num_warps=8 if rows * chunk > 4096 else 4,
+        enable_fp_fusion=False,
+    )
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The same dtype in Triton."""
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]
+
+
+def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
+    """Else the reference runs on the GPU as it is: nothing to do, or float64."""
+    return bool(x.numel()) and torch.float64 not in (x.dtype, dtype)
+
+
+@on_device_of_first
+def norm_stats(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
+    want_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _has_kernel(x, dtype):
+        return reference.norm_stats(x, weight, bias, eps, center, dtype, want_amax)
+    mean, rstd = empty_stats(x, center)
+    amax = x.new_zeros((1, 1) if want_amax else (0,), dtype=torch.float32)
+    _launch(x, weight, bias, eps, dtype, None, mean, rstd, amax if want_amax else None)
+    return mean, rstd, amax
+
+
+@on_device_of_first
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _has_kernel(x, dtype):
+        return reference.norm(x, weight, bias, eps, center, dtype)
+    mean, rstd = empty_stats(x, center)
+    y = x.new_empty(x.shape, dtype=dtype)
+    _launch(x, weight, bias, eps, dtype, y, mean, rstd, None)
+    return y, mean, rstd
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy_ptr,  # [M, K] any float
+    x_ptr,  # [M, K] any float
+    weight_ptr,  # [K] any float
+    mean_ptr,  # [M] fp32
+    rstd_ptr,  # [M] fp32
+    dx_ptr,  # [M, K] as x
+    dweight_ptr,  # [programs, K] fp32
+    dbias_ptr,  # [programs, K] fp32
+    M,
+    K,
+    stride_dym,
+    stride_dyk,
+    stride_xm,
+    stride_xk,
+    CENTER: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    columns = tl.arange(0, TILE_K).to(tl.int64)
+    mask = columns < K
+    size = tl.cast(K, tl.float32)
+    weight = _load_row(weight_ptr, columns, K)
+    dweight = tl.zeros([TILE_K], tl.float32)
+    dbias = tl.zeros([TILE_K], tl.float32)
+    for index in range(tl.program_id(0), M, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        x = tl.load(x_ptr + row * stride_xm + columns * stride_xk, mask=mask, other=0.0)
+        x = x.to(tl.float32)
+        g = tl.load(dy_ptr + row * stride_dym + columns * stride_dyk, mask=mask, other=0.0)
+        g = g.to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        if CENTER:
+            x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
+            dbias += g
+        xhat = x * rstd
+        dweight += g * xhat
+        g = g * weight
+        along = tl.div_rn(tl.sum(g * xhat, 0), size)
+        dx = g - xhat * along
+        if CENTER:
+            dx = dx - tl.div_rn(tl.sum(g, 0), size)
+        tl.store(dx_ptr + row * K + columns, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
+    partial = tl.program_id(0).to(tl.int64) * K + columns
+    tl.store(dweight_ptr + partial, dweight, mask=mask)
+    if CENTER:
+        tl.store(dbias_ptr + partial, dbias, mask=mask)
+
+
+@on_device_of_first
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    M, K = x.shape
+    if not _has_kernel(x, dy.dtype) or K > _ROW_CHUNK:
+        return reference.norm_backward(dy, x, weight, mean, rstd, center)
+    tile = triton.next_power_of_2(K)
+    programs = min(M, _BACKWARD_PROGRAMS)
+    dx = x.new_empty(x.shape)
+    dweight = x.new_empty((programs, K), dtype=torch.float32)
+    dbias = dweight.new_empty((programs, K) if center else (0, 0))
+    _norm_backward_kernel[(programs,)](
+        dy,
+        x,
+        weight.contiguous(),
+        mean,
+        rstd,
+        dx,
+        dweight,
+        dbias,
+        M,
+        K,
+        *dy.stride(),
+        *x.stride(),
+        CENTER=center,
+        TILE_K=tile,
+        num_warps=min(16, max(1, tile // 256)),
+        enable_fp_fusion=False,
+    )
+    return dx, dweight.sum(0), dbias.sum(0) if center else dbias.view(-1)

@@ -1,0 +1,117 @@
+"""A norm, linear layers and an activation one after the other: what fused modules must equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn.activation_function import activate
+
+RECIPES = {
+    "delayed": recipes.DelayedScaling(amax_history_len=3, amax_compute_algo="max"),
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+"""One of each."""
+
+
+class Composition(nn.Module):
+    """The parts of a LayerNormLinear or LayerNormMLP as modules of their own, sharing nothing."""
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        norms = {"LayerNorm": float8lab.LayerNorm, "RMSNorm": float8lab.RMSNorm}
+        gamma = fused.layer_norm_weight
+        self.norm = norms[fused.normalization](
+            len(gamma), eps=fused.eps, zero_centered_gamma=fused.zero_centered_gamma,
+            params_dtype=gamma.dtype, device=gamma.device,
+        )  # fmt: skip
+        self.activation = getattr(fused, "activation", None)
+        state = dict(fused.state_dict())
+        self.names = {name: f"norm.{name.removeprefix('layer_norm_')}" for name in state}
+        parts = ["fc1", "fc2"] if self.activation else [""]
+        for part in parts:
+            prefix, own = f"{part}_" if part else "", part or "linear"
+            weight = state[f"{prefix}weight"]
+            layer = float8lab.Linear(
+                weight.shape[1], weight.shape[0], bias=f"{prefix}bias" in state,
+                params_dtype=weight.dtype, device=weight.device,
+            )  # fmt: skip
+            self.add_module(own, layer)
+            for kind in ("weight", "bias"):
+                self.names[f"{prefix}{kind}"] = f"{own}.{kind}"
+        self.names = {name: self.names[name] for name in state}
+        self.load_state_dict({self.names[name]: value for name, value in state.items()})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(x)
+        if self.activation is None:
+            return self.linear(normed), normed
+        return self.fc2(activate(self.fc1(normed), self.activation)), normed
+
+
+def step(
+    module: nn.Module, x: Tensor, dy: list[Tensor], recipe: Any = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs that ``dy`` has gradients for, and the gradients of x and the parameters."""
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x)
+    outputs = list(y if isinstance(y, tuple) else (y,))[: len(dy)]
+    torch.autograd.backward(outputs, dy)
+    gradients = [x.grad, *(p.grad for p in module.parameters())]
+    return [one.detach() for one in outputs], gradients
+
+
+def exact(fused: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients, by parameter and "x", of torch's own functions in float64."""
+    p = {n: v.detach().double().requires_grad_() for n, v in fused.named_parameters()}
+    x = x.detach().double().requires_grad_()
+    gamma = p["layer_norm_weight"] + (1.0 if fused.zero_centered_gamma else 0.0)
+    if fused.normalization == "LayerNorm":
+        h = F.layer_norm(x, gamma.shape, gamma, p["layer_norm_bias"], fused.eps)
+    else:
+        h = F.rms_norm(x, gamma.shape, gamma, fused.eps)
+    if hasattr(fused, "activation"):
+        h = F.linear(h, p["fc1_weight"], p.get("fc1_bias"))
+        a, b = h.chunk(2, -1)
+        h = {
+            "gelu": lambda: F.gelu(h, approximate="tanh"),
+            "relu": lambda: F.relu(h),
+            "squared_relu": lambda: F.relu(h) ** 2,
+            "srelu": lambda: F.relu(h) ** 2,
+            "qgelu": lambda: h * torch.sigmoid(1.702 * h),
+            "silu": lambda: F.silu(h),
+            "geglu": lambda: F.gelu(a, approximate="tanh") * b,
+            "reglu": lambda: F.relu(a) * b,
+            "sreglu": lambda: F.relu(a) ** 2 * b,
+            "qgeglu": lambda: a * torch.sigmoid(1.702 * a) * b,
+            "swiglu": lambda: F.silu(a) * b,
+            "glu": lambda: torch.sigmoid(a) * b,
+        }[fused.activation]()
+        y = F.linear(h, p["fc2_weight"], p.get("fc2_bias"))
+    else:
+        y = F.linear(h, p["weight"], p.get("bias"))
+    y.backward(dy.double())
+    return y.detach(), {"x": x.grad, **{n: v.grad for n, v in p.items()}}
+
+
+def sqnr(actual: Tensor, wanted: Tensor) -> float:
+    """Signal-to-noise ratio in dB."""
+    noise = (actual.double() - wanted).square().sum()
+    return (10 * torch.log10(wanted.square().sum() / noise)).item()
+
+
+def perturb(module: nn.Module) -> None:
+    """Give every parameter values that nothing else has."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,0 +1,517 @@
+"""LayerNormLinear and LayerNormMLP equal their parts bit for bit, float64 within FP8's error."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn.precision import precisions
+from float8lab.tensor import Float8Tensor
+from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
+
+ALL = {"high": None, **RECIPES}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+each_or_none = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
+
+MODULES: dict[str, Any] = {
+    "linear": lambda **kwargs: float8lab.LayerNormLinear(40, 56, **kwargs),
+    "linear-rms": lambda **kwargs: float8lab.LayerNormLinear(
+        40, 56, normalization="RMSNorm", zero_centered_gamma=True, **kwargs
+    ),
+    "mlp": lambda **kwargs: float8lab.LayerNormMLP(40, 56, **kwargs),
+    "mlp-rms-gated": lambda **kwargs: float8lab.LayerNormMLP(
+        40, 56, normalization="RMSNorm", activation="swiglu", bias=False, **kwargs
+    ),
+    "mlp-checkpoint": lambda **kwargs: float8lab.LayerNormMLP(
+        40, 56, activation="geglu", checkpoint=True, **kwargs
+    ),
+}
+each_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+
+
+def made(make: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+    module = make(device=device, **kwargs)
+    perturb(module)
+    return module
+
+
+def weight_names(module: nn.Module) -> list[str]:
+    """Of the GEMMs' weights."""
+    return [n for n in module.state_dict() if n.endswith("weight") and "norm" not in n]
+
+
+def same_gradients(
+    names: list[str], got: list[torch.Tensor], want: list[torch.Tensor], device: torch.device
+) -> None:
+    """Equal, but for biases on a GPU, where the order of their sums over tokens may differ."""
+    for name, one, other in zip(["x", *names], got, want, strict=True):
+        if device.type == "cuda" and name in ("bias", "fc1_bias"):
+            atol = 1e-5 * other.abs().max().item() if other.numel() else 0.0
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=atol)
+        else:
+            assert torch.equal(one, other), name
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["", "norm-returned"])
+@each_or_none
+@each_module
+def test_equals_its_parts_bit_for_bit(make: Any, recipe: Any, returned: bool, device: Any) -> None:
+    fused = made(make, device, return_layernorm_output=returned)
+    parts = Composition(fused)
+    for number in range(3):  # delayed scaling: by its own amaxes, then by the history
+        x = torch.randn(3, 7, 40, device=device) * (number + 1)
+        size = getattr(fused, "out_features", 40)
+        dy = [torch.randn(3, 7, size, device=device), torch.randn(3, 7, 40, device=device)]
+        got, gradients = step(fused, x, dy[: 1 + returned], recipe)
+        want, wanted = step(parts, x, dy[: 1 + returned], recipe)
+        assert same(got, want)
+        same_gradients(list(fused.state_dict()), gradients, wanted, device)
+
+
+OVERRIDES = [(True, False, False), (False, True, False), (False, False, True), (True, True, False)]
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=str)
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@each_module
+def test_with_some_gemms_in_high_precision(make: Any, name: str, override: Any) -> None:
+    recipe = type(RECIPES[name])(override_linear_precision=override)
+    fused = made(make)
+    parts = Composition(fused)
+    size = getattr(fused, "out_features", 40)
+    for _ in range(2):
+        x, dy = torch.randn(5, 40), torch.randn(5, size)
+        with float8lab.count_gemms() as counts:
+            got, gradients = step(fused, x, [dy], recipe)
+        want, wanted = step(parts, x, [dy], recipe)
+        assert same(got + gradients, want + wanted)
+    layers = 1 if size == 56 else 2
+    again = getattr(fused, "checkpoint", False)
+    assert counts.high_precision == layers * sum(override) + (again and override[0])
+    assert counts.fp8 == layers * (3 - sum(override)) + (again and not override[0])
+
+
+def noise(db: float) -> float:
+    return 10 ** (-db / 10)
+
+
+# SQNR against float64. Rounding an operand to e4m3 leaves 31.5 dB, to e5m2 25.5; MX scales cost 1.
+# Independent noises add, each GEMM has two operands, and a gated activation's output has the noise
+# of both halves. A backward meets one GEMM's noise per layer; 2 dB for how noise is correlated.
+def floors(recipe: Any, layers: int, gated: bool) -> tuple[float, float]:
+    lost = 1.0 if recipe.linear.x.scale_rule == "e8m0" else 0.0
+    e4m3 = noise(31.5 - lost)
+    of_dy = noise(25.5) if recipe.linear.dy.fp8_dtype == torch.float8_e5m2 else e4m3
+    gemm = 2 * e4m3
+    if layers == 1:
+        out, back = gemm, of_dy + e4m3
+    else:
+        out = gemm * (2 if gated else 1) + gemm
+        back = 2 * (of_dy + e4m3) + gemm * (2 if gated else 1)
+    return tuple(10 * torch.tensor(1 / n).log10().item() - 2.0 for n in (out, back))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_recipe
+@pytest.mark.parametrize("kind", ["linear", "gelu", "swiglu"])
+def test_against_float64(kind: str, recipe: Any, dtype: torch.dtype, device: Any) -> None:
+    if kind == "linear":
+        fused = float8lab.LayerNormLinear(128, 128, params_dtype=dtype, device=device)
+    else:
+        fused = float8lab.LayerNormMLP(128, 128, activation=kind, params_dtype=dtype, device=device)
+    perturb(fused)
+    x = torch.randn(256, 128, device=device, dtype=dtype)
+    dy = torch.randn(256, 128, device=device, dtype=dtype)
+    step(fused, x, [dy], recipe)  # delayed scaling: give the gradients a history
+    (y,), gradients = step(fused, x, [dy], recipe)
+    y64, gradients64 = exact(fused, x, dy)
+    forward, backward = floors(recipe, 1 if kind == "linear" else 2, kind == "swiglu")
+    assert y.dtype == dtype
+    assert sqnr(y, y64) > forward
+    assert gradients[0].dtype == dtype
+    for name, got in zip(gradients64, gradients, strict=True):
+        assert sqnr(got, gradients64[name]) > backward, name
+
+
+@pytest.mark.parametrize(
+    ("shape", "K"),
+    [((1,), 1), ((7,), 17), ((2, 3, 5), 33), ((), 40), ((0,), 16), ((3, 0), 8)],
+    ids=["1", "odd", "N-D", "vector", "empty", "empty-N-D"],
+)
+@each_or_none
+def test_any_shape_trains(recipe: Any, shape: tuple[int, ...], K: int, device: Any) -> None:
+    for fused in (
+        float8lab.LayerNormLinear(K, 5, device=device),
+        float8lab.LayerNormMLP(K, 9, activation="swiglu", device=device),
+        float8lab.LayerNormMLP(K, 9, normalization="RMSNorm", checkpoint=True, device=device),
+    ):
+        perturb(fused)
+        parts = Composition(fused)
+        x = torch.randn(*shape, K, device=device)
+        dy = torch.randn(*shape, getattr(fused, "out_features", K), device=device)
+        for _ in range(2):
+            (y,), gradients = step(fused, x, [dy], recipe)
+            (want,), wanted = step(parts, x, [dy], recipe)
+            assert y.shape == dy.shape
+            assert torch.equal(y, want)
+            same_gradients(list(fused.state_dict()), gradients, wanted, device)
+
+
+@each_recipe
+@each_module
+def test_strides_do_not_matter(make: Any, recipe: Any) -> None:
+    fused = made(make)
+    x = torch.randn(6, 20, 40)
+    dy = torch.ones(6, 20, getattr(fused, "out_features", 40))
+    first = step(copy.deepcopy(fused), x, [dy], recipe)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    second = step(copy.deepcopy(fused), strided, [torch.ones(()).expand_as(dy)], recipe)
+    assert same(first[0] + first[1], second[0] + second[1])
+
+
+@each_or_none
+@each_module
+def test_under_torch_autocast(make: Any, recipe: Any) -> None:
+    fused = made(make, return_layernorm_output=True)
+    x = torch.randn(8, 40, requires_grad=True)
+    in_fp8 = float8lab.autocast(enabled=recipe is not None, recipe=recipe)
+    with torch.autocast("cpu", torch.bfloat16), in_fp8:
+        y, normed = fused(x)
+    assert y.dtype == normed.dtype == torch.bfloat16
+    (y.sum() + normed.sum()).backward()
+    assert all(t.grad.dtype == torch.float32 for t in (x, *fused.parameters()))
+    y64, _ = exact(fused, x, torch.ones_like(y))
+    assert sqnr(y, y64) > (40 if recipe is None else 20)
+
+
+@each_or_none
+@each_module
+def test_only_what_needs_a_gradient_gets_one(make: Any, recipe: Any) -> None:
+    fused = made(make)
+    parts = Composition(fused)
+    x = torch.randn(6, 40)
+    names = list(fused.state_dict())
+    for chosen in (["x"], names[:1], *([n] for n in names[1:]), names[-1:] + names[:1]):
+        results = []
+        for module, own in ((fused, lambda n: n), (parts, parts.names.__getitem__)):
+            module.zero_grad()
+            leaf = x.clone().requires_grad_("x" in chosen)
+            wanted = {own(n) for n in chosen if n != "x"}
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name in wanted)
+            with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
+                y = module(leaf)
+            y = y[0] if isinstance(y, tuple) else y
+            y.square().sum().backward()
+            parameters = dict(module.named_parameters())
+            results.append([leaf.grad, *(parameters[own(n)].grad for n in names)])
+        for one, other in zip(*results, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+    in_fp8 = float8lab.autocast(enabled=recipe is not None, recipe=recipe)
+    with float8lab.count_gemms() as counts, torch.no_grad(), in_fp8:
+        fused(x)
+    assert counts.fp8 + counts.high_precision == len(list(precisions(fused)))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def saved_bytes(module: nn.Module, x: torch.Tensor, recipe: Any) -> int:
+    """Bytes that backward keeps, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    seen = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters and t.numel():
+            seen[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        float8lab.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        module(x)
+    return sum(seen.values())
+
+
+@each_recipe
+def test_what_backward_can_compute_again_is_not_saved(recipe: Any) -> None:
+    M, K, F = 2048, 64, 96
+    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
+    how: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    square = recipe.linear.w.block[0] == recipe.linear.w.block[1]
+    small = 4 * 2 * M + 2048  # statistics, and scales of one number
+    linear = float8lab.LayerNormLinear(K, F, **how)
+    assert saved_bytes(linear, x, recipe) <= 2 * M * K + square * K * F + small
+    for activation, size in (("gelu", F), ("swiglu", 2 * F)):
+        mlp = float8lab.LayerNormMLP(K, F, activation=activation, **how)
+        weights = square * (K * size + F * K)
+        assert saved_bytes(mlp, x, recipe) <= 2 * M * (K + size) + weights + small
+        mlp.checkpoint = True
+        assert saved_bytes(mlp, x, recipe) <= 2 * M * K + weights + small
+
+
+# --- what training loops do ----------------------------------------------------------------------
+
+
+@each_or_none
+@each_module
+def test_activation_checkpointing_changes_nothing(make: Any, recipe: Any) -> None:
+    plain = made(make)
+    checkpointed = copy.deepcopy(plain)
+    dy = torch.randn(6, getattr(plain, "out_features", 40))
+    for _ in range(3):
+        x = torch.randn(6, 40)
+        results = []
+        for module, run in (
+            (plain, lambda m, t: m(t)),
+            (checkpointed, lambda m, t: checkpoint(m, t, use_reentrant=False)),
+        ):
+            leaf = x.clone().requires_grad_()
+            module.zero_grad()
+            with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
+                y = run(module, leaf)
+            y.backward(dy)
+            results.append([y, leaf.grad, *(p.grad for p in module.parameters())])
+        assert same(*results)
+
+
+@each_recipe
+@each_module
+def test_is_first_microbatch_gives_the_same_numbers(make: Any, recipe: Any) -> None:
+    kept, plain = made(make), None
+    plain = copy.deepcopy(kept)
+    for microbatch in range(3):
+        x = torch.randn(4, 40) * (microbatch + 1)
+        for module, first in ((kept, microbatch == 0), (plain, None)):
+            with float8lab.autocast(recipe=recipe):
+                module(x, is_first_microbatch=first).square().sum().backward()
+    for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    for _, precision in precisions(kept):
+        assert precision.weight_cast is not None
+
+
+@each_recipe
+@each_module
+def test_weights_stored_in_fp8(make: Any, recipe: Any) -> None:
+    with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        stored = make(device="cpu")
+    weights = {n: p for n, p in stored.named_parameters() if isinstance(p, Float8Tensor)}
+    assert set(weights) == {
+        n for n in stored.state_dict() if n.endswith("weight") and "norm" not in n
+    }
+    parts = Composition(make(device="cpu"))
+    for name, parameter in stored.named_parameters():
+        twin = dict(parts.named_parameters())[parts.names[name]]
+        with torch.no_grad():
+            value = parameter.detach()
+            twin.copy_(value.dequantize() if isinstance(value, Float8Tensor) else value)
+    for weight in weights.values():
+        assert weight.spec == recipe.linear.w
+        init = weight.get_high_precision_init_val()
+        assert sqnr(weight.dequantize().detach(), init.double()) > 28
+    x, dy = torch.randn(6, 40), torch.randn(6, getattr(stored, "out_features", 40))
+    # Outside autocast the stored values are used in high precision.
+    (y,), gradients = step(stored, x, [dy])
+    (want,), wanted = step(parts, x, [dy])
+    assert torch.equal(y, want)
+    assert same(gradients, wanted)
+    (y,), gradients = step(stored, x, [dy], recipe)
+    (want,), _ = step(parts, x, [dy], recipe)
+    assert sqnr(y, want.double()) > 20  # rounding the stored values again may move them
+    assert all(type(g) is torch.Tensor for g in gradients)
+
+
+@each_recipe
+@each_module
+def test_main_grad_takes_the_weight_gradients(make: Any, recipe: Any) -> None:
+    plain = made(make)
+    fused = made(make, fuse_wgrad_accumulation=True)
+    fused.load_state_dict(plain.state_dict())
+    weights = {
+        n: p for n, p in fused.named_parameters() if n.endswith("weight") and "norm" not in n
+    }
+    for weight in weights.values():
+        weight.main_grad = torch.full(weight.shape, 7.0)
+    for microbatch in range(2):
+        x = torch.randn(6, 40)
+        for module in (plain, fused):
+            with float8lab.autocast(recipe=recipe):
+                module(x, is_first_microbatch=microbatch == 0).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        if name in weights:
+            assert weights[name].grad is None
+            assert torch.equal(weights[name].main_grad, parameter.grad)  # the 7s were overwritten
+        else:
+            assert torch.equal(dict(fused.named_parameters())[name].grad, parameter.grad)
+
+
+@each_module
+def test_gemms_are_counted_under_the_modules_name(make: Any) -> None:
+    model = nn.Sequential(made(make))
+    with float8lab.count_gemms() as counts, float8lab.autocast(recipe=RECIPES["current"]):
+        model(torch.randn(4, 40, requires_grad=True)).sum().backward()
+    gemms = 3 * len(list(precisions(model[0]))) + getattr(model[0], "checkpoint", False)
+    assert counts.fp8_by_module == {"0": gemms}
+    assert counts.high_precision == 0
+
+
+@each_module
+def test_calibration_records_what_every_gemm_will_cast(make: Any) -> None:
+    fused = made(make)
+    parts = Composition(fused)
+    x, recipe = torch.randn(6, 40), RECIPES["delayed"]
+    for module in (fused, parts):
+        with float8lab.autocast(enabled=False, calibrating=True, recipe=recipe):
+            module(x)
+    layers = [m for m in parts.modules() if isinstance(m, float8lab.Linear)]
+    for (_, precision), layer in zip(precisions(fused), layers, strict=True):
+        mine, theirs = (p.slots[recipe, None].tensors() for p in (precision, layer._fp8))
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert mine["steps"].tolist() == [1, 1, 0]
+
+
+@each_recipe
+@each_module
+def test_scaling_state_is_saved_and_loaded(make: Any, recipe: Any) -> None:
+    fused = made(make)
+    x, dy = torch.randn(6, 40), torch.randn(6, getattr(fused, "out_features", 40))
+    step(fused, x, [dy], recipe)
+    state = float8lab.nn.ScalingState(fused, recipe).state_dict()
+    assert bool(state) == recipe.linear.delayed
+    resumed = made(make)
+    resumed.load_state_dict(fused.state_dict())
+    float8lab.nn.ScalingState(resumed, recipe).load_state_dict(state)
+    x = x * 3
+    first, second = (step(module, x, [dy], recipe) for module in (fused, resumed))
+    assert same(first[0] + first[1], second[0] + second[1])
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+@each_module
+def test_converted_models_give_these_modules_their_recipe(make: Any, name: str) -> None:
+    recipe = RECIPES[name]
+    model = nn.Sequential(made(make), nn.Linear(getattr(made(make), "out_features", 40), 8))
+    twin = copy.deepcopy(model)
+    report = float8lab.convert_to_float8(model, recipe, overrides={"1": None})
+    assert [layer.converted for layer in report.layers] == [True, False]
+    for _ in range(2):
+        x = torch.randn(6, 40)
+        with float8lab.count_gemms() as counts:
+            y = model(x)
+        with float8lab.autocast(recipe=recipe):
+            want = twin(x)
+        assert torch.equal(y, want)
+        assert counts.fp8_by_module["0"] == len(list(precisions(model[0])))
+    float8lab.to_high_precision(model)
+    with float8lab.count_gemms() as counts:
+        model(torch.randn(6, 40))
+    assert counts.fp8 == 0
+    assert type(model[0]) is type(twin[0])
+
+
+@each_recipe
+@each_module
+def test_inference_mode_deepcopy_and_pickling(make: Any, recipe: Any, tmp_path: Any) -> None:
+    fused = made(make).eval()
+    x = torch.randn(4, 40)
+    with float8lab.autocast(recipe=recipe):
+        expected = fused(x)
+        twin = copy.deepcopy(fused)
+        torch.save(fused, tmp_path / "module.pt")
+        loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+        with torch.inference_mode():
+            for module in (fused, twin, loaded):
+                assert torch.equal(module(x), expected)
+
+
+@each_recipe
+@each_module
+def test_double_backward_is_refused(make: Any, recipe: Any) -> None:
+    fused = made(make)
+    x = torch.randn(4, 40, requires_grad=True)
+    with float8lab.autocast(recipe=recipe):
+        y = fused(x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
+        dx.sum().backward()
+
+
+@each_module
+def test_float64_stays_in_high_precision(make: Any) -> None:
+    fused = made(make, params_dtype=torch.float64)
+    x, dy = torch.randn(4, 40).double(), torch.randn(4, getattr(fused, "out_features", 40))
+    with float8lab.count_gemms() as counts:
+        (y,), gradients = step(fused, x, [dy.double()], RECIPES["current"])
+    y64, gradients64 = exact(fused, x, dy)
+    assert counts.fp8 == 0
+    torch.testing.assert_close(y, y64, rtol=1e-12, atol=1e-12)
+    for got, want in zip(gradients, gradients64.values(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@each_module
+def test_moves_its_scaling_state_to_another_device(make: Any) -> None:
+    fused = make(device="meta")
+    assert all(p.is_meta for p in fused.parameters())
+    fused.to_empty(device="cpu")
+    fused.reset_parameters()
+    with float8lab.autocast(recipe=RECIPES["delayed"]):
+        assert fused(torch.randn(4, 40)).isfinite().all()
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+UNDELAYED = [name for name, recipe in ALL.items() if not (recipe and recipe.linear.delayed)]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("linear", "current"),
+        ("mlp-rms-gated", "block"),
+        *(("mlp-checkpoint", r) for r in UNDELAYED),
+    ],
+)
+def test_compiles_without_breaks_and_equals_eager(name: str, recipe: Any) -> None:
+    recipe = ALL[recipe]
+    torch._dynamo.reset()
+    eager = made(MODULES[name], return_layernorm_output=True, return_bias=True)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def run(module: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
+            y, bias, normed = module(x)
+        loss = y.square().sum() + normed.square().sum()
+        loss = loss if bias is None else loss + bias.sum()
+        loss.backward()
+        return [y, normed, x.grad]
+
+    for tokens in (5, 9):
+        x = torch.randn(2, tokens, 40)
+        assert same(run(compiled, x), run(eager, x))
+        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    torch._dynamo.reset()
+
+
+def test_recipes_are_all_tested() -> None:
+    mine = {type(recipe).__name__ for recipe in RECIPES.values()}
+    assert mine == {n for n in recipes.__all__ if n.endswith("Scaling")}
