@@ -129,6 +129,9 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     if bias is not None:
         bias = bias.to(q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    if q.is_cuda:
+        # With a mask, torch has no fused kernel for heads in groups.
+        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (q.shape[0], 1, Sq, Sk)))
     out = F.scaled_dot_product_attention(

@@ -90,6 +90,11 @@ class AttentionMask(NamedTuple):
     """Bool, broadcasts to ``[B, H, Sq, Sk]``, True where masked out."""
 
     @property
+    def has_tensor_diagonal(self) -> bool:
+        """Whether the sequences differ in where their queries stand."""
+        return isinstance(self.diagonal, Tensor)
+
+    @property
     def has_window(self) -> bool:
         """Whether a side is limited, which a causal mask is."""
         return self.left >= 0 or self.right >= 0
@@ -103,10 +108,12 @@ class AttentionMask(NamedTuple):
 
     def is_plain_causal(self, Sq: int, Sk: int) -> bool:
         """Whether the mask is a square lower triangle and nothing else."""
-        if self.kv_padding is not None or self.arbitrary is not None:
+        if self.kv_padding is not None or self.arbitrary is not None or self.has_tensor_diagonal:
             return False
-        aligned = isinstance(self.diagonal, int) and self.diagonal == 0 and Sq == Sk
-        return self.left < 0 and self.right == 0 and aligned
+        # Branches, not one expression: a compiled graph's sizes would make it symbolic.
+        if Sq != Sk or self.diagonal != 0:
+            return False
+        return self.left < 0 and self.right == 0
 
     def allowed(self, Sq: int, Sk: int, device: torch.device) -> Tensor | None:
         """True where a key may be seen, broadcasting to ``[B, H, Sq, Sk]``; None lets all.

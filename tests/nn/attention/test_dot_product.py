@@ -431,6 +431,20 @@ def test_checkpoint_core_attention_saves_less_and_changes_nothing(fp8, tracked):
     assert saved[1] < 0.5 * saved[0]
 
 
+def test_a_bias_has_its_gradient_through_recomputation():
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    q, k, v, dy = make(6, 6)
+    results = []
+    for checkpointed in (False, True):
+        leaves = oracle.leaves(q, k, v, torch.ones(1, H, 6, 6))
+        y = module(
+            *leaves[:3], core_attention_bias_type="pre_scale_bias", core_attention_bias=leaves[3],
+            checkpoint_core_attention=checkpointed,
+        )  # fmt: skip
+        results.append(oracle.gradients(y, leaves, dy))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # --- backends, errors ----------------------------------------------------------------------------
 
 
