@@ -1,0 +1,162 @@
+"""LayerNorm and RMSNorm: torch's numbers with every gradient, any shape, in any dtype."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import float8lab
+
+NORMS = {"layer": float8lab.LayerNorm, "rms": float8lab.RMSNorm}
+each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+SHAPES = {"1": ((1,), 1), "odd": ((7,), 33), "N-D": ((2, 3, 5), 40), "vector": ((), 17)}
+SHAPES |= {"empty": ((0,), 16), "long": ((3,), 9001)}
+
+
+def made(norm: Any, size: Any, **kwargs: Any) -> Any:
+    module = norm(size, **kwargs)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return module
+
+
+def exact(module: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Output, dx and the parameters' gradients in float64."""
+    p = [v.detach().double().requires_grad_() for v in module.parameters()]
+    x = x.detach().double().requires_grad_()
+    gamma = p[0] + 1.0 if module.zero_centered_gamma else p[0]
+    if isinstance(module, nn.LayerNorm):
+        y = F.layer_norm(x, gamma.shape, gamma, p[1], module.eps)
+    else:
+        y = F.rms_norm(x, gamma.shape, gamma, module.eps)
+    y.backward(dy.double())
+    return [y.detach(), x.grad, *(v.grad for v in p)]
+
+
+def run(module: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    y = module(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
+@pytest.mark.parametrize(("shape", "K"), SHAPES.values(), ids=SHAPES)
+@each_norm
+def test_output_and_every_gradient(
+    norm: Any, shape: Any, K: int, zero_centered: bool, dtype: torch.dtype, device: Any
+) -> None:
+    module = made(norm, K, zero_centered_gamma=zero_centered, params_dtype=dtype, device=device)
+    x = (torch.randn(*shape, K, device=device) * 3 + 1).to(dtype)
+    dy = torch.randn(*shape, K, device=device).to(dtype)
+    got, want = run(module, x, dy), exact(module, x, dy)
+    # One rounding to the dtype; before it, float32 sums of K or M terms. Those of dx may cancel
+    # altogether, as they do for one feature: their size is that of dy * gamma * rstd.
+    eps, wide = torch.finfo(dtype).eps, x.double()
+    center = wide.mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else 0.0
+    rstd = ((wide - center).square().mean(-1) + module.eps).rsqrt()
+    gamma = module.weight.double() + (1.0 if zero_centered else 0.0)
+    of_dy = dy.abs().max() if dy.numel() else torch.zeros(())
+    of_dx = of_dy * gamma.abs().max() * rstd.max() if dy.numel() else of_dy
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        assert one.dtype == dtype
+        assert one.shape == other.shape
+        if other.numel():
+            size = max(other.abs().max(), of_dx if i == 1 else of_dy)
+            arithmetic = (1e-5 if dtype != torch.float64 else 1e-12) * size
+            assert bool(((one - other).abs() <= eps * other.abs() + arithmetic).all())
+
+
+@each_norm
+def test_is_torchs_module_and_loads_its_checkpoints(norm: Any) -> None:
+    plain = (nn.LayerNorm if norm is float8lab.LayerNorm else nn.RMSNorm)(24, eps=1e-5)
+    module = norm(24, device="cpu")
+    assert isinstance(module, type(plain))
+    plain.load_state_dict(made(norm, 24, device="cpu").state_dict(), strict=True)
+    module.load_state_dict(plain.state_dict(), strict=True)
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert "24" in repr(module)
+
+
+@each_norm
+def test_under_torch_autocast_the_output_has_its_dtype(norm: Any) -> None:
+    module = norm(24, device="cpu")
+    x = torch.randn(5, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, module(x).bfloat16())
+    y.sum().backward()
+    assert x.grad.dtype == module.weight.grad.dtype == torch.float32
+
+
+@each_norm
+def test_strides_do_not_matter(norm: Any) -> None:
+    module = made(norm, 24, device="cpu")
+    x, dy = torch.randn(6, 20, 24), torch.ones(6, 20, 24)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    first = run(module, x, dy)
+    second = run(copy.deepcopy(module), strided, torch.ones(()).expand_as(dy))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@each_norm
+def test_the_input_is_all_that_is_saved(norm: Any) -> None:
+    module = norm(64, device="cpu")
+    seen = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    x = torch.randn(512, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    assert sum(seen.values()) <= x.nbytes + module.weight.nbytes + 2 * 4 * 512
+
+
+@each_norm
+def test_a_frozen_norm_gives_the_inputs_gradient_only(norm: Any) -> None:
+    module = made(norm, 24, device="cpu").requires_grad_(False)
+    x = torch.randn(5, 24, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None
+    assert module.weight.grad is None
+
+
+@each_norm
+def test_compiles_and_equals_eager(norm: Any) -> None:
+    torch._dynamo.reset()
+    eager = made(norm, 24, zero_centered_gamma=True, device="cpu")
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for tokens in (5, 9):
+        x, dy = torch.randn(2, tokens, 24), torch.randn(2, tokens, 24)
+        leaf = x.clone().requires_grad_()
+        model.zero_grad()
+        y = compiled(leaf)
+        y.backward(dy)
+        got = [y.detach(), leaf.grad, *(p.grad for p in model.parameters())]
+        assert all(torch.equal(a, b) for a, b in zip(got, run(eager, x, dy), strict=True))
+    torch._dynamo.reset()
+
+
+@each_norm
+def test_wrong_arguments_are_refused(norm: Any) -> None:
+    with pytest.raises(ValueError, match="hidden_size must be given, or normalized_shape"):
+        norm(device="cpu")
+    with pytest.raises(ValueError, match="hidden_size must be given, or normalized_shape"):
+        norm(8, normalized_shape=8, device="cpu")
+    with pytest.raises(ValueError, match="params_dtype must be dtype"):
+        norm(8, params_dtype=torch.float32, dtype=torch.float16, device="cpu")
+    with pytest.raises(ValueError, match=r"inp must have \(8,\) as its last dimensions"):
+        norm(8, device="cpu")(torch.ones(2, 7))
