@@ -566,6 +566,46 @@ def test_a_small_model_learns(name):
     assert losses["fp8"] < 1.0
 
 
+# --- converted -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["delayed-dpa", "current-dpa"])
+def test_a_converted_layer_runs_attention_in_fp8(name):
+    layer = build()
+    twin = copy.deepcopy(layer)
+    report = float8lab.convert_to_float8(layer, RECIPES[name])
+    assert "1 of 1 attention modules in FP8" in str(report)
+    for _ in range(2):
+        x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
+        expected = step(twin, x, dy, RECIPES[name])
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(dy)
+        actual = [y, leaf.grad, *(p.grad for p in layer.parameters())]
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_attention_follows_exclusions_and_overrides():
+    recipe = RECIPES["current-dpa"]
+    layers = nn.ModuleList(build() for _ in range(3))
+    report = float8lab.convert_to_float8(
+        layers, recipe, exclude=["0.self_attention.core_attention"],
+        overrides={"1.self_attention.core_attention": None}, strict=True,
+    )  # fmt: skip
+    assert report.notes == ("1 of 3 attention modules in FP8",)
+    cores = [layer.self_attention.core_attention for layer in layers]
+    assert [core._fp8.active_recipe() for core in cores] == [None, None, recipe]
+    with float8lab.autocast(recipe=recipe):
+        assert [core._fp8.active_recipe() for core in cores] == [recipe, None, recipe]
+    assert float8lab.convert_to_float8(nn.ModuleList([build()]), RECIPES["current"]).notes == ()
+
+
+def test_a_conversion_that_asks_for_fp8_attention_in_vain_says_so():
+    report = float8lab.convert_to_float8(nn.Sequential(nn.Linear(16, 16)), RECIPES["current-dpa"])
+    assert "has no float8lab.DotProductAttention; attention stays in high" in str(report)
+
+
 @pytest.mark.gpu
 @each_recipe
 def test_fp8_on_a_gpu_is_that_of_the_cpu(name):

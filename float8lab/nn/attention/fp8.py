@@ -21,7 +21,7 @@ from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, 
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.state import DEFAULT_RECIPE, STATE, in_backward
 
-__all__ = ["AttentionPrecision", "fp8_attention"]
+__all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention"]
 
 Q, K, V, DOUT = 0, 1, 2, 3
 """Indices of attention's cast tensors."""
@@ -38,14 +38,14 @@ class AttentionPrecision(Precision):
     def active_recipe(self) -> Recipe | None:
         """The recipe in force if it asks for FP8 attention."""
         recipe = super().active_recipe()
-        return recipe if recipe is not None and _asks(recipe) else None
+        return recipe if recipe is not None and asks_for_fp8_attention(recipe) else None
 
     def calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
         if not STATE.calibrating or STATE.enabled or in_backward():
             return
         recipe = STATE.recipe or self.recipe or DEFAULT_RECIPE
-        if not recipe.linear.delayed or not _asks(recipe):
+        if not recipe.linear.delayed or not asks_for_fp8_attention(recipe):
             return
         slots = self._slots(recipe, q.device)
         for index, x in ((Q, q), (K, k), (V, v)):
@@ -54,7 +54,8 @@ class AttentionPrecision(Precision):
             STATE.region.packs[slots.pack] = None
 
 
-def _asks(recipe: Recipe) -> bool:
+def asks_for_fp8_attention(recipe: Recipe) -> bool:
+    """Whether attention runs in FP8 under a recipe."""
     return recipe.fp8_dpa or recipe.fp8_mha
 
 
