@@ -25,7 +25,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from float8lab.nn.attention.bias import Alibi
 from float8lab.nn.attention.masks import AttentionMask
 
-__all__ = ["BACKENDS", "Explanation", "Problem", "attend", "explain", "reference_attention"]
+__all__ = [
+    "BACKENDS",
+    "Explanation",
+    "Problem",
+    "attend",
+    "explain",
+    "reference_attention",
+    "zero_blind",
+]
 
 
 class Problem(NamedTuple):
@@ -46,20 +54,26 @@ class Problem(NamedTuple):
             return self.bias if dense is None else dense
         return self.bias + dense
 
-    def visible(self, Sq: int, Sk: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    def visible(
+        self, Sq: int, Sk: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The keys that each query may see, and the queries whose output is 0 all the same.
 
         The latter, ``[1 or B, 1 or H, Sq, 1]``, may see everything, lest their softmax be 0 / 0.
+        None stands for all keys and for no query.
         """
         allowed = self.mask.allowed(Sq, Sk, device)
-        q_padding = self.mask.q_padding
-        dead = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
-        if allowed is not None:
-            dead = ~allowed.any(-1, keepdim=True)
-            allowed = allowed | dead
-        if q_padding is not None:
-            dead = dead | q_padding[:, None, :, None]
-        return allowed, dead
+        blind = None if self.mask.q_padding is None else self.mask.q_padding[:, None, :, None]
+        if allowed is not None and not self.mask.leaves_no_query_blind(Sq, Sk):
+            sees_nothing = ~allowed.any(-1, keepdim=True)
+            allowed = allowed | sees_nothing
+            blind = sees_nothing if blind is None else blind | sees_nothing
+        return allowed, blind
+
+
+def zero_blind(out: Tensor, blind: Tensor | None) -> Tensor:
+    """The output with 0 for queries that see nothing; no gradient passes through them."""
+    return out if blind is None else out.masked_fill(blind, 0.0)
 
 
 class Explanation(NamedTuple):
@@ -102,12 +116,12 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Te
         bias = problem.scores_bias(Sq, Sk)
         if bias is not None:
             scores = scores + bias
-        allowed, dead = problem.visible(Sq, Sk, q.device)
+        allowed, blind = problem.visible(Sq, Sk, q.device)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
         p = F.dropout(scores.softmax(-1), problem.dropout)
         out = p @ _high(_repeat(v, q.shape[1]))
-        return out.masked_fill(dead, 0.0).to(q.dtype)
+        return zero_blind(out, blind).to(q.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -124,7 +138,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     Sq, Sk = q.shape[2], k.shape[2]
-    mask, dead = problem.visible(Sq, Sk, q.device)
+    mask, blind = problem.visible(Sq, Sk, q.device)
     bias = problem.scores_bias(Sq, Sk)
     if bias is not None:
         bias = bias.to(q.dtype)
@@ -141,7 +155,7 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    return out.masked_fill(dead, 0.0)
+    return zero_blind(out, blind)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from float8lab.nn.attention.backends import Problem
+from float8lab.nn.attention.backends import Problem, zero_blind
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, quantize_op
 from float8lab.recipes.recipe import LinearPlan, Recipe
@@ -66,16 +66,16 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
     causal = problem.mask.is_plain_causal(Sq, Sk)
     if causal:
         padding = problem.mask.q_padding
-        allowed, dead = None, None if padding is None else padding[:, None, :, None]
+        allowed, blind = None, None if padding is None else padding[:, None, :, None]
     else:
-        allowed, dead = problem.visible(Sq, Sk, q.device)
+        allowed, blind = problem.visible(Sq, Sk, q.device)
     keep = None
     if problem.dropout:
         shape = (q.shape[0], q.shape[1], Sq, Sk)
         keep = torch.rand(shape, device=q.device) >= problem.dropout
     settings = (causal, problem.scale, problem.dropout)
     out: Tensor = _Attention.apply(q, k, v, bias, (allowed, keep), settings, call)
-    return out if dead is None else out.masked_fill(dead, 0.0)
+    return zero_blind(out, blind)
 
 
 def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Tensor, Tensor]:

@@ -106,6 +106,19 @@ class AttentionMask(NamedTuple):
             return False
         return not self.has_window
 
+    def leaves_no_query_blind(self, Sq: int, Sk: int) -> bool:
+        """Whether every query surely sees some key, as the numbers alone tell."""
+        if self.kv_padding is not None or self.arbitrary is not None:
+            return False
+        if not self.has_window:
+            return True
+        if isinstance(self.diagonal, Tensor):
+            return False
+        first, last = self.diagonal, self.diagonal + Sq - 1
+        return (self.right < 0 or first + self.right >= 0) and (
+            self.left < 0 or last - self.left <= Sk - 1
+        )
+
     def is_plain_causal(self, Sq: int, Sk: int) -> bool:
         """Whether the mask is a square lower triangle and nothing else."""
         if self.kv_padding is not None or self.arbitrary is not None or self.has_tensor_diagonal:

@@ -8,6 +8,7 @@ import torch
 import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import BACKENDS, DotProductAttention, alibi_slopes
+from float8lab.nn.attention.masks import make_mask, window_of
 from tests.nn.attention import oracle
 
 B, SQ, SK, H, G, D = 2, 5, 7, 4, 2, 8
@@ -445,6 +446,19 @@ def test_a_bias_has_its_gradient_through_recomputation():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (5, 5), (1, 4)], ids=str)
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
+def test_queries_that_see_nothing_are_known_from_the_numbers(shape, mask_type):
+    sq, sk = shape
+    for window in [(left, right) for left in (-1, 0, 2) for right in (-1, 0, 2)]:
+        limits = window_of(mask_type, window)
+        mask = make_mask(mask_type, limits, sq, sk)
+        visible = visible_of(mask_type, window, sq, sk)
+        blind = any(not any(visible(0, 0, i, j) for j in range(sk)) for i in range(sq))
+        assert mask.leaves_no_query_blind(sq, sk) is not blind
+        assert mask.lets_all is all(visible(0, 0, i, j) for i in range(sq) for j in range(sk))
+
+
 # --- backends, errors ----------------------------------------------------------------------------
 
 
@@ -599,6 +613,7 @@ def test_compiled(variant, fp8):
 @each_mask
 @pytest.mark.parametrize("window", [None, (70, 20)], ids=str)
 def test_backends_agree_on_a_gpu(mask_type, window, backend, dtype):
+    torch._dynamo.reset()  # else the many variants of this test are too many compilations of flex
     sq, sk, d = 150, 200, 64
     shapes = [(2, sq, H, d), (2, sk, G, d), (2, sk, G, d), (2, sq, H * d)]
     q, k, v, dy = (torch.randn(s, device="cuda", dtype=dtype) for s in shapes)
