@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from float8lab.formats import E4M3
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.operands import (
@@ -28,7 +29,7 @@ from float8lab.nn.operands import (
     wgrad,
 )
 from float8lab.nn.precision import Call, X
-from float8lab.ops import Source
+from float8lab.ops import Source, dequantize_op, quantize_op
 
 __all__ = ["MlpCall", "NormLinearCall", "norm_linear", "norm_mlp"]
 
@@ -53,6 +54,8 @@ class MlpCall(NamedTuple):
     """Return the norm's output as well."""
     checkpoint: bool
     """Compute the activation's input again in backward, in place of saving it."""
+    fp8_input: bool
+    """Save the activation's input in FP8; has no effect with ``checkpoint``."""
 
 
 def norm_linear(
@@ -298,6 +301,15 @@ class _NormLinear(torch.autograd.Function):
         return dx.reshape(x_shape), dgamma, dbeta, dw, db, None
 
 
+_BLOCK_OF_SAVED = (1, 128)
+
+
+def _quantized(h: Tensor) -> tuple[Tensor, Tensor]:
+    """An activation's input as it is kept in one byte an element; rounded to 4 significant bits."""
+    q, scale, _ = quantize_op(h, E4M3, _BLOCK_OF_SAVED, "fp32", 0.0, 1)
+    return q, scale
+
+
 def _no_source(x: Tensor) -> Source:
     """Stands for the input of a GEMM where only the bias wants a gradient."""
     return Source("", [], x.dtype)
@@ -341,7 +353,10 @@ class _NormMlp(torch.autograd.Function):
         kept = (x2, norm_weight, norm_bias, *stats) if keep_x else (None,) * 5
         keep_h = (needs_dh or needs_dw2) and not again
         recomputed = fc1_bias if again else None
-        ctx.save_for_backward(*kept, *saved1, *saved2, h if keep_h else None, recomputed)
+        saved_h: tuple[Tensor | None, Tensor | None] = (h if keep_h else None, None)
+        if keep_h and how.fp8_input:
+            saved_h = _quantized(h)
+        ctx.save_for_backward(*kept, *saved1, *saved2, *saved_h, recomputed)
         ctx.how, ctx.dtype = how, dtype
         ctx.meta = (x.shape, (x2.shape[0], N, K), (x2.shape[0], K, F))
         ctx.dtypes = (
@@ -357,7 +372,7 @@ class _NormMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dnorm: Tensor) -> tuple[Tensor | None, ...]:
-        x2, norm_weight, norm_bias, mean, rstd, *rest, h, fc1_bias = ctx.saved_tensors
+        x2, norm_weight, norm_bias, mean, rstd, *rest, h, h_scale, fc1_bias = ctx.saved_tensors
         saved1, saved2 = _Saved(*rest[:4]), _Saved(*rest[4:])
         how: MlpCall = ctx.how
         x_shape, shape1, shape2 = ctx.meta
@@ -368,7 +383,9 @@ class _NormMlp(torch.autograd.Function):
             normed, _ = source_of_norm(
                 x2, norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
             )
-        if h is None and x2 is not None and how.checkpoint:
+        if h_scale is not None:
+            h = dequantize_op(h, h_scale, _BLOCK_OF_SAVED, ctx.dtype)
+        elif h is None and x2 is not None and how.checkpoint:
             h = _forward_again(normed, fc1_bias, saved1, how.fc1, shape1[1])
         activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
         da, dw2, db2 = _backward(

@@ -53,6 +53,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "seq_length": None,
         "micro_batch_size": None,
         "checkpoint": False,
+        "fp8_activation_input": False,
         **_FUSED,
     },
 }

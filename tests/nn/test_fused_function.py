@@ -260,6 +260,10 @@ def test_what_backward_can_compute_again_is_not_saved(recipe: Any) -> None:
         mlp = float8lab.LayerNormMLP(K, F, activation=activation, **how)
         weights = square * (K * size + F * K)
         assert saved_bytes(mlp, x, recipe) <= 2 * M * (K + size) + weights + small
+        mlp.fp8_activation_input = True
+        scales = 4 * M * -(-size // 128)
+        kept = saved_bytes(mlp, x, recipe)
+        assert kept <= 2 * M * K + M * size + scales + weights + small
         mlp.checkpoint = True
         assert saved_bytes(mlp, x, recipe) <= 2 * M * K + weights + small
 

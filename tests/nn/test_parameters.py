@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
-from tests.nn.composition import exact, perturb, step
+from tests.nn.composition import exact, perturb, sqnr, step
 from tests.nn.parameters import PARAMETERS, REQUIRED
 
 CASES = [(module, name) for module, names in PARAMETERS.items() for name in names]
@@ -332,6 +332,32 @@ def checkpoint(module: str) -> None:
                 y.sum().backward()
             gemms.append(counts.fp8 + counts.high_precision)
         assert gemms == [4, 5]  # fc1 again
+
+
+@effect
+def fp8_activation_input(module: str) -> None:
+    for recipe in (recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()):
+        for name in ("gelu", "swiglu"):
+            sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "activation": name}
+            plain = make(module, **sizes)
+            small = make(module, fp8_activation_input=True, **sizes)
+            perturb(plain)
+            small.load_state_dict(plain.state_dict())
+            x, dy = torch.randn(256, 64), torch.randn(256, 64)
+            (y,), gradients = step(small, x, [dy], recipe)
+            (want,), wanted = step(plain, x, [dy], recipe)
+            assert torch.equal(y, want)
+            _, exact_gradients = exact(plain, x, dy)
+            # One more e4m3 rounding, 31.5 dB, of one factor of two for gelu, of two for swiglu,
+            # on top of the noise that is there; a quarter for how noise is correlated.
+            more = (1 if name == "gelu" else 2) * 10 ** (-31.5 / 10)
+            rounded = [not torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True)]
+            assert rounded == [True] * 6 + [False]  # fc2's bias alone does not see it
+            for got, without, best in zip(gradients, wanted, exact_gradients.values(), strict=True):
+                noise, there = (10 ** (-sqnr(one, best) / 10) for one in (got, without))
+                assert noise <= 1.25 * (there + more)
+    outside = [make(module, fp8_activation_input=value) for value in (True, False)]
+    assert same_function(*outside)  # in high precision nothing is rounded
 
 
 @pytest.mark.parametrize("module", PARAMETERS)

@@ -561,12 +561,12 @@ def _quantize(
         if _of_three(kind) and block[0] <= _ONE_OF_THREE.rows:
             # Both at once would spill registers: one launch each, that reads the inputs again.
             if write and transpose:
-                how = (kind, inputs, dtype, known_amax, fp8_dtype, block, rule, eps, align)
+                both = (kind, inputs, dtype, known_amax, fp8_dtype, block, rule, eps, align)
                 q, scale, _, _, total = _quantize(
-                    *how, write=True, transpose=False, column_sum=column_sum
+                    *both, write=True, transpose=False, column_sum=column_sum
                 )
                 _, _, q_t, scale_t, _ = _quantize(
-                    *how, write=False, transpose=True, column_sum=False
+                    *both, write=False, transpose=True, column_sum=False
                 )
                 return q, scale, q_t, scale_t, total
             tile = _TALL_OF_THREE
