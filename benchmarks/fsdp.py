@@ -125,9 +125,7 @@ def make(
     sizes = (options.dim, options.heads, options.groups, options.ffn)
     with torch.device(device):
         if variant == "stored":
-            with float8lab.fp8_model_init(
-                recipe=recipe, preserve_high_precision_init_val=True
-            ):
+            with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
                 linear = partial(float8lab.Linear, init_method=_init, device=device)
                 layers = [Layer(*sizes, linear) for _ in range(options.layers)]
         else:

@@ -6,13 +6,19 @@
 torch.Size([2, 64])
 """
 
-from float8lab import distributed, nn, optim, recipes
+from float8lab import distributed, integrations, nn, optim, recipes
 from float8lab.nn import (
+    DotProductAttention,
+    InferenceParams,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    MultiheadAttention,
     RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
     convert_to_float8,
     count_gemms,
     make_graphed_callables,
@@ -29,12 +35,18 @@ from float8lab.tensor import Float8Tensor, fallback, quantize
 __version__ = "0.1.0"
 
 __all__ = [
+    "DotProductAttention",
     "Float8Tensor",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "convert_to_float8",
     "count_gemms",
@@ -42,6 +54,7 @@ __all__ = [
     "fallback",
     "fp8_autocast",
     "fp8_model_init",
+    "integrations",
     "make_graphed_callables",
     "nn",
     "optim",

@@ -1,5 +1,12 @@
 """Modules that run in FP8, and conversion of existing models."""
 
+from float8lab.nn.attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+)
 from float8lab.nn.convert import ConversionReport, convert_to_float8, to_high_precision
 from float8lab.nn.count import GemmCounts, count_gemms
 from float8lab.nn.graphs import make_graphed_callables
@@ -8,16 +15,23 @@ from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.scaling_state import ScalingState
+from float8lab.nn.transformer import TransformerLayer
 
 __all__ = [
     "ConversionReport",
+    "DotProductAttention",
     "GemmCounts",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "ScalingState",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "convert_to_float8",
     "count_gemms",
     "make_graphed_callables",

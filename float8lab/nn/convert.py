@@ -19,6 +19,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.attention.dot_product import DotProductAttention
+from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
@@ -187,7 +189,12 @@ def convert_to_float8(  # each is a keyword that users set on its own
         for name, layer in model.named_modules()
         if isinstance(layer, (nn.Linear, FusedModule)) or _is_opaque_linear(layer)
     ]
-    names = [plan.report.name for plan in plans]
+    attention = [
+        (module, name, *_attention_recipe(module, name, base, filter_fn, exclude, overrides))
+        for name, module in model.named_modules()
+        if isinstance(module, DotProductAttention)
+    ]
+    names = [*(plan.report.name for plan in plans), *(name for _, name, _, _ in attention)]
     unmatched = tuple(
         pattern
         for pattern in (*exclude, *overrides)
@@ -197,7 +204,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
         layers=tuple(plan.report for plan in plans),
         unmatched=unmatched,
         total_parameters=sum(_size(p) for p in model.parameters()),
-        notes=_notes(plans),
+        notes=(*_notes(plans), *_attention_notes(base, [found for _, _, found, _ in attention])),
     )
     undone = [plan.report for plan in plans if plan.failed]
     if strict and (undone or unmatched):
@@ -210,6 +217,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
     for plan in plans:
         if plan.report.converted:
             _convert_layer(plan)
+    for module, name, found, pinned in attention:
+        precision = module._fp8
+        precision.recipe, precision.pinned, precision.name = found, pinned, name
     _choose_all_gather(model, plans, fp8_all_gather)
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
         _make_region_of_calls(model)
@@ -259,6 +269,36 @@ def _plan_layer(
     if obstacle is not None:
         return plan(obstacle, failed=True)
     return plan(repr(recipe), converted=True)
+
+
+def _attention_recipe(
+    module: nn.Module,
+    name: str,
+    base: Recipe,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    exclude: Sequence[str],
+    overrides: Mapping[str, Recipe | None],
+) -> tuple[Recipe | None, bool]:
+    """The recipe of an attention module, and whether it is pinned."""
+    named = [pattern for pattern in overrides if matches(name, pattern)]
+    if any(matches(name, pattern) for pattern in exclude):
+        return None, False
+    if filter_fn is not None and not filter_fn(module, name):
+        return None, False
+    return (overrides[named[-1]] if named else base), bool(named)
+
+
+def _attention_notes(base: Recipe, found: Sequence[Recipe | None]) -> tuple[str, ...]:
+    """Whether the attention that a recipe asks for in FP8 runs in FP8."""
+    count = sum(asks_for_fp8_attention(recipe) for recipe in found if recipe is not None)
+    if count:
+        return (f"{count} of {len(found)} attention modules in FP8",)
+    if not found and asks_for_fp8_attention(base):
+        return (
+            f"{base}: the model has no float8lab.DotProductAttention; attention stays in high "
+            "precision",
+        )
+    return ()
 
 
 def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, int], int]:
@@ -415,10 +455,11 @@ class _CallRegion:
 
     @torch._disable_dynamo
     def _prepare(self, model: nn.Module) -> None:
+        home = next((p.device for p in model.parameters()), torch.device("cpu"))
         for layer in model.modules():
             for _, precision in precisions(layer):
                 if precision.recipe in self.recipes:
-                    precision.prepare(next(p.device for p in layer.parameters()))
+                    precision.prepare(next((p.device for p in layer.parameters()), home))
 
     def before(self, model: nn.Module, args: Any) -> None:
         if not model.training or STATE.enabled is False or in_backward():
@@ -512,7 +553,7 @@ def to_high_precision(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, (Linear, FusedModule)):
             _dequantize_parameters(module)
-        if isinstance(module, FusedModule):
+        if isinstance(module, (FusedModule, DotProductAttention)):
             for _, precision in precisions(module):
                 precision.recipe, precision.pinned = None, False
     for layer in layers:

@@ -135,12 +135,16 @@ class Precision:
         self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
-        copy = Precision(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
+        copy = type(self)(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
         copy.fp8_all_gather = self.fp8_all_gather
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
         copy._place(self.handle.device)
         memo[id(self)] = copy
         return copy
+
+    def slot_layout(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
+        """Formats of the module's cast tensors, and which of them belong to the forward."""
+        return [plan.x.fp8_dtype, plan.w.fp8_dtype, plan.dy.fp8_dtype], [True, True, False]
 
     def active_recipe(self) -> Recipe | None:
         """The recipe in force right here, or None for high precision."""
@@ -207,12 +211,13 @@ class Precision:
         """When a compiled graph casts ``x``: a scale that is the graph's own, and the amax slot."""
         inner = x.inputs[0] if isinstance(x, Source) else x
         slots = self._slots(recipe, inner.device, group)
-        again = index != DY and in_backward()
+        forward = slots.forward[index]
+        again = forward and in_backward()
         region = STATE.region or STATE.in_graph
         if again:
             advanced = region is None or slots.pack not in region.packs
             return slots.scale_again(index, advanced=advanced), None
-        if index != DY:
+        if forward:
             if region is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
@@ -305,12 +310,12 @@ class Precision:
         key = (recipe, group)
         slots = self.slots.get(key)
         if slots is None:
-            plan = recipe.linear
+            fp8_dtypes, forward = self.slot_layout(recipe.linear)
             slots = DelayedSlots(
                 recipe,
                 group,
-                fp8_dtypes=[plan.x.fp8_dtype, plan.w.fp8_dtype, plan.dy.fp8_dtype],
-                forward=[True, True, False],
+                fp8_dtypes=fp8_dtypes,
+                forward=forward,
                 device=device,
                 key=self.key,
             )

@@ -67,8 +67,9 @@ class ScalingState:
             slots.load({name: state[f"{key}/{name}"] for name in (*_NAMES, "seeded")})
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
+        home = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         for name, module in self.model.named_modules():
-            device = next((p.device for p in module.parameters()), torch.device("cpu"))
+            device = next((p.device for p in module.parameters()), home)
             for part, precision in precisions(module):
                 precision.prepare(device)
                 if self.recipe is not None and precision.recipe is None:

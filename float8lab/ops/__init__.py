@@ -5,6 +5,7 @@ only place that imports triton.
 """
 
 from float8lab.ops._register import register_stateful
+from float8lab.ops.attention import fp8_attention_backward_op, fp8_attention_op
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op, norm_stats_op
 from float8lab.ops.quantize import (
@@ -40,6 +41,8 @@ __all__ = [
     "cast_pair_op",
     "dequantize_op",
     "encode_from_amax",
+    "fp8_attention_backward_op",
+    "fp8_attention_op",
     "norm_backward_op",
     "norm_op",
     "norm_stats_op",

@@ -33,20 +33,25 @@ def _lazy(path: str) -> Callable[..., Any]:
 
 
 def register(
-    schema: str, *, cuda: str, reference: Callable[..., Any], fake: Callable[..., Any]
+    schema: str,
+    *,
+    cuda: str | Callable[..., Any],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Define ``float8lab::<schema>`` and return its overload, to be called with plain tensors.
 
     Args:
         schema: the op's signature; it never has an output that aliases an input.
-        cuda: ``"module:function"`` of the launcher in ``float8lab.ops.kernels``.
+        cuda: ``"module:function"`` of the launcher in ``float8lab.ops.kernels``, or a function
+            where plain PyTorch is the CUDA implementation too.
         reference: the CPU implementation, which also specifies the op.
         fake: allocates the outputs, for fake tensors and for the CUDA launcher alike.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, reference, "CPU")
-    _LIBRARY.impl(name, _lazy(cuda), "CUDA")
+    _LIBRARY.impl(name, _lazy(cuda) if isinstance(cuda, str) else cuda, "CUDA")
     torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
     return overload

@@ -153,7 +153,7 @@ class ScalePack:
 class DelayedSlots:
     """The slots of one module under one recipe: consecutive columns of a pack."""
 
-    __slots__ = ("__weakref__", "fp8_dtypes", "key", "pack", "seeded", "start")
+    __slots__ = ("__weakref__", "forward", "fp8_dtypes", "key", "pack", "seeded", "start")
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class DelayedSlots:
         self.key = key  # names the module to other ranks
         count = len(fp8_dtypes)
         limits = [torch.finfo(dtype).max for dtype in fp8_dtypes]
-        self.fp8_dtypes = tuple(fp8_dtypes)
+        self.fp8_dtypes, self.forward = tuple(fp8_dtypes), tuple(forward)
         # What is known of the pack's ``seeded`` without asking the device.
         self.seeded = [False] * count
         tensors = {
@@ -223,13 +223,14 @@ class DelayedSlots:
         return {
             "recipe": self.pack.recipe,
             "fp8_dtypes": self.fp8_dtypes,
+            "forward": self.forward,
             "key": self.key,
             "seeded": list(self.seeded),
             "tensors": {name: t.clone() for name, t in self.tensors().items()},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.fp8_dtypes = state["fp8_dtypes"]
+        self.fp8_dtypes, self.forward = state["fp8_dtypes"], state["forward"]
         self.key = state["key"]
         self.seeded = state["seeded"]
         self._adopt(ScalePack(state["recipe"], None, state["tensors"]), 0)

@@ -85,7 +85,7 @@ class Recipe:
     fp8_dpa: bool = False
     """Run dot-product attention in FP8 (read by attention modules only)."""
     fp8_mha: bool = False
-    """Keep FP8 between attention and its projections (read by attention modules only)."""
+    """The same; what lies between attention and its projections stays in high precision."""
 
     def __post_init__(self) -> None:
         for name in ("override_linear_precision", "fast_accum"):

@@ -1,0 +1,268 @@
+"""Weights of Hugging Face Llama- and GPT-2-style models as a stack of ``TransformerLayer``.
+
+State dicts are renamed, concatenated and transposed, nothing else; transformers itself is not
+needed. A key that belongs to no layer (embeddings, the last norm, the head) keeps its name and
+value.
+
+>>> state = {"model.embed_tokens.weight": torch.zeros(2, 4),
+...          "model.layers.0.self_attn.o_proj.weight": torch.ones(4, 4)}
+>>> sorted(float8lab.integrations.to_transformer_layers(state, "llama"))
+['0.self_attention.proj.weight', 'model.embed_tokens.weight']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.transformer import TransformerLayer
+
+__all__ = ["STYLES", "from_transformer_layers", "to_transformer_layers", "transformer_layers"]
+
+
+class _Rule(NamedTuple):
+    """Some parameters of a layer there, and the same numbers here, concatenated in this order."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+_QKV = "self_attention.layernorm_qkv"
+_SPLIT = tuple(f"{_QKV}.{name}" for name in ("query", "key", "value"))
+
+
+def _same(theirs: str, ours: str, *, transposed: bool = False) -> _Rule:
+    return _Rule((theirs,), (ours,), transposed)
+
+
+_LLAMA = (
+    _same("input_layernorm.weight", f"{_QKV}.layer_norm_weight"),
+    *(
+        _same(f"self_attn.{name[0]}_proj.{kind}", f"{_QKV}.{name}_{kind}")
+        for name in ("query", "key", "value")
+        for kind in ("weight", "bias")
+    ),
+    _same("self_attn.o_proj.weight", "self_attention.proj.weight"),
+    _same("self_attn.o_proj.bias", "self_attention.proj.bias"),
+    _same("post_attention_layernorm.weight", "layernorm_mlp.layer_norm_weight"),
+    *(
+        _Rule((f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"), (f"layernorm_mlp.fc1_{kind}",))
+        for kind in ("weight", "bias")
+    ),
+    _same("mlp.down_proj.weight", "layernorm_mlp.fc2_weight"),
+    _same("mlp.down_proj.bias", "layernorm_mlp.fc2_bias"),
+)
+
+_GPT2 = (
+    *(
+        _same(f"{theirs}.{kind}", f"{ours}.layer_norm_{kind}")
+        for theirs, ours in (("ln_1", _QKV), ("ln_2", "layernorm_mlp"))
+        for kind in ("weight", "bias")
+    ),
+    # GPT-2 stores the weights of its linear layers transposed.
+    _Rule(("attn.c_attn.weight",), tuple(f"{n}_weight" for n in _SPLIT), True),
+    _Rule(("attn.c_attn.bias",), tuple(f"{n}_bias" for n in _SPLIT)),
+    _same("attn.c_proj.weight", "self_attention.proj.weight", transposed=True),
+    _same("attn.c_proj.bias", "self_attention.proj.bias"),
+    _same("mlp.c_fc.weight", "layernorm_mlp.fc1_weight", transposed=True),
+    _same("mlp.c_fc.bias", "layernorm_mlp.fc1_bias"),
+    _same("mlp.c_proj.weight", "layernorm_mlp.fc2_weight", transposed=True),
+    _same("mlp.c_proj.bias", "layernorm_mlp.fc2_bias"),
+)
+
+
+class _Style(NamedTuple):
+    prefix: str
+    """Of a layer's keys, before its number."""
+    rules: tuple[_Rule, ...]
+    ignored: tuple[str, ...]
+    """Buffers that older versions saved, and that are computed."""
+
+
+STYLES = {
+    "llama": _Style("model.layers.", _LLAMA, ("self_attn.rotary_emb.inv_freq",)),
+    "gpt2": _Style("transformer.h.", _GPT2, ("attn.bias", "attn.masked_bias")),
+}
+"""Known names of parameters: ``llama`` (also Mistral's, Qwen2's ...) and ``gpt2``."""
+
+
+def _style(name: str) -> _Style:
+    if name not in STYLES:
+        raise ValueError(f"style must be one of {', '.join(STYLES)}; got {name!r}. Choose one.")
+    return STYLES[name]
+
+
+def _by_layer(
+    state: Mapping[str, Tensor], prefix: str
+) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:
+    """The parameters of each layer by their name in it, and all others."""
+    layers: dict[int, dict[str, Tensor]] = {}
+    others: dict[str, Tensor] = {}
+    pattern = re.compile(re.escape(prefix) + r"(\d+)\.(.+)")
+    for key, value in state.items():
+        found = pattern.fullmatch(key)
+        if found is None:
+            others[key] = value
+        else:
+            layers.setdefault(int(found[1]), {})[found[2]] = value
+    return layers, others
+
+
+def to_transformer_layers(
+    state: Mapping[str, Tensor], style: str, *, prefix: str | None = None
+) -> dict[str, Tensor]:
+    """A Hugging Face state dict with its layers as those of a list of ``TransformerLayer``.
+
+    Args:
+        state: of the whole model, or of a part that holds layers.
+        style: a key of ``STYLES``.
+        prefix: of the layers' keys, before their number; None is the usual one of the style.
+
+    Returns:
+        ``"<number>.<parameter of TransformerLayer>"`` for each layer, and all other keys as they
+        were.
+
+    Raises:
+        ValueError: an unknown style, no layers, or a parameter of a layer that has no counterpart.
+    """
+    found = _style(style)
+    prefix = found.prefix if prefix is None else prefix
+    layers, result = _by_layer(state, prefix)
+    if not layers:
+        raise ValueError(
+            f"state must have keys of layers, {prefix}<number>.<name>; got "
+            f"{sorted(state)[:3]} and so on. Give their prefix."
+        )
+    for number, layer in layers.items():
+        for rule in found.rules:
+            if rule.theirs[0] not in layer:
+                continue
+            whole = torch.cat([layer.pop(name) for name in rule.theirs])
+            whole = whole.t().contiguous() if rule.transposed else whole
+            # Several of ours are the queries, keys and values of GPT-2, which are equally many.
+            parts = [part.clone() for part in whole.chunk(len(rule.ours))]
+            result |= {f"{number}.{n}": p for n, p in zip(rule.ours, parts, strict=True)}
+        left = [name for name in layer if name not in found.ignored]
+        if left:
+            raise ValueError(
+                f"state must hold only parameters that a {style} layer has; got {left} in layer "
+                f"{number}. Another style may have them: {', '.join(STYLES)}."
+            )
+    return result
+
+
+def from_transformer_layers(
+    state: Mapping[str, Tensor], style: str, *, prefix: str | None = None
+) -> dict[str, Tensor]:
+    """The inverse of ``to_transformer_layers``.
+
+    Args:
+        state: as that returns it.
+        style: a key of ``STYLES``.
+        prefix: of the layers' keys in the result, before their number; None is the usual one.
+    """
+    found = _style(style)
+    prefix = found.prefix if prefix is None else prefix
+    layers, result = _by_layer(state, "")
+    for number, layer in layers.items():
+        for rule in found.rules:
+            if rule.ours[0] not in layer:
+                continue
+            whole = torch.cat([layer.pop(name) for name in rule.ours])
+            whole = whole.t().contiguous() if rule.transposed else whole
+            parts = [p.clone() for p in whole.chunk(len(rule.theirs))]
+            names = [f"{prefix}{number}.{name}" for name in rule.theirs]
+            result |= dict(zip(names, parts, strict=True))
+        if layer:
+            raise ValueError(
+                f"state must hold only parameters that a {style} layer has; got {sorted(layer)} "
+                f"in layer {number}. A model of that style is built by transformer_layers."
+            )
+    return result
+
+
+def transformer_layers(config: Any, style: str, **overrides: Any) -> nn.ModuleList:
+    """The layers of a model, not yet with its weights.
+
+    The format is bshd. A Llama's need ``rotary_pos_emb``, the angles of
+    ``RotaryPositionEmbedding(head size, rotary_base=config.rope_theta)``.
+
+    Args:
+        config: a Hugging Face configuration, or anything with its attributes.
+        style: a key of ``STYLES``.
+        overrides: arguments of ``TransformerLayer`` that win over the configuration.
+
+    Raises:
+        NotImplementedError: the configuration asks for an activation or attention that
+            ``TransformerLayer`` does not have.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(n_embd=32, n_inner=None, n_head=4, n_layer=2, resid_pdrop=0.0,
+    ...     attn_pdrop=0.0, layer_norm_epsilon=1e-5, activation_function="gelu_new")
+    >>> len(float8lab.integrations.transformer_layers(config, "gpt2", device="cpu"))
+    2
+    """
+    _style(style)
+    if style == "llama":
+        count, arguments = config.num_hidden_layers, _llama_arguments(config)
+    else:
+        count, arguments = config.n_layer, _gpt2_arguments(config)
+    arguments = {"attn_input_format": "bshd", **arguments, **overrides}
+    return nn.ModuleList(TransformerLayer(layer_number=i + 1, **arguments) for i in range(count))
+
+
+def _llama_arguments(config: Any) -> dict[str, Any]:
+    _require(config, "hidden_act", {"silu": "swiglu", "swish": "swiglu"})
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    if attention_bias != bool(getattr(config, "mlp_bias", False)):
+        raise NotImplementedError(
+            f"config.mlp_bias must equal config.attention_bias; got {not attention_bias} and "
+            f"{attention_bias}. TransformerLayer has all biases or none."
+        )
+    return {
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_gqa_groups": getattr(config, "num_key_value_heads", None),
+        "kv_channels": getattr(config, "head_dim", None),
+        "layernorm_epsilon": config.rms_norm_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": getattr(config, "attention_dropout", 0.0),
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "bias": attention_bias,
+    }
+
+
+def _gpt2_arguments(config: Any) -> dict[str, Any]:
+    activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        raise NotImplementedError(
+            "config.scale_attn_by_inverse_layer_idx must be False; got True. Give each layer its "
+            "own softmax_scale."
+        )
+    return {
+        "hidden_size": config.n_embd,
+        "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
+        "num_attention_heads": config.n_head,
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "hidden_dropout": config.resid_pdrop,
+        "attention_dropout": config.attn_pdrop,
+        "activation": _require(config, "activation_function", activations),
+        "softmax_scale": None if getattr(config, "scale_attn_weights", True) else 1.0,
+    }
+
+
+def _require(config: Any, field: str, known: dict[str, str]) -> str:
+    value = getattr(config, field)
+    if value not in known:
+        raise NotImplementedError(
+            f"config.{field} must be one of {', '.join(known)}; got {value!r}. TransformerLayer "
+            "has no such activation."
+        )
+    return known[value]

@@ -1,0 +1,320 @@
+"""The ways to compute attention, tried in order.  B batch, H heads, G key/value heads, D head size.
+
+========== ==========================================================================
+sdpa        torch's scaled_dot_product_attention with no mask or a square causal one
+flex        FlexAttention: windows, padding and ALiBi on CUDA without a matrix in memory
+sdpa_masked scaled_dot_product_attention with the mask and the bias as a matrix
+reference   plain PyTorch, float32 inside; takes everything
+========== ==========================================================================
+
+Whatever the backend, a query that sees no key, and one that is padding, has output 0 and passes
+no gradient on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from float8lab.nn.attention.bias import Alibi
+from float8lab.nn.attention.masks import AttentionMask
+
+__all__ = [
+    "BACKENDS",
+    "Explanation",
+    "Problem",
+    "attend",
+    "explain",
+    "reference_attention",
+    "zero_blind",
+]
+
+
+class Problem(NamedTuple):
+    """All that attention needs besides q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]`` and v."""
+
+    mask: AttentionMask
+    scale: float
+    bias: Tensor | None = None
+    """Added to the scaled scores; broadcasts to ``[B, H, Sq, Sk]``."""
+    alibi: Alibi | None = None
+    dropout: float = 0.0
+    """Of the probabilities; 0 outside training."""
+
+    def scores_bias(self, Sq: int, Sk: int) -> Tensor | None:
+        """``bias`` and ``alibi`` together."""
+        dense = None if self.alibi is None else self.alibi.dense(Sq, Sk)
+        if self.bias is None or dense is None:
+            return self.bias if dense is None else dense
+        return self.bias + dense
+
+    def visible(
+        self, Sq: int, Sk: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The keys that each query may see, and the queries whose output is 0 all the same.
+
+        The latter, ``[1 or B, 1 or H, Sq, 1]``, may see everything, lest their softmax be 0 / 0.
+        None stands for all keys and for no query.
+        """
+        allowed = self.mask.allowed(Sq, Sk, device)
+        blind = None if self.mask.q_padding is None else self.mask.q_padding[:, None, :, None]
+        if allowed is not None and not self.mask.leaves_no_query_blind(Sq, Sk):
+            sees_nothing = ~allowed.any(-1, keepdim=True)
+            allowed = allowed | sees_nothing
+            blind = sees_nothing if blind is None else blind | sees_nothing
+        return allowed, blind
+
+
+def zero_blind(out: Tensor, blind: Tensor | None) -> Tensor:
+    """The output with 0 for queries that see nothing; no gradient passes through them."""
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+class Explanation(NamedTuple):
+    """Which backend a call gets, and why it does not get the others."""
+
+    backend: str
+    rejected: dict[str, str]
+    """Reasons by name: of the backends before the chosen one, and of unsuitable ones after it."""
+
+    def __repr__(self) -> str:
+        lines = [f"backend: {self.backend}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.rejected.items()]
+        return "\n".join(lines)
+
+
+def _high(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    """Key/value heads repeated for the queries that share them."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    """``dropout(softmax(q @ k.T * scale + bias)) @ v``, float32 inside (float64 for float64).
+
+    Args:
+        q: ``[B, H, Sq, D]``.
+        k: ``[B, G, Sk, D]``, G dividing H.
+        v: ``[B, G, Sk, Dv]``.
+        problem: the rest.
+
+    Returns:
+        ``[B, H, Sq, Dv]`` in the dtype of ``q``.
+    """
+    Sq, Sk = q.shape[2], k.shape[2]
+    with torch.autocast(q.device.type, enabled=False):
+        scores = _high(q) @ _high(_repeat(k, q.shape[1])).transpose(2, 3) * problem.scale
+        bias = problem.scores_bias(Sq, Sk)
+        if bias is not None:
+            scores = scores + bias
+        allowed, blind = problem.visible(Sq, Sk, q.device)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        p = F.dropout(scores.softmax(-1), problem.dropout)
+        out = p @ _high(_repeat(v, q.shape[1]))
+        return zero_blind(out, blind).to(q.dtype)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        q, k, v,
+        dropout_p=problem.dropout,
+        is_causal=problem.mask.is_plain_causal(q.shape[2], k.shape[2]),
+        scale=problem.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    q_padding = problem.mask.q_padding
+    return out if q_padding is None else out.masked_fill(q_padding[:, None, :, None], 0.0)
+
+
+def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    Sq, Sk = q.shape[2], k.shape[2]
+    mask, blind = problem.visible(Sq, Sk, q.device)
+    bias = problem.scores_bias(Sq, Sk)
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    if q.is_cuda:
+        # With a mask, torch has no fused kernel for heads in groups.
+        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    if mask is not None:
+        mask = mask.expand(*torch.broadcast_shapes(mask.shape, (q.shape[0], 1, Sq, Sk)))
+    out = F.scaled_dot_product_attention(
+        q, k, v,
+        attn_mask=mask,
+        dropout_p=problem.dropout,
+        scale=problem.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return zero_blind(out, blind)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    Sq, Sk = q.shape[2], k.shape[2]
+    mask, alibi = problem.mask, problem.alibi
+    left, right, kv_padding = mask.left, mask.right, mask.kv_padding
+    diagonal = _per_batch(mask.diagonal, q)
+
+    def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = i + diagonal[b] - j
+        seen = distance == distance
+        if right >= 0:
+            seen = seen & (distance >= -right)
+        if left >= 0:
+            seen = seen & (distance <= left)
+        if kv_padding is not None:
+            seen = seen & ~kv_padding[b, j]
+        return seen
+
+    score_mod = None
+    if alibi is not None:
+        slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
+        own = _per_batch(alibi.diagonal, q)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score - slopes[b, h] * (i + own[b] - j)
+
+    per_batch = isinstance(mask.diagonal, Tensor) or kv_padding is not None
+    batches = q.shape[0] if per_batch else None
+    block_mask = None
+    if not mask.lets_all:
+        block_mask = create_block_mask(may_see, batches, None, Sq, Sk, device=str(q.device))
+    fused = q.is_cuda and not torch.compiler.is_compiling()
+    run: Any = _compiled_flex() if fused else flex_attention
+    out: Tensor = run(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    q_padding = mask.q_padding
+    return out if q_padding is None else out.masked_fill(q_padding[:, None, :, None], 0.0)
+
+
+def _per_batch(diagonal: int | Tensor, q: Tensor) -> Tensor:
+    if isinstance(diagonal, Tensor):
+        return diagonal.expand(q.shape[0])
+    return torch.full((q.shape[0],), diagonal, device=q.device)
+
+
+def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    Sq, Sk = q.shape[2], k.shape[2]
+    mask = problem.mask
+    if not (q.numel() and k.numel() and v.numel()):
+        return "an input is empty"
+    if problem.bias is not None:
+        return "core_attention_bias must be a matrix to it"
+    if problem.alibi is not None:
+        return "ALiBi must be a matrix to it"
+    if mask.lets_all or mask.is_plain_causal(Sq, Sk):
+        return None
+    if mask.arbitrary is not None:
+        return "an arbitrary mask must be a matrix to it"
+    if mask.kv_padding is not None:
+        return "a padding mask must be a matrix to it"
+    if mask.left >= 0 or mask.right > 0:
+        return f"the sliding window {(mask.left, mask.right)} must be a matrix to it"
+    return f"its causal mask is square, and this one is for {Sq} queries and {Sk} keys"
+
+
+_FLEX_MIN_QUERIES = 128
+
+
+def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    if not (q.numel() and k.numel() and v.numel()):
+        return "an input is empty"
+    if problem.dropout:
+        return "it has no dropout"
+    if problem.bias is not None or problem.mask.arbitrary is not None:
+        return "the bias or the mask is a matrix already"
+    if q.dtype == torch.float64:
+        return "it has no float64"
+    if not q.is_cuda and any(x.requires_grad for x in (q, k, v)):
+        return "it has no backward on this device"
+    return None
+
+
+def _flex_does_not_pay(q: Tensor) -> str | None:
+    if not q.is_cuda:
+        return "it is fused on CUDA only"
+    if q.shape[2] < _FLEX_MIN_QUERIES:
+        return f"fewer than {_FLEX_MIN_QUERIES} queries: their mask is small"
+    return None
+
+
+def _why_not_sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    if not (q.numel() and k.numel() and v.numel()):
+        return "an input is empty"
+    wide = problem.alibi is not None or (
+        problem.bias is not None and problem.bias.dtype not in (q.dtype, torch.bool)
+    )
+    if wide and q.dtype in (torch.float16, torch.bfloat16):
+        return f"it would round the bias to {str(q.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _why_not_reference(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    return None
+
+
+class _Backend(NamedTuple):
+    run: Callable[[Tensor, Tensor, Tensor, Problem], Tensor]
+    why_not: Callable[[Tensor, Tensor, Tensor, Problem], str | None]
+
+
+_TABLE = {
+    "sdpa": _Backend(_sdpa, _why_not_sdpa),
+    "flex": _Backend(_flex, _why_not_flex),
+    "sdpa_masked": _Backend(_sdpa_masked, _why_not_sdpa_masked),
+    "reference": _Backend(reference_attention, _why_not_reference),
+}
+BACKENDS = tuple(_TABLE)
+"""Names of the backends, in the order in which they are tried."""
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, backends: Sequence[str]
+) -> Explanation:
+    """Which of ``backends`` takes this call: the first that can.
+
+    Raises:
+        NotImplementedError: none of them can.
+    """
+    chosen, rejected = None, {}
+    for name in backends:
+        reason = _TABLE[name].why_not(q, k, v, problem)
+        if reason is None and name == "flex" and len(backends) > 1:
+            reason = _flex_does_not_pay(q)
+        if reason is not None:
+            rejected[name] = reason
+        elif chosen is None:
+            chosen = name
+    if chosen is None:
+        others = [n for n in BACKENDS if n != "flex" or _flex_does_not_pay(q) is None]
+        able = [n for n in others if _TABLE[n].why_not(q, k, v, problem) is None]
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+        raise NotImplementedError(
+            f"backends must hold one that supports this call; got {tuple(backends)} ({reasons}). "
+            f"Add {able[0]!r}."
+        )
+    return Explanation(chosen, rejected)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, backends: Sequence[str] = BACKENDS
+) -> Tensor:
+    """Attention by the first backend that supports the call; shapes as ``reference_attention``."""
+    name = explain(q, k, v, problem, backends).backend
+    return _TABLE[name].run(q, k, v, problem)

@@ -1,0 +1,74 @@
+"""What is added to the attention scores: a given bias, or ALiBi.  H heads, Sq queries, Sk keys."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8lab.nn.attention.masks import distances
+
+__all__ = ["BIAS_TYPES", "Alibi", "alibi_slopes", "check_bias"]
+
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+
+def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
+    """The default slopes of ALiBi, ``[H]`` float32.
+
+    A geometric sequence from ``2 ** (-8 / n)`` for the ``n`` heads up to a power of two; further
+    heads get every other slope of twice as many.
+
+    Source: Train Short, Test Long, arXiv:2108.12409, and its published code.
+
+    >>> alibi_slopes(4).tolist(), alibi_slopes(3).tolist()
+    ([0.25, 0.0625, 0.015625, 0.00390625], [0.0625, 0.00390625, 0.25])
+    """
+    n = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
+    slopes += [2.0 ** (-4.0 * (2 * h + 1) / n) for h in range(heads - n)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+class Alibi(NamedTuple):
+    """ALiBi of one call: ``-slope * (i + diagonal - j)`` is added to the scaled scores."""
+
+    slopes: Tensor
+    """``[H]`` or ``[B, H]``, float32."""
+    diagonal: int | Tensor
+    """``Sk - Sq``, per sequence where there is padding."""
+
+    def dense(self, Sq: int, Sk: int) -> Tensor:
+        """``[1 or B, H, Sq, Sk]`` float32."""
+        slopes = self.slopes.view(-1, self.slopes.shape[-1], 1, 1)
+        return -slopes * distances(self.diagonal, Sq, Sk, slopes.device)
+
+
+def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads: int) -> None:
+    """Raise unless the three arguments of a bias belong together."""
+    if bias_type not in BIAS_TYPES:
+        raise ValueError(
+            f"core_attention_bias_type must be one of {', '.join(BIAS_TYPES)}; got {bias_type!r}. "
+            "Choose one."
+        )
+    wants_bias = bias_type in ("pre_scale_bias", "post_scale_bias")
+    if wants_bias != (bias is not None):
+        raise ValueError(
+            f"core_attention_bias must {'be a tensor' if wants_bias else 'be None'} for "
+            f"core_attention_bias_type={bias_type!r}; got "
+            f"{'None' if bias is None else tuple(bias.shape)}. Change one of the two."
+        )
+    if slopes is None:
+        return
+    if bias_type != "alibi":
+        raise ValueError(
+            f"alibi_slopes must be None for core_attention_bias_type={bias_type!r}; got shape "
+            f"{tuple(slopes.shape)}. Set core_attention_bias_type='alibi' to use them."
+        )
+    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
+        raise ValueError(
+            f"alibi_slopes must be [{heads}] or [B, {heads}]; got shape {tuple(slopes.shape)}. "
+            "Give one slope per head."
+        )

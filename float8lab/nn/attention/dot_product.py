@@ -1,0 +1,528 @@
+"""DotProductAttention: softmax(q @ k.T) @ v in all the variants transformers use."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from float8lab.nn.attention.backends import BACKENDS, Explanation, Problem, attend, explain
+from float8lab.nn.attention.bias import Alibi, alibi_slopes, check_bias
+from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention
+from float8lab.nn.attention.inference import InferenceParams
+from float8lab.nn.attention.layout import Packed, check_format, from_heads_first, to_heads_first
+from float8lab.nn.attention.masks import (
+    AttentionMask,
+    MaskArgument,
+    canonical_mask_type,
+    diagonal_of,
+    make_mask,
+    padding_from_lengths,
+    split_padding_mask,
+    window_of,
+)
+from float8lab.nn.linear import check_parallel_arguments
+from float8lab.recipes.region import in_backward
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["DotProductAttention", "check_context_group"]
+
+
+def check_context_group(cp_group: Any) -> None:
+    """Raise unless a context-parallel group means a single rank."""
+    groups = cp_group if isinstance(cp_group, list) else [cp_group]
+    sizes = [1 if g is None else torch.distributed.get_world_size(g) for g in groups]
+    if math.prod(sizes) != 1:
+        raise NotImplementedError(
+            f"cp_group must be None or of one rank; got {math.prod(sizes)} ranks. Context "
+            "parallelism is not available yet: use FSDP2 or data parallelism."
+        )
+
+
+class _Request(NamedTuple):
+    """A call of ``DotProductAttention``, its arguments resolved and heads first."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    problem: Problem
+    packed: Packed | None
+    qkv_format: str
+    tokens: int
+
+
+class DotProductAttention(nn.Module):
+    """``dropout(softmax(q @ k.T * scale + bias)) @ v`` with masks, grouped heads and FP8.
+
+    Shape: query ``[S, B, H, D]`` (sbhd), ``[B, S, H, D]`` (bshd) or ``[T, H, D]`` (thd); key and
+    value likewise with G heads and their own sequence length; output ``[S, B, H * Dv]``,
+    ``[B, S, H * Dv]`` or ``[T, H * Dv]``. Query head h uses key/value head ``h // (H / G)``.
+
+    Numerics: softmax in float32. A query that is padding or sees no key gives 0. Inside
+    ``autocast`` with a recipe that has ``fp8_dpa=True`` or ``fp8_mha=True``, the matrix products
+    run on FP8 operands (docs/modules/attention.md); float64 inputs stay in high precision.
+
+    Args:
+        num_attention_heads: H.
+        kv_channels: D; a pair is D of query and key, and Dv of value.
+        num_gqa_groups: G, which divides H; None is H.
+        attention_dropout: of the probabilities, in training mode.
+        qkv_format: sbhd, bshd or thd.
+        attn_mask_type: ``no_mask``, ``padding``, ``causal``, ``padding_causal`` (also spelled
+            ``padding,causal`` and ``causal,padding``), ``causal_bottom_right``,
+            ``padding_causal_bottom_right`` or ``arbitrary``. ``causal`` aligns query 0 to key 0, a
+            bottom-right one the last query to the last key.
+        window_size: ``(left, right)``: query i sees the keys from ``i + d - left`` to
+            ``i + d + right``, with ``d = Sk - Sq`` (0 for ``causal`` and ``padding_causal``;
+            lengths without padding where there is padding); -1 is no limit. A causal mask stays
+            causal whatever ``right`` is.
+        sequence_parallel: no effect on a single rank, except that dropout uses the default
+            generator.
+        tp_size: must be 1.
+        get_rng_state_tracker: returns a tracker whose ``fork()`` dropout runs under.
+        tp_group: must be None or of one rank.
+        layer_number: names the layer to ``inference_params``.
+        attention_type: "self" or "cross": whether a padding ``attention_mask`` is one or a pair.
+        cp_group: must be None or of one rank.
+        cp_global_ranks: no effect on a single rank.
+        cp_stream: no effect on a single rank.
+        cp_comm_type: no effect on a single rank.
+        softmax_scale: of the scores; None is ``D ** -0.5``.
+        backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.
+
+    Raises:
+        NotImplementedError: more than one tensor- or context-parallel rank.
+        ValueError: sizes, names or arguments that do not belong together.
+
+    >>> attention = float8lab.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
+    >>> q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16)
+    >>> attention(q, k, v).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        *,
+        backends: Sequence[str] = BACKENDS,
+    ) -> None:
+        super().__init__()
+        check_parallel_arguments(tp_size, tp_group, None)
+        check_context_group(cp_group)
+        check_format(qkv_format)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if groups < 1 or num_attention_heads % groups:
+            raise ValueError(
+                f"num_gqa_groups must divide num_attention_heads {num_attention_heads}; got "
+                f"{groups}. Choose a divisor."
+            )
+        if attention_type not in ("self", "cross"):
+            raise ValueError(
+                f"attention_type must be 'self' or 'cross'; got {attention_type!r}. Choose one."
+            )
+        if not 0 <= attention_dropout < 1:
+            raise ValueError(f"attention_dropout must be in [0, 1); got {attention_dropout}.")
+        unknown = [name for name in backends if name not in BACKENDS]
+        if unknown or not backends:
+            raise ValueError(
+                f"backends must be names from {BACKENDS}; got {tuple(backends)}. Choose at least "
+                "one."
+            )
+        pair = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = groups
+        self.qk_channels, self.v_channels = pair
+        self.attention_dropout = attention_dropout
+        self.qkv_format = qkv_format
+        self.attn_mask_type = canonical_mask_type(attn_mask_type)
+        self.window_size = window_size
+        window_of(self.attn_mask_type, window_size)
+        self.sequence_parallel = sequence_parallel
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.layer_number = layer_number
+        self.attention_type = attention_type
+        self.softmax_scale = pair[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.backends = tuple(backends)
+        self._fp8 = AttentionPrecision()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only one of a single rank is supported."""
+        check_parallel_arguments(1, tp_group, None)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Set the context-parallel group; only one of a single rank is supported."""
+        check_context_group(cp_group)
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: MaskArgument = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        *,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query_layer: in ``qkv_format``, as key_layer and value_layer.
+            key_layer: with G heads.
+            value_layer: with G heads.
+            attention_mask: bool, True where masked out. For padding masks ``[B, 1, 1, S]``, a pair
+                of them for cross attention; for ``arbitrary``, what broadcasts to
+                ``[B, H, Sq, Sk]``; None for the others.
+            qkv_format: overrides the constructor's.
+            cu_seqlens_q: ``[B + 1]`` cumulative lengths of the query sequences: for thd, and for
+                padding masks in place of ``attention_mask``.
+            cu_seqlens_kv: likewise of key and value; None is ``cu_seqlens_q`` in self attention.
+            max_seqlen_q: for thd, the longest sequence; computed if None. The other formats have
+                it in the shape.
+            max_seqlen_kv: likewise.
+            attn_mask_type: overrides the constructor's.
+            window_size: overrides the constructor's.
+            checkpoint_core_attention: recompute the attention in backward instead of saving what
+                backward needs.
+            core_attention_bias_type: ``no_bias``; ``pre_scale_bias``: the bias is added before the
+                scores are scaled; ``post_scale_bias``: after; ``alibi``.
+            core_attention_bias: broadcasts to ``[B, H, Sq, Sk]``; may require a gradient.
+            alibi_slopes: ``[H]`` or ``[B, H]``; ``-slope * (i + Sk - Sq - j)`` is added to the
+                scaled score of query i and key j. None is the usual geometric sequence.
+            fast_zero_fill: no effect: what is not computed is always 0.
+            inference_params: key/value cache: keys and values are added to it and attention is
+                over all it holds.
+            cu_seqlens_q_padded: ``[B + 1]``, for thd with unused tokens after each sequence: where
+                the sequences start.
+            cu_seqlens_kv_padded: likewise of key and value.
+
+        Returns:
+            ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
+        """
+        if torch.compiler.is_compiling() and self._fp8.needs_eager():
+            return self._forward_in_eager(
+                query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
+                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+                checkpoint_core_attention, core_attention_bias_type, core_attention_bias,
+                alibi_slopes, fast_zero_fill, inference_params,
+                cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            )  # fmt: skip
+        request = self._resolve(
+            query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
+            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params,
+            cu_seqlens_q_padded, cu_seqlens_kv_padded,
+        )  # fmt: skip
+        q, k, v, problem = request[:4]
+        if checkpoint_core_attention and torch.is_grad_enabled():
+            run = self._repeatable(problem)
+            out = checkpoint(run, q, k, v, use_reentrant=False)
+        else:
+            out = self._core(q, k, v, problem)
+        if request.packed is not None:
+            return request.packed.pack(out, request.tokens)
+        return from_heads_first(out, request.qkv_format)
+
+    @torch._disable_dynamo
+    def _forward_in_eager(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.forward(*args, **kwargs)
+
+    def explain(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **kwargs: Any
+    ) -> Explanation:
+        """Which backend a call with these arguments gets, and why it does not get the others.
+
+        Args:
+            query_layer: as in ``forward``, with all its other arguments by keyword.
+            key_layer: likewise.
+            value_layer: likewise.
+
+        >>> attention = float8lab.DotProductAttention(2, 8, window_size=(3, 0))
+        >>> attention.explain(*torch.randn(3, 5, 1, 2, 8))
+        backend: sdpa_masked
+          not fp8: no autocast is active with a recipe that has fp8_dpa or fp8_mha
+          not sdpa: the sliding window (3, 0) must be a matrix to it
+          not flex: it is fused on CUDA only
+        """
+        kwargs.pop("checkpoint_core_attention", None)
+        kwargs.pop("fast_zero_fill", None)
+        if kwargs.pop("inference_params", None) is not None:
+            raise NotImplementedError(
+                "inference_params must be None; got a cache, which asking must not change. Ask "
+                "with the keys and values that it holds."
+            )
+        request = self._resolve(query_layer, key_layer, value_layer, **kwargs)
+        q, k, v, problem = request[:4]
+        if self._fp8.active_recipe() is None:
+            why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
+        elif q.dtype == torch.float64:
+            why = "float64 stays in high precision"
+        else:
+            return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
+        found = explain(q, k, v, problem, self.backends)
+        return Explanation(found.backend, {"fp8": why, **found.rejected})
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+        call = self._fp8.begin(q, training=self.training)
+        with self._dropout_context(problem.dropout):
+            if call is None:
+                self._fp8.calibrate_attention(q, k, v)
+                return attend(q, k, v, problem, self.backends)
+            out = fp8_attention(q, k, v, problem, call)
+        self._fp8.end(call, out)
+        return out
+
+    def _dropout_context(self, dropout: float) -> Any:
+        if not dropout or self.sequence_parallel or self.get_rng_state_tracker is None:
+            return contextlib.nullcontext()
+        return self.get_rng_state_tracker().fork()
+
+    def _repeatable(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """``_core``, whose repetition in backward drops the same probabilities."""
+        tracked = problem.dropout and not self.sequence_parallel and self.get_rng_state_tracker
+        if not tracked:
+            return lambda q, k, v: self._core(q, k, v, problem)
+        states = {n: s.clone() for n, s in tracked().get_states().items()}
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if not in_backward():
+                return self._core(q, k, v, problem)
+            tracker = tracked()
+            current = tracker.get_states()
+            tracker.set_states(states)
+            try:
+                return self._core(q, k, v, problem)
+            finally:
+                tracker.set_states(current)
+
+        return run
+
+    def _resolve(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: MaskArgument = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        inference_params: InferenceParams | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+    ) -> _Request:
+        """Check the arguments of a call and bring them to one form."""
+        qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        check_format(qkv_format)
+        mask_type = self.attn_mask_type
+        if attn_mask_type is not None:
+            mask_type = canonical_mask_type(attn_mask_type)
+        window = window_of(mask_type, self.window_size if window_size is None else window_size)
+        check_bias(
+            core_attention_bias_type, core_attention_bias, alibi_slopes, self.num_attention_heads
+        )
+        query, key, value = self._inputs(query, key, value, qkv_format)
+        packed = None
+        tokens = query.shape[0]
+        if qkv_format == "thd":
+            cu_seqlens_q, cu_seqlens_kv = self._check_packed(
+                mask_type, cu_seqlens_q, cu_seqlens_kv, inference_params
+            )
+            packed = Packed.of(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
+            packed_kv = Packed.of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+            q, k, v = packed.unpack(query), packed_kv.unpack(key), packed_kv.unpack(value)
+            padding = (packed.padding(), packed_kv.padding())
+            # What is behind a sequence's end may be anything, and 0 * inf is not 0.
+            k, v = (x.masked_fill(padding[1][:, None, :, None], 0.0) for x in (k, v))
+            mask = make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
+            spans = diagonal_of(padding, q.shape[2], k.shape[2])
+        else:
+            q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
+            if inference_params is not None:
+                k, v = inference_params.append(self._required_layer_number(), k, v)
+            mask, spans = self._mask(
+                q, k, mask_type, window, attention_mask, cu_seqlens_q, cu_seqlens_kv,
+                inference_params,
+            )  # fmt: skip
+        bias, alibi = core_attention_bias, None
+        if core_attention_bias_type == "pre_scale_bias" and bias is not None:
+            bias = bias * self.softmax_scale
+        if core_attention_bias_type == "alibi":
+            alibi = Alibi(_slopes(alibi_slopes, self.num_attention_heads, q.device), spans)
+        dropout = self.attention_dropout if self.training else 0.0
+        problem = Problem(mask, self.softmax_scale, bias, alibi, dropout)
+        return _Request(q, k, v, problem, packed, qkv_format, tokens)
+
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) -> list[Tensor]:
+        """Ordinary tensors of one dtype, that of torch.autocast if it is active."""
+        ndim = 3 if qkv_format == "thd" else 4
+        wanted = (
+            ("query_layer", q, (self.num_attention_heads, self.qk_channels)),
+            ("key_layer", k, (self.num_gqa_groups, self.qk_channels)),
+            ("value_layer", v, (self.num_gqa_groups, self.v_channels)),
+        )
+        for name, x, (heads, channels) in wanted:
+            if x.ndim != ndim or x.shape[-2:] != (heads, channels):
+                raise ValueError(
+                    f"{name} must have {ndim} dimensions for {qkv_format}, the last two "
+                    f"[{heads}, {channels}]; got shape {tuple(x.shape)}. Reshape it, or build the "
+                    "module with those heads and channels."
+                )
+        dtype = q.dtype
+        device_type = q.device.type
+        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device_type)
+        plain = [x.dequantize() if isinstance(x, Float8Tensor) else x for x in (q, k, v)]
+        return [x.to(dtype) for x in plain]
+
+    def _check_packed(
+        self,
+        mask_type: str,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        inference_params: InferenceParams | None,
+    ) -> tuple[Tensor, Tensor]:
+        if "padding" not in mask_type:
+            raise ValueError(
+                "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
+                f"qkv_format='thd'; got {mask_type!r}. Sequences of several lengths lie in it."
+            )
+        if inference_params is not None:
+            raise NotImplementedError(
+                "qkv_format must be 'sbhd' or 'bshd' with inference_params; got 'thd'. Pad the "
+                "sequences and tell InferenceParams.pre_step their lengths."
+            )
+        if cu_seqlens_kv is None and self.attention_type == "self":
+            cu_seqlens_kv = cu_seqlens_q
+        if cu_seqlens_q is None or cu_seqlens_kv is None:
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_kv must be given for qkv_format='thd'; got None. Pass "
+                "the cumulative lengths of the sequences, [B + 1]."
+            )
+        return cu_seqlens_q, cu_seqlens_kv
+
+    def _required_layer_number(self) -> int:
+        if self.layer_number is None:
+            raise ValueError(
+                "layer_number must be set for inference_params; got None. Give each layer its own "
+                "number in the constructor."
+            )
+        return self.layer_number
+
+    def _mask(
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask_type: str,
+        window: tuple[int, int],
+        attention_mask: MaskArgument,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        inference_params: InferenceParams | None,
+    ) -> tuple[AttentionMask, int | Tensor]:
+        """The mask of an sbhd or bshd call, and the ``Sk - Sq`` of each sequence."""
+        Sq, Sk = q.shape[2], k.shape[2]
+        step = None if inference_params is None else inference_params.step
+        if step is not None:
+            if mask_type == "arbitrary" or attention_mask is not None or cu_seqlens_q is not None:
+                raise NotImplementedError(
+                    "attention_mask and cu_seqlens must be None, and attn_mask_type not "
+                    "'arbitrary', after InferenceParams.pre_step; its lengths are the mask. "
+                    f"Got attn_mask_type={mask_type!r}. Leave them out."
+                )
+            lengths = torch.tensor(step.lengths, device=q.device)
+            totals = torch.tensor(step.totals, device=q.device)
+            padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(totals, Sk))
+            before = totals - lengths
+            return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=before), before
+        # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
+        diagonal = None if inference_params is None else Sk - Sq
+        if "padding" in mask_type:
+            if cu_seqlens_q is not None:
+                padding = self._padding_of_lengths(cu_seqlens_q, cu_seqlens_kv, Sq, Sk)
+            elif diagonal is not None and isinstance(attention_mask, Tensor):
+                whole = split_padding_mask(attention_mask, "self", Sk, Sk)[0]
+                padding = (whole[:, Sk - Sq :], whole)
+            else:
+                padding = split_padding_mask(attention_mask, self.attention_type, Sq, Sk)
+            spans = diagonal_of(padding, Sq, Sk) if diagonal is None else diagonal
+            return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
+        arbitrary = None
+        if mask_type == "arbitrary":
+            if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.bool:
+                raise ValueError(
+                    "attention_mask must be a bool tensor for attn_mask_type='arbitrary', True "
+                    f"where masked out; got {type(attention_mask).__name__}. Pass one that "
+                    "broadcasts to [B, H, Sq, Sk]."
+                )
+            arbitrary = attention_mask.view((1,) * (4 - attention_mask.ndim) + attention_mask.shape)
+        elif attention_mask is not None:
+            raise ValueError(
+                f"attention_mask must be None for attn_mask_type={mask_type!r}; got a mask. Use a "
+                "padding mask type or 'arbitrary'."
+            )
+        mask = make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
+        return mask, Sk - Sq
+
+    def _padding_of_lengths(
+        self, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
+    ) -> tuple[Tensor, Tensor]:
+        if cu_seqlens_kv is None:
+            if self.attention_type == "cross":
+                raise ValueError(
+                    "cu_seqlens_kv must be given with cu_seqlens_q in cross attention; got None. "
+                    "Pass the cumulative lengths of the other sequences."
+                )
+            cu_seqlens_kv = cu_seqlens_q
+        q, kv = (c[1:] - c[:-1] for c in (cu_seqlens_q, cu_seqlens_kv))
+        return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
+
+
+def _slopes(given: Tensor | None, heads: int, device: torch.device) -> Tensor:
+    return alibi_slopes(heads, device) if given is None else given.to(device, torch.float32)

@@ -1,0 +1,134 @@
+"""Attention in FP8: the cast of q, k, v and dout, and the autograd function.
+
+A recipe with ``fp8_dpa`` (or ``fp8_mha``) asks for it. q, k, v are cast to the recipe's forward
+format and the output's gradient to its backward format, each with one scale per tensor, delayed
+under ``DelayedScaling``, else from the tensor itself by the recipe's scale rule, whatever blocks
+the recipe gives to linear layers. Saved for backward: q, k, v in FP8, the output, one float32 per
+query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from float8lab.nn.attention.backends import Problem, zero_blind
+from float8lab.nn.in_graph import cast_in_graph
+from float8lab.nn.precision import Call, Precision
+from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, quantize_op
+from float8lab.recipes.recipe import LinearPlan, Recipe
+from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
+
+__all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention"]
+
+Q, K, V, DOUT = 0, 1, 2, 3
+"""Indices of attention's cast tensors."""
+
+
+class AttentionPrecision(Precision):
+    """The FP8 state of one attention module."""
+
+    def slot_layout(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
+        """Formats of q, k, v and the output's gradient."""
+        forward, backward = plan.x.fp8_dtype, plan.dy.fp8_dtype
+        return [forward, forward, forward, backward], [True, True, True, False]
+
+    def active_recipe(self) -> Recipe | None:
+        """The recipe in force if it asks for FP8 attention."""
+        recipe = super().active_recipe()
+        return recipe if recipe is not None and asks_for_fp8_attention(recipe) else None
+
+    def calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Record amaxes of a call in high precision, if an autocast asks for calibration."""
+        if not STATE.calibrating or STATE.enabled or in_backward():
+            return
+        recipe = STATE.recipe or self.recipe or DEFAULT_RECIPE
+        if not recipe.linear.delayed or not asks_for_fp8_attention(recipe):
+            return
+        slots = self._slots(recipe, q.device)
+        for index, x in ((Q, q), (K, k), (V, v)):
+            slots.observe(index, x.detach().reshape(-1, x.shape[-1]))
+        if STATE.region is not None:
+            STATE.region.packs[slots.pack] = None
+
+
+def asks_for_fp8_attention(recipe: Recipe) -> bool:
+    """Whether attention runs in FP8 under a recipe."""
+    return recipe.fp8_dpa or recipe.fp8_mha
+
+
+def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
+    """Attention with FP8 matrix products; shapes as ``backends.reference_attention``."""
+    Sq, Sk = q.shape[2], k.shape[2]
+    bias = problem.scores_bias(Sq, Sk)
+    causal = problem.mask.is_plain_causal(Sq, Sk)
+    if causal:
+        padding = problem.mask.q_padding
+        allowed, blind = None, None if padding is None else padding[:, None, :, None]
+    else:
+        allowed, blind = problem.visible(Sq, Sk, q.device)
+    keep = None
+    if problem.dropout:
+        shape = (q.shape[0], q.shape[1], Sq, Sk)
+        keep = torch.rand(shape, device=q.device) >= problem.dropout
+    settings = (causal, problem.scale, problem.dropout)
+    out: Tensor = _Attention.apply(q, k, v, bias, (allowed, keep), settings, call)
+    return zero_blind(out, blind)
+
+
+def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Tensor, Tensor]:
+    plan = call.plan
+    rows = x.reshape(-1, x.shape[-1])
+    if plan.delayed and torch.compiler.is_compiling():
+        q, scale = cast_in_graph(rows, index, call, fp8_dtype, 1)
+    elif plan.delayed:
+        scale, slot = call.scale(index, rows)
+        q = cast_op(rows, scale, slot, fp8_dtype, (-1, -1), 1)
+    else:
+        q, scale, _ = quantize_op(
+            rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
+        )
+    return q.view(x.shape), scale
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        masks: tuple[Tensor | None, Tensor | None],
+        settings: tuple[bool, float, float],
+        call: Call,
+    ) -> Tensor:
+        plan = call.plan
+        (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
+            _cast(x, plan.x.fp8_dtype, index, call) for index, x in ((Q, q), (K, k), (V, v))
+        )
+        operands = (q8, k8, v8, q_scale, k_scale, v_scale, bias, *masks)
+        out, lse = fp8_attention_op(*operands, *settings, q.dtype)
+        if any(ctx.needs_input_grad[:4]):
+            ctx.save_for_backward(*operands, out, lse)
+        ctx.call, ctx.settings = call, settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *operands, out, lse = ctx.saved_tensors
+        call, bias = ctx.call, operands[6]
+        dout8, dout_scale = _cast(dout, call.plan.dy.fp8_dtype, DOUT, call)
+        # Of the rounded gradient, as dp is: the rows of the scores' gradient then sum to 0.
+        delta = (out.float() * dout8.float() * dout_scale.view(1)).sum(-1)
+        needs = ctx.needs_input_grad
+        dq, dk, dv, dbias = fp8_attention_backward_op(
+            dout8, dout_scale, *operands, lse, delta, *ctx.settings, dout.dtype, needs[3]
+        )
+        grads = [g if need else None for g, need in zip((dq, dk, dv), needs, strict=False)]
+        db = dbias.sum_to_size(bias.shape).to(bias.dtype) if needs[3] else None
+        return (*grads, db, None, None, None)

@@ -1,0 +1,242 @@
+"""The key/value cache of generation.  B rows, G key/value heads, S positions, D head size."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import FP8_DTYPES
+from float8lab.ops import dequantize_op, quantize_op
+
+__all__ = ["InferenceParams", "Step"]
+
+
+class Step(NamedTuple):
+    """What ``InferenceParams.pre_step`` found for the sequences of one call, in its order."""
+
+    slots: tuple[int, ...]
+    """Rows of the cache."""
+    before: tuple[int, ...]
+    """Tokens already in the cache."""
+    lengths: tuple[int, ...]
+    """Tokens of this call."""
+
+    @property
+    def totals(self) -> list[int]:
+        """Tokens in the cache after this call."""
+        return [b + n for b, n in zip(self.before, self.lengths, strict=True)]
+
+
+class _Store:
+    """Keys or values of one layer, ``[max B, G, max S, D]``; in FP8 with a scale a head vector."""
+
+    def __init__(self, like: Tensor, rows: int, length: int, dtype: torch.dtype | None) -> None:
+        shape = (rows, like.shape[1], length, like.shape[3])
+        self.dtype = dtype or like.dtype
+        self.data = torch.zeros(shape, dtype=self.dtype, device=like.device)
+        self.scale: Tensor | None = None
+        if self.dtype in FP8_DTYPES:
+            self.scale = torch.ones(*shape[:3], 1, device=like.device)
+
+    def write(self, index: tuple[Tensor | slice, ...], x: Tensor) -> None:
+        """Put head vectors ``[..., D]`` where ``index``, into ``[B, G, S]``, says."""
+        if self.scale is None:
+            self.data[index] = x.to(self.dtype)
+            return
+        rows = x.reshape(-1, x.shape[-1])
+        q, scale, _ = quantize_op(rows, self.dtype, (1, -1), "fp32", 0.0, 1)
+        # Bytes: not every device writes FP8 by index.
+        self.data.view(torch.uint8)[index] = q.view(torch.uint8).view(x.shape)
+        self.scale[index] = scale.view(*x.shape[:-1], 1)
+
+    def read(self, rows: slice | Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """The first ``length`` positions of some rows, ``[B, G, length, D]``."""
+        if self.scale is None:
+            return self.data[rows, :, :length].to(dtype)
+        data = self.data.view(torch.uint8)[rows, :, :length].view(self.dtype)
+        flat = data.reshape(-1, data.shape[-1])
+        scale = self.scale[rows, :, :length].reshape(-1, 1)
+        out: Tensor = dequantize_op(flat, scale, (1, -1), dtype)
+        return out.view(data.shape)
+
+    def reorder(self, rows: Tensor) -> None:
+        data = self.data.view(torch.uint8) if self.scale is not None else self.data
+        data[: len(rows)] = data[rows]
+        if self.scale is not None:
+            self.scale[: len(rows)] = self.scale[rows]
+
+
+class InferenceParams:
+    """The key/value cache of a model, passed to each of its layers during generation.
+
+    Two ways to use it. *Rows in step*: every row of the batch has the same number of tokens. Call
+    the model on the prompt, add its length to ``sequence_len_offset``, call it on one more token,
+    add 1, and so on; the caller adjusts the offset after the whole model has run.
+
+    *Ragged*: before each call of the model, ``pre_step({name: tokens, ...})`` says which sequences
+    the rows of the batch are, in order, and how many tokens of each are given; shorter rows are
+    padded at the end, and their output there is 0. A new name gets a free row of the cache; a name
+    that is missing from a step is finished, and its row is free again.
+
+    Nothing in the cache has gradients. In both ways a causal mask is aligned to the end of the
+    cached sequence.
+
+    Args:
+        max_batch_size: rows of the cache.
+        max_sequence_length: positions of the cache.
+        cache_dtype: None is the dtype of the keys and values. ``torch.float8_e4m3fn`` or
+            ``torch.float8_e5m2`` stores them in FP8, each head vector of each token with its own
+            scale: 1 + 4 / D bytes an element, rounded to within 1/16 (e5m2: 1/8) of each value or
+            2^-18 (2^-32) of the head vector's largest, whichever is more.
+
+    Attributes:
+        sequence_len_offset: tokens in the cache, for rows in step.
+        batch_size_offset: first row of the cache that a call uses, for rows in step.
+        key_value_memory_dict: the layers' caches by ``layer_number``.
+
+    >>> params = float8lab.InferenceParams(max_batch_size=2, max_sequence_length=16)
+    >>> attention = float8lab.DotProductAttention(4, 8, qkv_format="bshd", layer_number=1)
+    >>> q, k, v = torch.randn(3, 2, 6, 4, 8)
+    >>> whole = attention(q, k, v)
+    >>> for token in range(6):
+    ...     one = [x[:, token : token + 1] for x in (q, k, v)]
+    ...     y = attention(*one, inference_params=params)
+    ...     params.sequence_len_offset += 1
+    >>> torch.allclose(y[:, 0], whole[:, -1], atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        *,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_batch_size", max_batch_size), ("max_sequence_length", max_sequence_length)
+        ):  # fmt: skip
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer > 0; got {value!r}.")
+        self.max_batch_size = max_batch_size
+        self.max_sequence_length = max_sequence_length
+        self.cache_dtype = cache_dtype
+        self.sequence_len_offset = 0
+        self.batch_size_offset = 0
+        self.key_value_memory_dict: dict[int, tuple[_Store, _Store]] = {}
+        self.step: Step | None = None
+        self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
+
+    def reset(self) -> None:
+        """Start anew; the caches' memory is kept."""
+        self.sequence_len_offset = self.batch_size_offset = 0
+        self.step = None
+        self._slots = {}
+
+    def pre_step(self, tokens: Mapping[Hashable, int]) -> Step:
+        """Say which sequences the next call of the model holds, and how many tokens of each.
+
+        Raises:
+            ValueError: more sequences than rows, or a sequence longer than the cache.
+        """
+        if len(tokens) > self.max_batch_size:
+            raise ValueError(
+                f"tokens must hold at most {self.max_batch_size} sequences (max_batch_size); got "
+                f"{len(tokens)}. Finish some first."
+            )
+        kept = {name: self._slots[name] for name in tokens if name in self._slots}
+        taken = {slot for slot, _ in kept.values()}
+        free = (slot for slot in range(self.max_batch_size) if slot not in taken)
+        slots, before = [], []
+        for name, count in tokens.items():
+            slot, length = kept.get(name) or (next(free), 0)
+            if count < 0 or length + count > self.max_sequence_length:
+                raise ValueError(
+                    f"tokens must be 0 or more, and fit into {self.max_sequence_length} positions "
+                    f"(max_sequence_length); got {count} for {name!r} after {length}. Make a "
+                    "longer cache."
+                )
+            slots.append(slot)
+            before.append(length)
+        self.step = Step(tuple(slots), tuple(before), tuple(tokens.values()))
+        self._slots = {
+            name: (slot, total)
+            for name, slot, total in zip(tokens, slots, self.step.totals, strict=True)
+        }
+        return self.step
+
+    def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
+        """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``."""
+        for stores in self.key_value_memory_dict.values():
+            for store in stores:
+                store.reorder(torch.as_tensor(batch_indices, device=store.data.device))
+
+    def append(self, layer_number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a call's keys and values to a layer's cache, and return what it now holds.
+
+        Args:
+            layer_number: of the layer.
+            k: ``[B, G, S, D]``.
+            v: ``[B, G, S, Dv]``.
+
+        Returns:
+            ``[B, G, S', D]`` and ``[B, G, S', Dv]`` with S' cached positions: of ragged sequences,
+            of the longest one.
+        """
+        with torch.no_grad():
+            k, v = k.detach(), v.detach()
+            if layer_number not in self.key_value_memory_dict:
+                size = (self.max_batch_size, self.max_sequence_length)
+                self.key_value_memory_dict[layer_number] = (
+                    _Store(k, *size, self.cache_dtype),
+                    _Store(v, *size, self.cache_dtype),
+                )
+            stores = self.key_value_memory_dict[layer_number]
+            if self.step is not None:
+                return self._append_ragged(stores, k, v, self.step)
+            return self._append_in_step(stores, k, v)
+
+    def _append_in_step(
+        self, stores: tuple[_Store, _Store], k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = slice(self.batch_size_offset, self.batch_size_offset + k.shape[0])
+        start, end = self.sequence_len_offset, self.sequence_len_offset + k.shape[2]
+        if rows.stop > self.max_batch_size or end > self.max_sequence_length:
+            raise ValueError(
+                f"inference_params must have room for rows up to {rows.stop} and positions up to "
+                f"{end}; got max_batch_size={self.max_batch_size} and max_sequence_length="
+                f"{self.max_sequence_length}. Make a larger cache, or reset the offsets."
+            )
+        found = []
+        for store, x in zip(stores, (k, v), strict=True):
+            store.write((rows, slice(None), slice(start, end)), x)
+            found.append(store.read(rows, end, x.dtype))
+        return found[0], found[1]
+
+    def _append_ragged(
+        self, stores: tuple[_Store, _Store], k: Tensor, v: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        if k.shape[0] != len(step.slots) or k.shape[2] < max(step.lengths, default=0):
+            raise ValueError(
+                f"the batch must have {len(step.slots)} rows of {max(step.lengths, default=0)} "
+                f"positions, as pre_step was told; got {k.shape[0]} rows of {k.shape[2]}. Call "
+                "pre_step before each call of the model."
+            )
+        places = [
+            (row, token, step.slots[row], step.before[row] + token)
+            for row, length in enumerate(step.lengths)
+            for token in range(length)
+        ]
+        index = torch.tensor(places, dtype=torch.long, device=k.device).view(-1, 4)
+        row, token, slot, position = index.unbind(1)
+        rows = torch.tensor(step.slots, dtype=torch.long, device=k.device)
+        longest = max(step.totals, default=0)
+        found = []
+        for store, x in zip(stores, (k, v), strict=True):
+            # Indices on both sides of a slice: their dimension comes first, [tokens, G, D].
+            store.write((slot, slice(None), position), x[row, :, token])
+            found.append(store.read(rows, longest, x.dtype))
+        return found[0], found[1]

@@ -1,0 +1,75 @@
+"""Memory formats of attention: sbhd, bshd, thd, and heads first inside.
+
+S sequence, B batch, H heads, D head size, T tokens of all sequences together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8lab.nn.attention.masks import padding_from_lengths
+
+__all__ = ["QKV_FORMATS", "Packed", "check_format", "from_heads_first", "to_heads_first"]
+
+QKV_FORMATS = ("sbhd", "bshd", "thd")
+
+
+def check_format(qkv_format: str, *, packed: bool = True) -> None:
+    """Raise unless the format is known; ``packed=False`` excludes thd."""
+    known = QKV_FORMATS if packed else QKV_FORMATS[:2]
+    if qkv_format not in known:
+        raise ValueError(f"qkv_format must be one of {known}; got {qkv_format!r}. Choose one.")
+
+
+def to_heads_first(x: Tensor, qkv_format: str) -> Tensor:
+    """A view of an sbhd or bshd tensor as ``[B, H, S, D]``."""
+    return x.permute(1, 2, 0, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
+
+
+def from_heads_first(x: Tensor, qkv_format: str) -> Tensor:
+    """``[B, H, S, D]`` as ``[S, B, H * D]`` or ``[B, S, H * D]``."""
+    x = x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
+    return x.flatten(2)
+
+
+class Packed(NamedTuple):
+    """Where the sequences of a thd tensor lie."""
+
+    starts: Tensor
+    """``[B]``, first token of each sequence."""
+    lengths: Tensor
+    """``[B]``."""
+    longest: int
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, padded: Tensor | None, longest: int | None) -> Packed:
+        """From cumulative lengths; ``padded`` are those of sequences with gaps after them."""
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        if longest is None:
+            longest = int(lengths.max()) if lengths.numel() else 0
+        return cls((cu_seqlens if padded is None else padded)[:-1], lengths, longest)
+
+    def padding(self) -> Tensor:
+        """``[B, longest]`` bool, True behind the end of a sequence."""
+        return padding_from_lengths(self.lengths, self.longest)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """``[T, H, D]`` as ``[B, H, longest, D]``; what is behind a sequence's end is arbitrary."""
+        positions = torch.arange(self.longest, device=x.device)
+        index = (self.starts.view(-1, 1) + positions).clamp(max=max(x.shape[0] - 1, 0))
+        if not x.shape[0]:
+            return x.new_zeros(index.shape[0], x.shape[1], self.longest, x.shape[2])
+        return x[index].transpose(1, 2)
+
+    def pack(self, x: Tensor, tokens: int) -> Tensor:
+        """``[B, H, longest, D]`` as ``[tokens, H * D]``; tokens of no sequence are 0."""
+        rows = x.transpose(1, 2).flatten(2)
+        positions = torch.arange(self.longest, device=x.device)
+        # Behind a sequence's end everything goes to one row too many, which is cut off.
+        index = self.starts.view(-1, 1) + positions
+        index = torch.where(self.padding(), tokens, index).view(-1)
+        out = rows.new_zeros(tokens + 1, rows.shape[-1])
+        return out.index_copy(0, index.long(), rows.flatten(0, 1))[:tokens]

@@ -1,0 +1,248 @@
+"""Which keys a query may see.  B batch, H heads, Sq queries, Sk keys of a sequence.
+
+Query ``i`` of a sequence stands at key position ``i + diagonal``. A sliding window ``(left,
+right)`` lets it see the keys from ``left`` before that position to ``right`` after it, -1 meaning
+all of that side; a causal mask is ``right = 0``. Padding and arbitrary masks come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MASK_TYPES",
+    "AttentionMask",
+    "MaskArgument",
+    "canonical_mask_type",
+    "is_causal_type",
+    "make_mask",
+    "padding_from_lengths",
+    "split_padding_mask",
+    "window_of",
+]
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+
+MaskArgument = Tensor | tuple[Tensor, Tensor] | None
+"""What callers pass as ``attention_mask``: True where a position is masked out."""
+
+
+def canonical_mask_type(name: str) -> str:
+    """The one spelling of a mask type: ``"padding,causal"`` is ``"padding_causal"``.
+
+    >>> canonical_mask_type("causal,padding"), canonical_mask_type("padding_causal")
+    ('padding_causal', 'padding_causal')
+    """
+    spelled = name.replace(",", "_").replace("causal_padding", "padding_causal")
+    if spelled not in MASK_TYPES:
+        raise ValueError(
+            f"attn_mask_type must be one of {', '.join(MASK_TYPES)}; got {name!r}. Choose one."
+        )
+    return spelled
+
+
+def is_causal_type(mask_type: str) -> bool:
+    """Whether a query does not see what comes after it."""
+    return "causal" in mask_type
+
+
+def window_of(mask_type: str, window_size: Sequence[int] | None) -> tuple[int, int]:
+    """The window that a mask type and a ``window_size`` make together, -1 for no limit.
+
+    >>> window_of("causal", None), window_of("causal", (128, 128)), window_of("no_mask", (4, 2))
+    ((-1, 0), (128, 0), (4, 2))
+    """
+    if window_size is None:
+        window_size = (-1, -1)
+    sizes = tuple(window_size)
+    if len(sizes) != 2 or not all(isinstance(n, int) and n >= -1 for n in sizes):
+        raise ValueError(
+            f"window_size must be None or two integers, each -1 (no limit) or more; got "
+            f"{window_size!r}. Give the number of keys to the left and to the right."
+        )
+    return (sizes[0], 0) if is_causal_type(mask_type) else (sizes[0], sizes[1])
+
+
+class AttentionMask(NamedTuple):
+    """The mask of one call, in the terms of this file's first lines."""
+
+    left: int = -1
+    right: int = -1
+    diagonal: int | Tensor = 0
+    """One number, or ``[B]``."""
+    q_padding: Tensor | None = None
+    """``[B, Sq]`` bool, True where the query is padding: its output is 0."""
+    kv_padding: Tensor | None = None
+    """``[B, Sk]`` bool, True where the key is padding."""
+    arbitrary: Tensor | None = None
+    """Bool, broadcasts to ``[B, H, Sq, Sk]``, True where masked out."""
+
+    @property
+    def has_tensor_diagonal(self) -> bool:
+        """Whether the sequences differ in where their queries stand."""
+        return isinstance(self.diagonal, Tensor)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a side is limited, which a causal mask is."""
+        return self.left >= 0 or self.right >= 0
+
+    @property
+    def lets_all(self) -> bool:
+        """Whether every query surely sees every key."""
+        if self.kv_padding is not None or self.arbitrary is not None:
+            return False
+        return not self.has_window
+
+    def leaves_no_query_blind(self, Sq: int, Sk: int) -> bool:
+        """Whether every query surely sees some key, as the numbers alone tell."""
+        if self.kv_padding is not None or self.arbitrary is not None:
+            return False
+        if not self.has_window:
+            return True
+        if isinstance(self.diagonal, Tensor):
+            return False
+        first, last = self.diagonal, self.diagonal + Sq - 1
+        return (self.right < 0 or first + self.right >= 0) and (
+            self.left < 0 or last - self.left <= Sk - 1
+        )
+
+    def is_plain_causal(self, Sq: int, Sk: int) -> bool:
+        """Whether the mask is a square lower triangle and nothing else."""
+        if self.kv_padding is not None or self.arbitrary is not None or self.has_tensor_diagonal:
+            return False
+        # Branches, not one expression: a compiled graph's sizes would make it symbolic.
+        if Sq != Sk or self.diagonal != 0:
+            return False
+        return self.left < 0 and self.right == 0
+
+    def allowed(self, Sq: int, Sk: int, device: torch.device) -> Tensor | None:
+        """True where a key may be seen, broadcasting to ``[B, H, Sq, Sk]``; None lets all.
+
+        Padding of queries is not part of it: their output is zeroed instead.
+        """
+        found: Tensor | None = None
+        if self.has_window:
+            distance = distances(self.diagonal, Sq, Sk, device)
+            if self.right >= 0:
+                found = distance >= -self.right
+            if self.left >= 0:
+                near = distance <= self.left
+                found = near if found is None else found & near
+        if self.kv_padding is not None:
+            real = ~self.kv_padding[:, None, None, :]
+            found = real if found is None else found & real
+        if self.arbitrary is not None:
+            shown = ~self.arbitrary
+            found = shown if found is None else found & shown
+        return found
+
+
+def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) -> Tensor:
+    """How far key j lies before query i's own position, ``[1 or B, 1, Sq, Sk]``."""
+    i = torch.arange(Sq, device=device).view(1, 1, Sq, 1)
+    j = torch.arange(Sk, device=device).view(1, 1, 1, Sk)
+    own = diagonal.view(-1, 1, 1, 1) if isinstance(diagonal, Tensor) else diagonal
+    return i + own - j
+
+
+def padding_from_lengths(lengths: Tensor, size: int) -> Tensor:
+    """``[B, size]`` bool, True from each length on.
+
+    >>> padding_from_lengths(torch.tensor([1, 3]), 3)
+    tensor([[False,  True,  True],
+            [False, False, False]])
+    """
+    return torch.arange(size, device=lengths.device) >= lengths.view(-1, 1)
+
+
+def split_padding_mask(
+    attention_mask: MaskArgument, attention_type: str, Sq: int, Sk: int
+) -> tuple[Tensor, Tensor]:
+    """The ``[B, Sq]`` and ``[B, Sk]`` masks in the ``attention_mask`` of a padding mask type."""
+    if isinstance(attention_mask, Tensor) and attention_type == "self":
+        masks = (attention_mask, attention_mask)
+    elif isinstance(attention_mask, tuple) and len(attention_mask) == 2:
+        masks = attention_mask
+    else:
+        wanted = "one bool tensor [B, 1, 1, Sq]" if attention_type == "self" else (
+            "a pair of bool tensors [B, 1, 1, Sq] and [B, 1, 1, Sk]"
+        )  # fmt: skip
+        raise ValueError(
+            f"attention_mask must be {wanted} for attention_type={attention_type!r} and a padding "
+            f"mask; got {_kind(attention_mask)}. Pass it, or cu_seqlens_q and cu_seqlens_kv."
+        )
+    for mask, size, which in zip(masks, (Sq, Sk), ("queries", "keys"), strict=True):
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"attention_mask must be bool, True where masked out; got {mask.dtype}. "
+                "Convert it with .bool()."
+            )
+        if mask.numel() != mask.shape[0] * size or mask.shape[-1] != size:
+            raise ValueError(
+                f"attention_mask must be [B, 1, 1, {size}] for the {which}; got shape "
+                f"{tuple(mask.shape)}. For attention over another sequence pass a pair of masks."
+            )
+    return masks[0].reshape(masks[0].shape[0], Sq), masks[1].reshape(masks[1].shape[0], Sk)
+
+
+def _kind(value: object) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(type(value).__name__)
+
+
+def make_mask(
+    mask_type: str,
+    window: tuple[int, int],
+    Sq: int,
+    Sk: int,
+    *,
+    padding: tuple[Tensor, Tensor] | None = None,
+    arbitrary: Tensor | None = None,
+    diagonal: int | Tensor | None = None,
+) -> AttentionMask:
+    """The mask of a call.
+
+    Args:
+        mask_type: canonical.
+        window: from ``window_of``.
+        Sq: queries.
+        Sk: keys.
+        padding: ``[B, Sq]`` and ``[B, Sk]``, True where padding.
+        arbitrary: True where masked out.
+        diagonal: where query 0 stands among the keys; None is what the type says: 0 for ``causal``
+            and ``padding_causal`` (top-left corner), else such that the last query stands at the
+            last key (bottom-right corner; of the sequence without padding).
+    """
+    if diagonal is None:
+        if mask_type in ("causal", "padding_causal"):
+            diagonal = 0
+        elif padding is not None and window != (-1, -1):
+            diagonal = diagonal_of(padding, Sq, Sk)
+        else:
+            diagonal = Sk - Sq
+    left, right = window
+    if isinstance(diagonal, int):
+        # A limit that no query reaches is none.
+        left = -1 if left >= Sq - 1 + diagonal else left
+        right = -1 if right >= Sk - 1 - diagonal else right
+    q_padding, kv_padding = padding if padding is not None else (None, None)
+    return AttentionMask(left, right, diagonal, q_padding, kv_padding, arbitrary)
+
+
+def diagonal_of(padding: tuple[Tensor, Tensor] | None, Sq: int, Sk: int) -> int | Tensor:
+    """Where query 0 stands if the last query stands at the last key; ``[B]`` with padding."""
+    if padding is None:
+        return Sk - Sq
+    return (~padding[1]).sum(1) - (~padding[0]).sum(1)

@@ -1,0 +1,380 @@
+"""MultiheadAttention: the projections around DotProductAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.attention.dot_product import DotProductAttention, check_context_group
+from float8lab.nn.attention.inference import InferenceParams
+from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
+from float8lab.nn.attention.rotary import apply_rotary_pos_emb
+from float8lab.nn.layernorm_linear import LayerNormLinear
+from float8lab.nn.linear import Linear, check_parallel_arguments
+
+__all__ = ["MultiheadAttention", "RotaryArgument", "ignore_extra_state"]
+
+RotaryArgument = Tensor | tuple[Tensor, Tensor] | None
+"""Angles of ``RotaryPositionEmbedding``: of queries and keys, or a pair."""
+
+
+def ignore_extra_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """A hook of ``load_state_dict``: leave out the ``_extra_state`` that TransformerEngine saves.
+
+    It is the state of its own delayed scaling; ``float8lab.nn.ScalingState`` holds ours.
+    """
+    for key in [k for k in state_dict if k.startswith(prefix) and k.endswith("._extra_state")]:
+        del state_dict[key]
+
+
+class MultiheadAttention(nn.Module):
+    """Query, key and value projections, attention, output projection; FP8 inside ``autocast``.
+
+    Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
+    ``[T, hidden_size]`` (thd).
+
+    Submodules and parameters: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), in cross
+    attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``core_attention``, a
+    ``DotProductAttention``; ``proj``. Their weights are ``query_weight``, ``key_weight`` and
+    ``value_weight``, or one ``weight`` with ``fuse_qkv_params``.
+
+    Args:
+        hidden_size: size of each token.
+        num_attention_heads: query heads.
+        kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
+        attention_dropout: of the attention probabilities, in training mode.
+        layernorm_epsilon: of the input norm.
+        init_method: of the query, key and value weights; None is normal, standard deviation 0.023.
+        output_layer_init_method: of the weight of ``proj``.
+        layer_number: of the layer in its model, from 1; needed for ``inference_params``.
+        attn_mask_type: as in ``DotProductAttention``.
+        window_size: likewise.
+        tp_group: must be None or of one rank.
+        tp_size: must be 1.
+        num_gqa_groups: key/value heads; None is ``num_attention_heads``.
+        fuse_wgrad_accumulation: as in ``Linear``; for the projections of query, key and value it
+            needs ``fuse_qkv_params``.
+        get_rng_state_tracker: as in ``DotProductAttention``.
+        sequence_parallel: as in ``DotProductAttention`` and ``LayerNorm``.
+        params_dtype: dtype of the parameters; None is the default dtype.
+        return_bias: do not add the bias of ``proj``; return it after the output.
+        return_layernorm_output: return the input norm's output last.
+        input_layernorm: normalize the input first.
+        attention_type: "self", or "cross" for keys and values from ``encoder_output``.
+        set_parallel_mode: no effect on a single rank.
+        fuse_qkv_params: one parameter for the three projections (two: key and value, in cross
+            attention).
+        zero_centered_gamma: as in ``LayerNorm``.
+        qkv_weight_interleaved: with ``fuse_qkv_params``: rows of the weight lie group by group,
+            each group's query heads, key head and value head together; False: all queries, all
+            keys, all values. Without ``fuse_qkv_params`` it is always False.
+        bias: of all projections.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU.
+        qkv_format: sbhd, bshd or thd.
+        rotary_pos_interleaved: as the rotary angles were made.
+        softmax_scale: as in ``DotProductAttention``.
+
+    Raises:
+        NotImplementedError: more than one tensor- or context-parallel rank.
+        ValueError: sizes or names that do not belong together.
+
+    >>> attention = float8lab.MultiheadAttention(64, 4, qkv_format="bshd", device="cpu")
+    >>> attention(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        *,
+        rotary_pos_interleaved: bool = False,
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_format(qkv_format)
+        if kv_channels is None:
+            if hidden_size % num_attention_heads:
+                raise ValueError(
+                    f"num_attention_heads must divide hidden_size {hidden_size}; got "
+                    f"{num_attention_heads}. Choose a divisor, or give kv_channels."
+                )
+            kv_channels = hidden_size // num_attention_heads
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(
+                "return_layernorm_output must be False without input_layernorm; got True. There "
+                "is no norm: set input_layernorm=True."
+            )
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation must be False without fuse_qkv_params; got True. The "
+                "weight gradient is of one parameter: set fuse_qkv_params=True."
+            )
+        self.hidden_size = hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.kv_channels = kv_channels
+        self.qkv_format = qkv_format
+        self.attn_mask_type = canonical_mask_type(attn_mask_type)
+        self.attention_type = attention_type
+        self.input_layernorm = input_layernorm
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.layer_number = layer_number
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qkv_weight_interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.set_parallel_mode = set_parallel_mode
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            kv_channels,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_scale=softmax_scale,
+        )
+        common: dict[str, Any] = {
+            "bias": bias,
+            "device": device,
+            "params_dtype": params_dtype,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        columns = {**common, "init_method": init_method}
+        q_size = num_attention_heads * kv_channels
+        kv_size = self.num_gqa_groups * kv_channels
+        sizes = {"query": q_size, "key": kv_size, "value": kv_size}
+        if attention_type == "self":
+            parts = None if fuse_qkv_params else sizes
+            total = q_size + 2 * kv_size
+            if input_layernorm:
+                self.layernorm_qkv = LayerNormLinear(
+                    hidden_size, total, parameters_split=parts, **norm, **columns
+                )
+            else:
+                self.qkv = Linear(hidden_size, total, parameters_split=parts, **columns)
+        else:
+            parts = None if fuse_qkv_params else {"query": q_size}
+            if input_layernorm:
+                self.layernorm_query = LayerNormLinear(
+                    hidden_size, q_size, parameters_split=parts, **norm, **columns
+                )
+            else:
+                self.query_layer = Linear(hidden_size, q_size, parameters_split=parts, **columns)
+            parts = None if fuse_qkv_params else {"key": kv_size, "value": kv_size}
+            self.key_value = Linear(hidden_size, 2 * kv_size, parameters_split=parts, **columns)
+        self.proj = Linear(
+            q_size, hidden_size, return_bias=return_bias, init_method=output_layer_init_method,
+            **common,
+        )  # fmt: skip
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only one of a single rank is supported."""
+        check_parallel_arguments(1, tp_group, None)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Set the context-parallel group; only one of a single rank is supported."""
+        check_context_group(cp_group)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: MaskArgument = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: RotaryArgument = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            hidden_states: in ``qkv_format``, ``hidden_size`` last.
+            attention_mask: as in ``DotProductAttention.forward``.
+            encoder_output: in cross attention, what keys and values are made of.
+            attn_mask_type: overrides the constructor's.
+            window_size: overrides the constructor's.
+            is_first_microbatch: as in ``Linear.forward``.
+            checkpoint_core_attention: recompute the core attention in backward.
+            inference_params: key/value cache, in self attention only.
+            rotary_pos_emb: angles from position 0 on, for as many positions as are reached.
+            core_attention_bias_type: as in ``DotProductAttention.forward``.
+            core_attention_bias: likewise.
+            alibi_slopes: likewise.
+            fast_zero_fill: likewise.
+            cu_seqlens_q: likewise.
+            cu_seqlens_kv: likewise.
+            max_seqlen_q: likewise.
+            max_seqlen_kv: likewise.
+
+        Returns:
+            The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input
+            norm's output if ``return_layernorm_output``.
+        """
+        if self.attention_type == "cross" and inference_params is not None:
+            raise NotImplementedError(
+                "inference_params must be None in cross attention; got a cache. Keys and values "
+                "of the encoder are computed from encoder_output in each call."
+            )
+        query, key, value, normed = self._project(
+            hidden_states, encoder_output, is_first_microbatch
+        )
+        if rotary_pos_emb is not None:
+            q_angles, k_angles = (
+                rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            )
+            kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+            query = self._rotate(query, q_angles, inference_params, cu_seqlens_q)
+            key = self._rotate(key, k_angles, inference_params, kv_lengths)
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            inference_params=inference_params,
+        )
+        projected: Any = self.proj(context, is_first_microbatch)
+        outputs = list(projected) if self.return_bias else [projected]
+        if self.return_layernorm_output:
+            outputs.append(normed)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _project(
+        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query, key and value, heads apart, and the norm's output if it is to be returned."""
+        normed = None
+        if self.attention_type == "self":
+            if encoder_output is not None:
+                raise ValueError(
+                    "encoder_output must be None in self attention; got a tensor. Set "
+                    "attention_type='cross' to attend to it."
+                )
+            layer: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
+            mixed: Any = layer(x, is_first_microbatch)
+            if self.return_layernorm_output:
+                mixed, normed = mixed
+            return (*self._split_qkv(mixed), normed)
+        if encoder_output is None:
+            raise ValueError(
+                "encoder_output must be given in cross attention; got None. Pass what keys and "
+                "values are made of."
+            )
+        layer = self.layernorm_query if self.input_layernorm else self.query_layer
+        query: Any = layer(x, is_first_microbatch)
+        if self.return_layernorm_output:
+            query, normed = query
+        mixed = self.key_value(encoder_output, is_first_microbatch)
+        G, D = self.num_gqa_groups, self.kv_channels
+        if self.qkv_weight_interleaved:
+            key, value = mixed.unflatten(-1, (G, 2, D)).unbind(-2)
+        else:
+            key, value = mixed.unflatten(-1, (2, G, D)).unbind(-3)
+        return query.unflatten(-1, (self.num_attention_heads, D)), key, value, normed
+
+    def _split_qkv(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        H, G, D = self.num_attention_heads, self.num_gqa_groups, self.kv_channels
+        if self.qkv_weight_interleaved:
+            grouped = mixed.unflatten(-1, (G, H // G + 2, D))
+            query, key, value = grouped.split([H // G, 1, 1], dim=-2)
+            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
+        query, key, value = mixed.unflatten(-1, (H + 2 * G, D)).split([H, G, G], dim=-2)
+        return query, key, value
+
+    def _rotate(
+        self,
+        x: Tensor,
+        angles: Tensor,
+        inference_params: InferenceParams | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        start = None
+        if inference_params is not None:
+            if inference_params.step is not None:
+                start = torch.tensor(inference_params.step.before, device=x.device)
+            else:
+                angles = angles[inference_params.sequence_len_offset :]
+        return apply_rotary_pos_emb(
+            x, angles, self.qkv_format, interleaved=self.rotary_pos_interleaved,
+            start_positions=start, cu_seqlens=cu_seqlens if self.qkv_format == "thd" else None,
+        )  # fmt: skip

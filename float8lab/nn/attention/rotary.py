@@ -1,0 +1,155 @@
+"""Rotary position embedding.  S sequence, B batch, H heads, D head size, R rotated part of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.attention.layout import check_format
+
+__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """The angles by which ``apply_rotary_pos_emb`` turns queries and keys.
+
+    Args:
+        dim: head size.
+        rotary_percent: part of the head size that is rotated.
+        seq_len_interpolation_factor: positions are divided by it (position interpolation).
+        pretrained_max_position_embeddings: with the factor, positions are only divided where the
+            sequence is longer than ``factor`` times this, and then so as to end there.
+        rotary_base: of the frequencies.
+        interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
+            ``(0, R / 2), (1, R / 2 + 1) ...``.
+        device: of the frequencies.
+
+    Source: RoFormer, arXiv:2104.09864; position interpolation, arXiv:2306.15595.
+
+    >>> float8lab.nn.RotaryPositionEmbedding(64, device="cpu")(128).shape
+    torch.Size([128, 1, 1, 64])
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        rotated = int(dim * rotary_percent)
+        if rotated < 2 or rotated % 2:
+            raise ValueError(
+                f"dim * rotary_percent must be even and at least 2; got {dim * rotary_percent}. "
+                "Change rotary_percent."
+            )
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.interleaved = interleaved
+        powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+        self.register_buffer("inv_freq", rotary_base**-powers, persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles of ``max_seq_len`` positions from ``offset`` on, ``[S, 1, 1, R]`` float32."""
+        device = self.inv_freq.device
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None:
+            divisor = factor
+            if trained is not None and max_seq_len > trained * factor:
+                divisor = max_seq_len / trained
+            positions = positions / divisor
+        angles = torch.outer(positions, self.inv_freq.float())
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, dim=1)
+        else:
+            angles = torch.cat((angles, angles), dim=1)
+        return angles[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    *,
+    interleaved: bool = False,
+    start_positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Rotate queries or keys by their positions.
+
+    Args:
+        t: ``[S, B, H, D]``, ``[B, S, H, D]`` or ``[T, H, D]``, as ``tensor_format`` says.
+        freqs: angles, ``[S', 1, 1, R]`` with S' positions or more than ``t`` has, R at most D; the
+            rest of the head passes through.
+        tensor_format: sbhd, bshd or thd.
+        interleaved: as the angles were made.
+        start_positions: ``[B]``, position of each sequence's first token; 0 if None.
+        cu_seqlens: ``[B + 1]`` cumulative lengths, for thd: positions start anew in each sequence.
+
+    Returns:
+        Shape and dtype of ``t``, turned in float32.
+
+    >>> angles = float8lab.nn.RotaryPositionEmbedding(4, device="cpu")(2)
+    >>> q = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(2, 1, 1, 4)
+    >>> float8lab.nn.apply_rotary_pos_emb(q, angles)[1].flatten()
+    tensor([0.5403, 0.0000, 0.8415, 0.0000])
+    """
+    check_format(tensor_format)
+    rotated = freqs.shape[-1]
+    table = freqs.reshape(freqs.shape[0], rotated)
+    if rotated > t.shape[-1] or rotated % 2:
+        raise ValueError(
+            f"freqs must be even and at most the head size {t.shape[-1]} in the last dimension; "
+            f"got {rotated}. Make them by RotaryPositionEmbedding of that head size."
+        )
+    if tensor_format == "thd":
+        angles = table[_positions_in_sequences(t.shape[0], cu_seqlens, start_positions)][:, None]
+    else:
+        S = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+        if start_positions is None and table.shape[0] < S:
+            raise ValueError(
+                f"freqs must have at least {S} positions; got {table.shape[0]}. Make them for the "
+                "longest sequence."
+            )
+        if start_positions is None:
+            angles = table[:S, None, None] if tensor_format == "sbhd" else table[None, :S, None]
+        else:
+            index = start_positions.view(-1, 1) + torch.arange(S, device=t.device)
+            # Padding may reach beyond the table.
+            angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
+            angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
+    turned, rest = t[..., :rotated].float(), t[..., rotated:]
+    turned = turned * angles.cos() + _quarter_turn(turned, interleaved) * angles.sin()
+    turned = turned.to(t.dtype)
+    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _positions_in_sequences(
+    tokens: int, cu_seqlens: Tensor | None, start_positions: Tensor | None
+) -> Tensor:
+    if cu_seqlens is None:
+        raise ValueError(
+            "cu_seqlens must be given for tensor_format='thd'; got None. Pass the cumulative "
+            "lengths of the sequences, [B + 1]."
+        )
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    # Tokens behind the last sequence count on from its start; nobody reads them.
+    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
+    position = token - cu_seqlens[sequence]
+    return position if start_positions is None else position + start_positions[sequence]

@@ -1,0 +1,367 @@
+"""TransformerLayer: attention and a feed-forward network, with their norms and residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from float8lab.nn.attention.dot_product import check_context_group
+from float8lab.nn.attention.inference import InferenceParams
+from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
+from float8lab.nn.attention.multihead import (
+    MultiheadAttention,
+    RotaryArgument,
+    ignore_extra_state,
+)
+from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.linear import check_parallel_arguments
+from float8lab.nn.norm import LayerNorm, RMSNorm
+
+__all__ = ["TransformerLayer"]
+
+
+class TransformerLayer(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; FP8 inside ``autocast``.
+
+    Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
+    ``[T, hidden_size]`` (thd).
+
+    Submodules: ``self_attention``, ``inter_attention`` in a decoder (``MultiheadAttention``),
+    ``layernorm_mlp`` (``LayerNormMLP``), ``layernorm`` with ``output_layernorm``. TransformerEngine
+    names them and their parameters the same; its checkpoints load, without their FP8 state.
+
+    Args:
+        hidden_size: size of each token.
+        ffn_hidden_size: features between the two layers of the MLP.
+        num_attention_heads: query heads.
+        num_gqa_groups: key/value heads; None is ``num_attention_heads``.
+        layernorm_epsilon: of all norms.
+        hidden_dropout: of the output of each block, before it is added to the residual.
+        attention_dropout: of the attention probabilities.
+        init_method: of the query, key, value and fc1 weights; None is normal, standard deviation
+            0.023.
+        output_layer_init_method: of the ``proj`` and fc2 weights.
+        layer_number: of the layer in its model, from 1; needed for ``inference_params``.
+        kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
+        self_attn_mask_type: of the self attention; as in ``DotProductAttention``.
+        window_size: of the self attention.
+        enc_dec_attn_mask_type: of the cross attention.
+        enc_dec_window_size: of the cross attention.
+        tp_group: must be None or of one rank.
+        tp_size: must be 1.
+        params_dtype: dtype of the parameters; None is the default dtype.
+        get_rng_state_tracker: as in ``DotProductAttention``.
+        fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
+        seq_length: for code that passes it to warm kernels up; nothing here needs that.
+        micro_batch_size: likewise.
+        sequence_parallel: as in ``MultiheadAttention``.
+        apply_residual_connection_post_layernorm: residuals are the norms' outputs, not their
+            inputs.
+        output_layernorm: the self attention has no input norm; the layer's output is normalized.
+        parallel_attention_mlp: attention and MLP both on the layer's input, each with its norm, and
+            one residual.
+        layer_type: "encoder"; "decoder" adds cross attention to ``encoder_output``.
+        drop_path_rate: in training, leave a block out for each sample with this probability, and
+            divide by ``1 - drop_path_rate`` where it stays. Not of the cross attention.
+        set_parallel_mode: no effect on a single rank.
+        fuse_qkv_params: as in ``MultiheadAttention``.
+        zero_centered_gamma: as in ``LayerNorm``.
+        qkv_weight_interleaved: as in ``MultiheadAttention``.
+        bias: of all linear layers.
+        activation: of the MLP, as in ``LayerNormMLP``.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU.
+        attn_input_format: sbhd, bshd or thd.
+        rotary_pos_interleaved: as the rotary angles were made.
+        softmax_scale: as in ``DotProductAttention``.
+
+    Raises:
+        NotImplementedError: more than one tensor- or context-parallel rank.
+        ValueError: sizes, names or flags that do not belong together.
+
+    >>> layer = float8lab.TransformerLayer(64, 256, 4, attn_input_format="bshd", device="cpu")
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     layer(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        *,
+        rotary_pos_interleaved: bool = False,
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_format(attn_input_format)
+        if layer_type not in ("encoder", "decoder"):
+            raise ValueError(
+                f"layer_type must be 'encoder' or 'decoder'; got {layer_type!r}. Choose one."
+            )
+        if parallel_attention_mlp and (
+            layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
+        ):
+            raise ValueError(
+                "parallel_attention_mlp must be False with layer_type='decoder', "
+                "apply_residual_connection_post_layernorm or output_layernorm; got True. Attention "
+                "and MLP run on one input there: turn the others off."
+            )
+        for name, rate in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
+            if not 0 <= rate < 1:
+                raise ValueError(f"{name} must be in [0, 1); got {rate}.")
+        if drop_path_rate and attn_input_format == "thd":
+            raise NotImplementedError(
+                f"drop_path_rate must be 0 for attn_input_format='thd'; got {drop_path_rate}. Use "
+                "'bshd', where each sample has a row."
+            )
+        self.layer_type = layer_type
+        self.layer_number = layer_number
+        self.attn_input_format = attn_input_format
+        self.hidden_dropout = hidden_dropout
+        self.drop_path_rate = drop_path_rate
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.output_layernorm = output_layernorm
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.self_attn_mask_type = canonical_mask_type(self_attn_mask_type)
+        self.window_size = window_size
+        self.enc_dec_attn_mask_type = canonical_mask_type(enc_dec_attn_mask_type)
+        self.enc_dec_window_size = enc_dec_window_size
+        shared: dict[str, Any] = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "params_dtype": params_dtype,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "sequence_parallel": sequence_parallel,
+            "set_parallel_mode": set_parallel_mode,
+            "zero_centered_gamma": zero_centered_gamma,
+            "normalization": normalization,
+            "bias": bias,
+            "device": device,
+            "return_bias": not parallel_attention_mlp,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+        }
+        attention: dict[str, Any] = {
+            **shared,
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "num_gqa_groups": num_gqa_groups,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "qkv_format": attn_input_format,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "softmax_scale": softmax_scale,
+        }
+        own = apply_residual_connection_post_layernorm and not output_layernorm
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            **{**attention, "return_layernorm_output": own},
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            input_layernorm=not output_layernorm,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                **attention,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                input_layernorm=True,
+                attention_type="cross",
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            activation=activation,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            **shared,
+        )
+        if output_layernorm:
+            norm: Any = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
+            self.layernorm = norm(
+                hidden_size,
+                eps=layernorm_epsilon,
+                sequence_parallel=sequence_parallel,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+            )
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only one of a single rank is supported."""
+        check_parallel_arguments(1, tp_group, None)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Set the context-parallel group; only one of a single rank is supported."""
+        check_context_group(cp_group)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: MaskArgument = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: MaskArgument = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: RotaryArgument = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        *,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+    ) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            hidden_states: in ``attn_input_format``, ``hidden_size`` last.
+            attention_mask: of the self attention, as in ``DotProductAttention.forward``.
+            self_attn_mask_type: overrides the constructor's.
+            window_size: overrides the constructor's.
+            encoder_output: in a decoder, what the cross attention attends to.
+            enc_dec_attn_mask: of the cross attention; a pair for padding masks.
+            is_first_microbatch: as in ``Linear.forward``.
+            checkpoint_core_attention: recompute the core attention in backward.
+            inference_params: key/value cache of the self attention.
+            rotary_pos_emb: angles for the self attention, from position 0 on.
+            core_attention_bias_type: of the self attention, as in ``DotProductAttention.forward``.
+            core_attention_bias: likewise.
+            alibi_slopes: likewise.
+            fast_zero_fill: likewise.
+            enc_dec_attn_mask_type: overrides the constructor's.
+            enc_dec_window_size: overrides the constructor's.
+            cu_seqlens_q: of the layer's sequences, in self and cross attention.
+            cu_seqlens_kv: of the encoder's sequences, in cross attention; in self attention it is
+                ``cu_seqlens_q``, which this must equal in an encoder.
+            max_seqlen_q: for thd.
+            max_seqlen_kv: for thd.
+
+        Returns:
+            The shape of ``hidden_states``.
+        """
+        is_decoder = self.layer_type == "decoder"
+        attended: Any = self.self_attention(
+            hidden_states,
+            attention_mask,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention,
+            inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_q if is_decoder else cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_q if is_decoder else max_seqlen_kv,
+        )
+        if self.parallel_attention_mlp:
+            both = attended + self.layernorm_mlp(hidden_states, is_first_microbatch)
+            return self._add(both, None, hidden_states, drop_path=True)
+        post_norm = self.apply_residual_connection_post_layernorm
+        output, bias, *normed = attended
+        x = self._add(output, bias, normed[0] if normed else hidden_states, drop_path=True)
+        if is_decoder:
+            output, bias, *normed = self.inter_attention(
+                x,
+                enc_dec_attn_mask,
+                encoder_output,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                is_first_microbatch=is_first_microbatch,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_kv=cu_seqlens_kv,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_kv=max_seqlen_kv,
+            )
+            x = self._add(output, bias, normed[0] if normed else x, drop_path=False)
+        elif encoder_output is not None:
+            raise ValueError(
+                "encoder_output must be None in an encoder layer; got a tensor. Set "
+                "layer_type='decoder' to attend to it."
+            )
+        output, bias, *normed = self.layernorm_mlp(x, is_first_microbatch)
+        x = self._add(output, bias, normed[0] if post_norm else x, drop_path=True)
+        return self.layernorm(x) if self.output_layernorm else x
+
+    def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
+        """``residual + drop_path(dropout(x + bias))``."""
+        if bias is not None:
+            x = x + bias.to(x.dtype)
+        x = F.dropout(x, self.hidden_dropout, self.training)
+        if drop_path and self.drop_path_rate and self.training:
+            kept = 1.0 - self.drop_path_rate
+            batch = 1 if self.attn_input_format == "sbhd" else 0
+            shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
+            x = x * (torch.rand(shape, device=x.device) < kept) / kept
+        return residual + x

@@ -1,0 +1,77 @@
+"""Attention of FP8 operands, forward and backward; ``attention_reference.py`` specifies them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8lab.ops import attention_reference as reference
+from float8lab.ops._register import register
+
+__all__ = ["fp8_attention_backward_op", "fp8_attention_op"]
+
+
+def _fake_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    bias: Tensor | None,
+    allowed: Tensor | None,
+    keep: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=out_dtype)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_attention_backward(
+    dout: Tensor,
+    dout_scale: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    bias: Tensor | None,
+    allowed: Tensor | None,
+    keep: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    out_dtype: torch.dtype,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape, dtype=out_dtype) for x in (q, k, v))
+    full = (*q.shape[:3], k.shape[2])
+    return dq, dk, dv, q.new_empty(full if wants_bias else (0,), dtype=torch.float32)
+
+
+_OPERANDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale,"
+    " Tensor? bias, Tensor? allowed, Tensor? keep"
+)
+
+fp8_attention_op = register(
+    f"fp8_attention({_OPERANDS}, bool causal, float scale, float dropout, ScalarType out_dtype)"
+    " -> (Tensor, Tensor)",
+    cuda=reference.fp8_attention,
+    reference=reference.fp8_attention,
+    fake=_fake_attention,
+)
+fp8_attention_backward_op = register(
+    f"fp8_attention_backward(Tensor dout, Tensor dout_scale, {_OPERANDS}, Tensor lse, Tensor delta,"
+    " bool causal, float scale, float dropout, ScalarType out_dtype, bool wants_bias)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    cuda=reference.fp8_attention_backward,
+    reference=reference.fp8_attention_backward,
+    fake=_fake_attention_backward,
+)

@@ -1,0 +1,651 @@
+"""DotProductAttention: every parameter's effect; outputs and gradients against float64."""
+
+import copy
+
+import pytest
+import torch
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn.attention import BACKENDS, DotProductAttention, alibi_slopes
+from float8lab.nn.attention.masks import make_mask, window_of
+from tests.nn.attention import oracle
+
+B, SQ, SK, H, G, D = 2, 5, 7, 4, 2, 8
+Q_LENGTHS, KV_LENGTHS = [3, 5], [7, 4]
+
+# Mask type -> whether causal, whether padded, and where query 0 stands: diagonal of (Sq, Sk).
+MASKS = {
+    "no_mask": (False, False, lambda sq, sk: sk - sq),
+    "padding": (False, True, lambda sq, sk: sk - sq),
+    "causal": (True, False, lambda sq, sk: 0),
+    "padding_causal": (True, True, lambda sq, sk: 0),
+    "causal_bottom_right": (True, False, lambda sq, sk: sk - sq),
+    "padding_causal_bottom_right": (True, True, lambda sq, sk: sk - sq),
+}
+each_mask = pytest.mark.parametrize("mask_type", MASKS)
+each_window = pytest.mark.parametrize("window", [None, (2, 1), (0, 0)], ids=str)
+
+
+def make(sq=SQ, sk=SK, *, h=H, g=G, d=D, dv=D, dtype=torch.float32, device="cpu"):
+    shapes = [(B, sq, h, d), (B, sk, g, d), (B, sk, g, dv), (B, sq, h * dv)]
+    return [torch.randn(s, device=device).to(dtype) for s in shapes]
+
+
+def visible_of(mask_type, window, sq=SQ, sk=SK):
+    """The visibility of the oracle, for cross attention padded to the lengths above."""
+    causal, padded, diagonal = MASKS[mask_type]
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+    lengths = list(zip(Q_LENGTHS, KV_LENGTHS, strict=True)) if padded else [(sq, sk)] * B
+    inside = oracle.visible_window(left, right, [diagonal(*pair) for pair in lengths])
+
+    def visible(b, h, i, j):
+        return i < lengths[b][0] and j < lengths[b][1] and inside(b, h, i, j)
+
+    return visible
+
+
+def padding_mask(lengths, size):
+    return (torch.arange(size) >= torch.tensor(lengths)[:, None])[:, None, None]
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def sbhd(*tensors):
+    return [t.transpose(0, 1) for t in tensors]
+
+
+def check(module, tensors, visible, *, bias=None, scale=None, **kwargs):
+    """Output and every gradient of a bshd call."""
+    *inputs, dy = tensors
+    mine, exact = oracle.leaves(*inputs), oracle.leaves(*(t.double() for t in inputs))
+    y, expected = module(*mine, **kwargs), oracle.attend(*exact, visible, bias=bias, scale=scale)
+    oracle.assert_close(
+        [y, *oracle.gradients(y, mine, dy)],
+        [expected, *oracle.gradients(expected, exact, dy)],
+        inputs[0].dtype,
+    )
+
+
+@each_mask
+@each_window
+@pytest.mark.parametrize("backends", [BACKENDS, ("reference",)], ids=["default", "reference"])
+def test_every_mask_and_window(mask_type, window, backends):
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, window_size=window,
+        attention_type="cross", backends=backends,
+    )  # fmt: skip
+    mask = None
+    if "padding" in mask_type:
+        mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
+    check(module, make(), visible_of(mask_type, window), attention_mask=mask)
+
+
+# Uncompiled, as it is on the CPU, FlexAttention says that it is slow.
+@pytest.mark.filterwarnings("ignore:.*flex_attention:UserWarning")
+@each_mask
+@pytest.mark.parametrize("window", [None, (3, 1)], ids=str)
+def test_flex_agrees_in_forward(mask_type, window):
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, window_size=window,
+        attention_type="cross", backends=("flex",),
+    )  # fmt: skip
+    mask = None
+    if "padding" in mask_type:
+        mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
+    q, k, v, _ = make()
+    for bias_type in ("no_bias", "alibi"):
+        plain = copy.deepcopy(module)
+        plain.backends = ("reference",)
+        call = {"attention_mask": mask, "core_attention_bias_type": bias_type}
+        oracle.assert_close([module(q, k, v, **call)], [plain(q, k, v, **call)], torch.float32)
+
+
+@each_mask
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
+def test_formats_and_cu_seqlens(mask_type, qkv_format):
+    """All formats give what bshd with masks gives."""
+    _, padded, _ = MASKS[mask_type]
+    if qkv_format == "thd" and not padded:
+        pytest.skip("thd has several lengths")
+    q, k, v, dy = make()
+    visible = visible_of(mask_type, (4, 3))
+    exact = oracle.leaves(*(t.double() for t in (q, k, v)))
+    expected = oracle.attend(*exact, visible)
+    expected_grads = oracle.gradients(expected, exact, dy)
+    mine = oracle.leaves(q, k, v)
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, attn_mask_type=mask_type, attention_type="cross"
+    )
+    lengths = {}
+    if padded:
+        lengths = {
+            "cu_seqlens_q": cumulative(Q_LENGTHS), "cu_seqlens_kv": cumulative(KV_LENGTHS)
+        }  # fmt: skip
+    given = mine
+    if qkv_format == "sbhd":
+        given = sbhd(*mine)
+    if qkv_format == "thd":
+        sizes = (Q_LENGTHS, KV_LENGTHS, KV_LENGTHS)
+        given = [
+            torch.cat([x[b, :n] for b, n in enumerate(ns)])
+            for x, ns in zip(mine, sizes, strict=True)
+        ]
+    y = module(*given, qkv_format=qkv_format, window_size=(4, 3), **lengths)
+    if qkv_format == "sbhd":
+        assert y.shape == (SQ, B, H * D)
+        y = y.transpose(0, 1)
+    if qkv_format == "thd":
+        assert y.shape == (sum(Q_LENGTHS), H * D)
+        padded_y = torch.zeros(B, SQ, H * D)
+        for b, part in enumerate(y.split(Q_LENGTHS)):
+            padded_y[b, : len(part)] = part
+        y = padded_y
+    grads = oracle.gradients(y, mine, dy)
+    oracle.assert_close([y, *grads], [expected, *expected_grads], torch.float32)
+
+
+def test_thd_with_unused_tokens_and_given_longest():
+    """cu_seqlens_*_padded: sequences start at these; max_seqlen_* spares a look at the lengths."""
+    q, k, v, _ = make(5, 5)
+    starts, lengths = [0, 4], [3, 2]
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="thd",
+                                 attn_mask_type="padding_causal")  # fmt: skip
+    compact = [torch.cat([x[0, :3], x[1, :2]]) for x in (q, k, v)]
+    expected = module(*compact, cu_seqlens_q=cumulative(lengths))
+    spread = [torch.full((7, *x.shape[2:]), torch.nan) for x in (q, k, v)]
+    for x, c in zip(spread, compact, strict=True):
+        x[0:3], x[4:6] = c[:3], c[3:]
+    padded = torch.tensor([*starts, 7], dtype=torch.int32)
+    y = module(
+        *spread, cu_seqlens_q=cumulative(lengths), cu_seqlens_kv=cumulative(lengths),
+        cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
+        max_seqlen_q=4, max_seqlen_kv=4,
+    )  # fmt: skip
+    assert torch.allclose(torch.cat([y[0:3], y[4:6]]), expected, atol=1e-6)
+    assert torch.equal(y[[3, 6]], torch.zeros(2, H * D))
+
+
+@pytest.mark.parametrize("spelling", ["padding,causal", "causal,padding", "padding_causal"])
+def test_spellings_of_padding_causal(spelling):
+    q, k, v, _ = make(5, 5)
+    mask = padding_mask([3, 5], 5)
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    y = module(q, k, v, attn_mask_type=spelling, attention_mask=mask)
+    inside = oracle.visible_window(-1, 0, 0)
+    lengths = [3, 5]
+    expected = oracle.attend(
+        q, k, v, lambda b, h, i, j: max(i, j) < lengths[b] and inside(b, h, i, j)
+    )
+    assert torch.allclose(y, expected, atol=1e-6)
+    assert torch.equal(y[0, 3:], torch.zeros(2, H * D))  # padding queries
+
+
+@pytest.mark.parametrize("shape", [(SQ, SK), (1, 1, SK), (B, 1, SQ, SK), (B, H, SQ, SK)], ids=str)
+def test_arbitrary_mask(shape):
+    masked = torch.rand(shape) < 0.4
+    masked[..., 0] = False
+    if len(shape) == 4:
+        masked[1, 0, 2] = True  # a query that sees nothing
+    full = masked.expand(B, H, SQ, SK)
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type="arbitrary"
+    )
+    check(module, make(), lambda b, h, i, j: not full[b, h, i, j], attention_mask=masked)
+
+
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding"])
+@pytest.mark.parametrize("bias_type", ["pre_scale_bias", "post_scale_bias"])
+@pytest.mark.parametrize("shape", [(1, H, SQ, SK), (B, H, SQ, SK), (1, 1, SQ, SK)], ids=str)
+def test_bias_and_its_gradient(mask_type, bias_type, shape):
+    q, k, v, dy = make()
+    scale = 0.5
+    bias = torch.randn(shape)
+    mine, exact = (
+        oracle.leaves(q, k, v, bias),
+        oracle.leaves(*(t.double() for t in (q, k, v, bias))),
+    )
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type,
+        attention_type="cross", softmax_scale=scale,
+    )  # fmt: skip
+    padding = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
+    y = module(
+        *mine[:3], padding if mask_type == "padding" else None,
+        core_attention_bias_type=bias_type, core_attention_bias=mine[3],
+    )  # fmt: skip
+    added = exact[3] * (scale if bias_type == "pre_scale_bias" else 1.0)
+    expected = oracle.attend(
+        *exact[:3], visible_of(mask_type, None), bias=added.expand(B, H, SQ, SK), scale=scale
+    )
+    oracle.assert_close(
+        [y, *oracle.gradients(y, mine, dy)],
+        [expected, *oracle.gradients(expected, exact, dy)],
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding_causal_bottom_right"])
+@pytest.mark.parametrize("slopes", [None, "heads", "batch"])
+def test_alibi(mask_type, slopes):
+    given = {"heads": torch.rand(H), "batch": torch.rand(B, H), None: None}[slopes]
+    used = alibi_slopes(H) if given is None else given
+    padded = "padding" in mask_type
+    span = [k - q for q, k in zip(Q_LENGTHS, KV_LENGTHS, strict=True)] if padded else [SK - SQ] * B
+    i, j = torch.arange(SQ)[:, None], torch.arange(SK)
+    bias = torch.stack(
+        [-used.view(-1, H)[b % used.view(-1, H).shape[0]].view(H, 1, 1) * (i + span[b] - j)
+         for b in range(B)]
+    ).double()  # fmt: skip
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, attention_type="cross"
+    )
+    mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK)) if padded else None
+    check(
+        module, make(), visible_of(mask_type, None), bias=bias, attention_mask=mask,
+        core_attention_bias_type="alibi", alibi_slopes=given,
+    )  # fmt: skip
+
+
+def test_default_alibi_slopes_are_those_of_the_paper():
+    assert alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+    assert alibi_slopes(12).tolist()[8:] == pytest.approx([2.0 ** -(n + 0.5) for n in range(4)])
+
+
+def test_alibi_in_bfloat16_keeps_its_bias_in_float32():
+    q, k, v = torch.randn(3, 1, 600, 1, 8).bfloat16()
+    module = DotProductAttention(1, 8, qkv_format="bshd")
+    found = module.explain(q, k, v, core_attention_bias_type="alibi")
+    assert found.backend == "reference"
+    assert found.rejected["sdpa_masked"] == "it would round the bias to bfloat16"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4], ids=["mqa", "gqa", "mha"])
+@pytest.mark.parametrize("channels", [8, (8, 5)], ids=["", "v-channels"])
+@pytest.mark.parametrize("mask_type", ["causal", "causal_bottom_right", "no_mask"])
+def test_groups_and_channels(groups, channels, mask_type):
+    module = DotProductAttention(
+        4, channels, num_gqa_groups=groups, qkv_format="bshd", attn_mask_type=mask_type
+    )
+    dv = channels if isinstance(channels, int) else channels[1]
+    tensors = make(6, 6, g=groups, dv=dv)
+    right = -1 if mask_type == "no_mask" else 0
+    check(module, tensors, oracle.visible_window(-1, right, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("mask_type", ["causal", "padding"])
+def test_dtypes(dtype, mask_type):
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, attention_type="cross"
+    )
+    mask = (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK))
+    check(
+        module, make(dtype=dtype), visible_of(mask_type, None),
+        attention_mask=mask if mask_type == "padding" else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(0, 3), (3, 0), (1, 1), (1, 9), (9, 1)], ids=str)
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
+def test_edge_lengths(sq, sk, mask_type):
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type
+    )
+    check(module, make(sq, sk), visible_of(mask_type, None, sq, sk))
+
+
+def test_no_batch():
+    module = DotProductAttention(2, 4)
+    assert module(*torch.randn(3, 5, 0, 2, 4)).shape == (5, 0, 8)
+
+
+def test_softmax_scale_and_its_default():
+    q, k, v, _ = make()
+    plain = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    scaled = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", softmax_scale=0.25)
+    assert plain.softmax_scale == D**-0.5
+    assert torch.allclose(scaled(q, k, v), plain(q * 0.25 * D**0.5, k, v), atol=1e-6)
+
+
+def test_under_torch_autocast_the_output_has_its_dtype():
+    q, k, v, _ = make()
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    for backends in (BACKENDS, ("reference",)):
+        module.backends = backends
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(q, k, v)
+        assert torch.equal(y, module(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+def test_float8_tensors_as_inputs():
+    q, k, v, _ = make()
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    stored = [float8lab.quantize(x, block=(1, 1, 1, -1)) for x in (q, k, v)]
+    assert torch.equal(module(*stored), module(*(x.dequantize() for x in stored)))
+
+
+# --- dropout and recomputation -------------------------------------------------------------------
+
+
+class Tracker:
+    """A generator state of its own, as tensor-parallel training keeps one."""
+
+    def __init__(self, seed):
+        self.states = {"model-parallel-rng": torch.Generator().manual_seed(seed).get_state()}
+        self.forks = 0
+
+    def get_states(self):
+        return dict(self.states)
+
+    def set_states(self, states):
+        self.states = states
+
+    def fork(self, name="model-parallel-rng"):
+        tracker = self
+
+        class Fork:
+            def __enter__(self):
+                self.outer = torch.get_rng_state()
+                torch.set_rng_state(tracker.states[name])
+                tracker.forks += 1
+
+            def __exit__(self, *exc):
+                tracker.states = {**tracker.states, name: torch.get_rng_state()}
+                torch.set_rng_state(self.outer)
+
+        return Fork()
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling(fp8_dpa=True)],
+                         ids=["", "fp8"])  # fmt: skip
+def test_dropout_in_training_only(recipe):
+    module = DotProductAttention(2, 4, attention_dropout=0.25, attn_mask_type="no_mask")
+    q, k = torch.zeros(40, 2, 2, 4), torch.zeros(50, 2, 2, 4)
+    v = torch.ones(50, 2, 2, 4)
+    with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
+        y, other = module(q, k, v), module(q, k, v)
+        assert torch.equal(module.eval()(q, k, v).round(decimals=3), torch.ones(40, 2, 8))
+    assert not torch.equal(y, other)
+    # Each of 50 equal probabilities is dropped with probability 1/4, and the rest scaled by 4/3.
+    counts = y * 50 * 0.75
+    assert torch.allclose(counts, counts.round(), atol=0.05)
+    assert y.mean().item() == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_draws_from_the_tracker(fp8, sequence_parallel):
+    tracker = Tracker(7)
+    module = DotProductAttention(
+        2, 4, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    q, k, v = torch.randn(3, 6, 2, 2, 4)
+    state = torch.get_rng_state()
+    with float8lab.autocast(enabled=fp8, recipe=recipes.Float8CurrentScaling(fp8_dpa=True)):
+        module(q, k, v)
+        assert torch.equal(torch.get_rng_state(), state) != sequence_parallel
+        module.eval()(q, k, v)
+    assert tracker.forks == (0 if sequence_parallel else 1)
+
+
+@pytest.mark.parametrize("fp8", [None, "current", "delayed"])
+@pytest.mark.parametrize("tracked", [False, True], ids=["", "tracker"])
+def test_checkpoint_core_attention_saves_less_and_changes_nothing(fp8, tracked):
+    recipe = None
+    if fp8 is not None:
+        chosen = recipes.DelayedScaling if fp8 == "delayed" else recipes.Float8CurrentScaling
+        recipe = chosen(fp8_dpa=True)
+    results, saved = [], []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        tracker = Tracker(5)
+        module = DotProductAttention(
+            H, D, num_gqa_groups=G, qkv_format="bshd", attention_dropout=0.3, window_size=(8, 0),
+            get_rng_state_tracker=(lambda t=tracker: t) if tracked else None,
+        )  # fmt: skip
+        q, k, v, dy = make(24, 24)
+        leaves = oracle.leaves(q, k, v)
+        own = {t.untyped_storage().data_ptr() for t in leaves}
+        kept = {}
+
+        def pack(t, own=own, kept=kept):
+            if t.untyped_storage().data_ptr() not in own:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        for _ in range(2):  # a second step, whose scales the first one's amaxes made
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+                float8lab.autocast(enabled=recipe is not None, recipe=recipe),
+            ):
+                y = module(*leaves, checkpoint_core_attention=checkpointed)
+            grads = oracle.gradients(y, leaves, dy)
+        results.append([y, *grads])
+        saved.append(sum(kept.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert saved[1] < 0.5 * saved[0]
+
+
+def test_a_bias_has_its_gradient_through_recomputation():
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    q, k, v, dy = make(6, 6)
+    results = []
+    for checkpointed in (False, True):
+        leaves = oracle.leaves(q, k, v, torch.ones(1, H, 6, 6))
+        y = module(
+            *leaves[:3], core_attention_bias_type="pre_scale_bias", core_attention_bias=leaves[3],
+            checkpoint_core_attention=checkpointed,
+        )  # fmt: skip
+        results.append(oracle.gradients(y, leaves, dy))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (5, 5), (1, 4)], ids=str)
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
+def test_queries_that_see_nothing_are_known_from_the_numbers(shape, mask_type):
+    sq, sk = shape
+    for window in [(left, right) for left in (-1, 0, 2) for right in (-1, 0, 2)]:
+        limits = window_of(mask_type, window)
+        mask = make_mask(mask_type, limits, sq, sk)
+        visible = visible_of(mask_type, window, sq, sk)
+        blind = any(not any(visible(0, 0, i, j) for j in range(sk)) for i in range(sq))
+        assert mask.leaves_no_query_blind(sq, sk) is not blind
+        assert mask.lets_all is all(visible(0, 0, i, j) for i in range(sq) for j in range(sk))
+
+
+# --- backends, errors ----------------------------------------------------------------------------
+
+
+def test_explain_names_the_backend_and_the_reasons():
+    q, k, v, _ = make(5, 5)
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    assert module.explain(q, k, v).backend == "sdpa"
+    assert module.explain(q, k, v, attn_mask_type="no_mask").backend == "sdpa"
+    found = module.explain(q, k, v, window_size=(2, 0))
+    assert found.backend == "sdpa_masked"
+    assert found.rejected["sdpa"] == "the sliding window (2, 0) must be a matrix to it"
+    assert "not flex: it is fused on CUDA only" in repr(found)
+    assert module.explain(q, k, v, window_size=(4, 0)).backend == "sdpa"  # wide enough
+    assert module.explain(q[:, -1:], k, v, attn_mask_type="causal_bottom_right").backend == "sdpa"
+    with float8lab.autocast(recipe=recipes.DelayedScaling(fp8_dpa=True)):
+        assert module.explain(q, k, v).backend == "fp8"
+        assert module.explain(q.double(), k, v).backend == "sdpa"
+    with float8lab.autocast(recipe=recipes.DelayedScaling()):
+        assert "fp8_dpa" in module.explain(q, k, v).rejected["fp8"]
+
+
+def test_backends_are_tried_in_their_order():
+    q, k, v, _ = make(5, 5)
+    module = DotProductAttention(
+        H, D, num_gqa_groups=G, qkv_format="bshd", backends=("reference", "sdpa")
+    )
+    assert module.explain(q, k, v).backend == "reference"
+    only = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd", backends=("sdpa",))
+    with pytest.raises(NotImplementedError, match=r"sliding window \(2, 0\).*Add 'sdpa_masked'"):
+        only(q, k, v, window_size=(2, 0))
+
+
+CALLS = {
+    "mask type": ({"attn_mask_type": "diagonal"}, ValueError, "attn_mask_type must be one of"),
+    "window": ({"window_size": (-2, 0)}, ValueError, "window_size must be None or two integers"),
+    "format": ({"qkv_format": "bhsd"}, ValueError, "qkv_format must be one of"),
+    "thd without padding": ({"qkv_format": "thd"}, ValueError, "query_layer must have 3 dim"),
+    "mask for causal": (
+        {"attention_mask": torch.ones(1, 1, 1, 5).bool()}, ValueError, "attention_mask must be None"
+    ),
+    "no padding mask": ({"attn_mask_type": "padding"}, ValueError, "attention_mask must be one"),
+    "mask of floats": (
+        {"attn_mask_type": "padding", "attention_mask": torch.ones(2, 1, 1, 5)},
+        TypeError, "attention_mask must be bool",
+    ),
+    "mask of a wrong length": (
+        {"attn_mask_type": "padding", "attention_mask": torch.ones(2, 1, 1, 4).bool()},
+        ValueError, r"attention_mask must be \[B, 1, 1, 5\]",
+    ),
+    "arbitrary without a mask": (
+        {"attn_mask_type": "arbitrary"}, ValueError, "attention_mask must be a bool tensor"
+    ),
+    "bias type": ({"core_attention_bias_type": "bias"}, ValueError, "core_attention_bias_type m"),
+    "bias without a type": (
+        {"core_attention_bias": torch.ones(1, 4, 5, 5)}, ValueError, "core_attention_bias must be N"
+    ),
+    "type without a bias": (
+        {"core_attention_bias_type": "post_scale_bias"}, ValueError, "must be a tensor"
+    ),
+    "slopes without alibi": ({"alibi_slopes": torch.ones(4)}, ValueError, "alibi_slopes must be N"),
+    "slopes of other heads": (
+        {"alibi_slopes": torch.ones(3), "core_attention_bias_type": "alibi"},
+        ValueError, r"alibi_slopes must be \[4\]",
+    ),
+    "no layer number": (
+        {"inference_params": float8lab.InferenceParams(2, 8)}, ValueError, "layer_number must"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_wrong_calls_are_refused(case):
+    kwargs, error, message = CALLS[case]
+    q, k, v, _ = make(5, 5)
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    with pytest.raises(error, match=message):
+        module(q, k, v, **kwargs)
+
+
+CONSTRUCTIONS = {
+    "groups": ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups must divide"),
+    "type": ({"attention_type": "inter"}, ValueError, "attention_type must be 'self' or 'cross'"),
+    "dropout": ({"attention_dropout": 1.0}, ValueError, r"attention_dropout must be in \[0, 1\)"),
+    "format": ({"qkv_format": "sb3hd"}, ValueError, "qkv_format must be one of"),
+    "tp": ({"tp_size": 2}, NotImplementedError, "tp_size must be 1; got 2"),
+    "backends": ({"backends": ("cudnn",)}, ValueError, "backends must be names"),
+    "no backends": ({"backends": ()}, ValueError, "backends must be names"),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTIONS)
+def test_wrong_constructions_are_refused(case):
+    kwargs, error, message = CONSTRUCTIONS[case]
+    with pytest.raises(error, match=message):
+        DotProductAttention(4, 8, **kwargs)
+
+
+def test_wrong_heads_and_thd_lengths_are_refused():
+    module = DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="bshd")
+    q, k, v, _ = make(5, 5)
+    with pytest.raises(ValueError, match=r"key_layer must have 4 .* last two \[2, 8\]"):
+        module(q, q, v)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="attn_mask_type must be padding"):
+        module(*flat, qkv_format="thd")
+    with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_kv must be given"):
+        module(*flat, qkv_format="thd", attn_mask_type="padding")
+
+
+def test_arguments_without_effect_on_one_rank():
+    module = DotProductAttention(
+        2, 4, sequence_parallel=True, tp_size=1, tp_group=None, cp_group=None, cp_global_ranks=[0],
+        cp_stream=None, cp_comm_type="a2a",
+    )  # fmt: skip
+    module.set_tensor_parallel_group(None)
+    module.set_context_parallel_group(None, [0], None)
+    q, k, v = torch.randn(3, 4, 1, 2, 4)
+    plain = DotProductAttention(2, 4)
+    assert torch.equal(module(q, k, v), plain(q, k, v))
+    assert torch.equal(module(q, k, v, fast_zero_fill=False), plain(q, k, v))
+
+
+# --- compiled, and on a GPU ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("variant", ["causal", "window", "padding", "alibi", "checkpointed"])
+def test_compiled(variant, fp8):
+    torch._dynamo.reset()
+    module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="bshd")
+    kwargs = {
+        "causal": {},
+        "window": {"window_size": (2, 0)},
+        "padding": {"attn_mask_type": "padding", "attention_mask": padding_mask([3, 5], 5)},
+        "alibi": {"core_attention_bias_type": "alibi", "alibi_slopes": torch.rand(H)},
+        "checkpointed": {"checkpoint_core_attention": True},
+    }[variant]
+    q, k, v, dy = make(5, 5)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, module):
+        leaves = oracle.leaves(q, k, v)
+        with float8lab.autocast(enabled=fp8, recipe=recipes.Float8CurrentScaling(fp8_dpa=True)):
+            y = function(*leaves, **kwargs)
+        results.append([y, *oracle.gradients(y, leaves, dy)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@each_mask
+@pytest.mark.parametrize("window", [None, (70, 20)], ids=str)
+def test_backends_agree_on_a_gpu(mask_type, window, backend, dtype):
+    torch._dynamo.reset()  # else the many variants of this test are too many compilations of flex
+    sq, sk, d = 150, 200, 64
+    shapes = [(2, sq, H, d), (2, sk, G, d), (2, sk, G, d), (2, sq, H * d)]
+    q, k, v, dy = (torch.randn(s, device="cuda", dtype=dtype) for s in shapes)
+    mask = None
+    if "padding" in mask_type:
+        pair = (padding_mask([150, 90], sq), padding_mask([200, 120], sk))
+        mask = tuple(m.cuda() for m in pair)
+    module = DotProductAttention(
+        H, d, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type, window_size=window,
+        attention_type="cross",
+    )  # fmt: skip
+    results = []
+    for backends, high in (((backend,), False), (("reference",), True)):
+        module.backends = backends
+        leaves = oracle.leaves(*((t.double() if high else t) for t in (q, k, v)))
+        for bias in ("no_bias", "alibi") if backend in ("flex", "reference") else ("no_bias",):
+            try:
+                y = module(*leaves, mask, core_attention_bias_type=bias)
+            except NotImplementedError:
+                pytest.skip("not for this backend")
+        results.append([y, *oracle.gradients(y, leaves, dy)])
+    for a, e in zip(*results, strict=True):
+        error = (a.double() - e).norm() / e.norm()
+        # Operands are rounded to dtype (TF32 in flex float32), in each of the products.
+        assert error <= 8 * (2.0**-10 if dtype == torch.float32 else 2.0**-8)
+
+
+@pytest.mark.gpu
+def test_default_backends_on_a_gpu():
+    q, k, v = torch.randn(3, 2, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+    module = DotProductAttention(4, 64, qkv_format="bshd")
+    assert module.explain(q, k, v).backend == "sdpa"
+    assert module.explain(q, k, v, window_size=(64, 0)).backend == "flex"
+    assert module.explain(q, k, v, core_attention_bias_type="alibi").backend == "flex"
+    assert module.explain(q[:, :1], k, v, window_size=(64, 0)).backend == "sdpa_masked"

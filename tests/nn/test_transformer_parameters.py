@@ -1,0 +1,105 @@
+"""Names, order and defaults of the attention modules' parameters are Transformer Engine's."""
+
+import inspect
+
+import pytest
+
+import float8lab
+
+REQUIRED = inspect.Parameter.empty
+
+# In Transformer Engine's documented order; its later additions come after these.
+CONSTRUCTORS = {
+    "DotProductAttention": {
+        "num_attention_heads": REQUIRED, "kv_channels": REQUIRED, "num_gqa_groups": None,
+        "attention_dropout": 0.0, "attn_mask_type": "causal", "window_size": None,
+        "attention_type": "self", "layer_number": None, "qkv_format": "sbhd",
+        "sequence_parallel": False, "tp_size": 1, "tp_group": None, "cp_group": None,
+        "cp_global_ranks": None, "cp_stream": None, "get_rng_state_tracker": None,
+        "softmax_scale": None,
+    },
+    "MultiheadAttention": {
+        "hidden_size": REQUIRED, "num_attention_heads": REQUIRED, "kv_channels": None,
+        "attention_dropout": 0.1, "layernorm_epsilon": 1e-5, "init_method": None,
+        "output_layer_init_method": None, "layer_number": None, "attn_mask_type": "causal",
+        "window_size": None, "num_gqa_groups": None, "return_layernorm_output": False,
+        "input_layernorm": False, "attention_type": "self", "zero_centered_gamma": False,
+        "normalization": "LayerNorm", "qkv_weight_interleaved": True, "bias": True, "device": None,
+        "qkv_format": "sbhd", "set_parallel_mode": False, "sequence_parallel": False,
+        "tp_group": None, "tp_size": 1, "fuse_wgrad_accumulation": False, "params_dtype": None,
+        "return_bias": False, "fuse_qkv_params": False, "get_rng_state_tracker": None,
+    },
+    "TransformerLayer": {
+        "hidden_size": REQUIRED, "ffn_hidden_size": REQUIRED, "num_attention_heads": REQUIRED,
+        "num_gqa_groups": None, "layernorm_epsilon": 1e-5, "hidden_dropout": 0.1,
+        "attention_dropout": 0.1, "init_method": None, "output_layer_init_method": None,
+        "apply_residual_connection_post_layernorm": False, "layer_number": None,
+        "output_layernorm": False, "parallel_attention_mlp": False, "layer_type": "encoder",
+        "kv_channels": None, "self_attn_mask_type": "causal", "window_size": None,
+        "zero_centered_gamma": False, "normalization": "LayerNorm", "qkv_weight_interleaved": True,
+        "bias": True, "activation": "gelu", "device": None, "attn_input_format": "sbhd",
+        "set_parallel_mode": False, "sequence_parallel": False, "tp_group": None, "tp_size": 1,
+        "fuse_wgrad_accumulation": False, "params_dtype": None, "seq_length": None,
+        "micro_batch_size": None, "drop_path_rate": 0.0, "fuse_qkv_params": False,
+        "get_rng_state_tracker": None,
+    },
+    "InferenceParams": {"max_batch_size": REQUIRED, "max_sequence_length": REQUIRED},
+}  # fmt: skip
+
+CALLS = {
+    "DotProductAttention": [
+        "query_layer", "key_layer", "value_layer", "attention_mask", "qkv_format", "cu_seqlens_q",
+        "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "attn_mask_type", "window_size",
+        "checkpoint_core_attention", "core_attention_bias_type", "core_attention_bias",
+        "alibi_slopes", "fast_zero_fill", "inference_params",
+    ],
+    "MultiheadAttention": [
+        "hidden_states", "attention_mask", "encoder_output", "attn_mask_type", "window_size",
+        "is_first_microbatch", "checkpoint_core_attention", "inference_params", "rotary_pos_emb",
+        "core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill",
+    ],
+    "TransformerLayer": [
+        "hidden_states", "attention_mask", "self_attn_mask_type", "window_size", "encoder_output",
+        "enc_dec_attn_mask", "is_first_microbatch", "checkpoint_core_attention",
+        "inference_params", "rotary_pos_emb", "core_attention_bias_type", "core_attention_bias",
+        "alibi_slopes", "fast_zero_fill",
+    ],
+}  # fmt: skip
+
+CALL_DEFAULTS = {
+    "checkpoint_core_attention": False,
+    "core_attention_bias_type": "no_bias",
+    "fast_zero_fill": True,
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructor(name):
+    found = inspect.signature(getattr(float8lab, name)).parameters
+    expected = CONSTRUCTORS[name]
+    assert {n: found[n].default for n in expected} == expected
+    required = [n for n, default in expected.items() if default is REQUIRED]
+    assert list(found)[: len(required)] == required
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward(name):
+    found = inspect.signature(getattr(float8lab, name).forward).parameters
+    assert list(found)[1 : len(CALLS[name]) + 1] == CALLS[name]
+    others = [p for n, p in found.items() if n not in ("self", *CALLS[name])]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in others)
+    for argument in CALLS[name]:
+        default = found[argument].default
+        if default is not REQUIRED:
+            assert default == CALL_DEFAULTS.get(argument)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_groups_of_ranks_can_be_set_and_must_be_of_one(name):
+    cls = getattr(float8lab, name)
+    for method, first in (
+        ("set_context_parallel_group", "cp_group"), ("set_tensor_parallel_group", "tp_group")
+    ):  # fmt: skip
+        if hasattr(cls, method):
+            assert list(inspect.signature(getattr(cls, method)).parameters)[1] == first
+    assert hasattr(cls, "set_context_parallel_group")
