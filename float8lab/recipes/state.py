@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from float8lab.recipes.recording import Recording
 from float8lab.recipes.reduction import channel_of
 
 __all__ = [
@@ -42,7 +43,20 @@ DEFAULT_RECIPE = DelayedScaling()
 
 
 class _State:
-    __slots__ = ("calibrating", "created", "enabled", "group", "init", "recipe", "region", "watch")
+    __slots__ = (
+        "calibrating",
+        "created",
+        "enabled",
+        "group",
+        "init",
+        "onnx",
+        "recipe",
+        "recordings",
+        "region",
+        "replay",
+        "watch",
+        "weights",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.enabled: bool | None = None  # None: no autocast is active
@@ -52,6 +66,10 @@ class _State:
         self.region: Region | None = None
         self.init: _ModelInit | None = None
         self.created = 0  # modules with FP8 state, so far
+        self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
+        self.replay: Recording | None = None  # what the recomputation in progress repeats
+        self.onnx: Callable[..., Tensor] | None = None  # how onnx_export writes a linear layer
+        self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
 
@@ -59,13 +77,13 @@ STATE = _State()
 
 
 def in_backward() -> bool:
-    """Whether an autograd backward pass is running on this thread.
+    """Whether an autograd backward pass is running on this thread, or a recomputation for one.
 
     A module called there is being recomputed by activation checkpointing.
     """
     if torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return STATE.replay is not None or torch._C._current_graph_task_id() != -1
 
 
 class Region:
