@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.formats import Float8Spec
 from float8lab.nn.precision import DY, Call, W, X
@@ -26,6 +27,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.state import STATE
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["linear"]
@@ -48,6 +50,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor
     Returns:
         ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
+    if STATE.onnx is not None:
+        return STATE.onnx(x, weight, bias, call)
     result: Tensor = _Linear.apply(x, weight, bias, call)
     return result
 
@@ -138,6 +142,16 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def _cast_weight(weight: Tensor, call: Call) -> _Operand:
+    """The weight in FP8: stored so, kept, or cast now; CPU offload hears which."""
+    operand = _find_or_cast_weight(weight, call)
+    if STATE.weights is not None and not torch.compiler.is_compiling():
+        kept = None if call.precision is None else call.precision.weight_cast
+        lives_on = isinstance(weight, Float8Tensor) or (kept and kept.q is operand[0])
+        STATE.weights[StorageWeakRef(operand[0].untyped_storage())] = bool(lives_on)
+    return operand
+
+
+def _find_or_cast_weight(weight: Tensor, call: Call) -> _Operand:
     """The weight in FP8, cast in every forward unless the caller says that it did not change.
 
     Nothing about a tensor tells that reliably: fused optimizers and ``weight.data`` leave the
