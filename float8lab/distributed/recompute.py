@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from float8lab.recipes.recording import Recording
 from float8lab.recipes.state import STATE
@@ -34,7 +35,8 @@ def checkpoint(
 
     Args:
         function: a module or any other callable. Reentrant, it returns a tensor or a tuple.
-        args: tensors, None and anything else, also inside tuples, lists and dicts.
+        args: tensors, None and anything else. A tuple, list or dict with a tensor that requires
+            gradients is rebuilt for ``function``; any other reaches it as it is.
         distribute_saved_activations: spread the first tensor argument over ``tp_group`` while it
             waits for backward. Nothing to do in a group of one rank, nor with
             ``use_reentrant=False``.
@@ -84,9 +86,14 @@ def _checkpoint_in_eager(
     use_reentrant: bool,
 ) -> Any:
     # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
-    values, spec = tree_flatten((args, kwargs))
-    run = _Run(function, spec, get_rng_state_tracker)
+    parts = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
+    run = _Run(function, [spec for _, spec in parts], tuple(kwargs), get_rng_state_tracker)
+    values = [value for part, _ in parts for value in part]
     return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
+
+
+def _has_no_gradient(x: Any) -> bool:
+    return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(x))
 
 
 def _ranks(group: Any) -> int:
@@ -109,18 +116,23 @@ class _Run:
     def __init__(
         self,
         function: Callable[..., Any],
-        spec: TreeSpec,
+        specs: list[TreeSpec],
+        names: tuple[str, ...],
         get_rng_state_tracker: Callable[[], Any] | None,
     ) -> None:
         self.function = function
-        self.spec = spec
+        self.specs = specs  # of the arguments
+        self.names = names  # of those at the end that are keywords
         self.get_rng_state_tracker = get_rng_state_tracker
         self.recording: Recording | None = None
         self.autocast_state: tuple[Any, ...] = ()
         self.rng_states: Any = None
 
     def __call__(self, *values: Any) -> Any:
-        args, kwargs = tree_unflatten(list(values), self.spec)
+        rest = iter(values)
+        whole = [tree_unflatten([*islice(rest, s.num_leaves)], s) for s in self.specs]
+        count = len(whole) - len(self.names)
+        args, kwargs = whole[:count], dict(zip(self.names, whole[count:], strict=True))
         if self.recording is None:
             return self._forward(args, kwargs)
         return self._recompute(self.recording, args, kwargs)

@@ -144,7 +144,7 @@ def _plain(weight: Tensor) -> Tensor:
 def _cast_weight(weight: Tensor, call: Call) -> _Operand:
     """The weight in FP8: stored so, kept, or cast now; CPU offload hears which."""
     operand = _find_or_cast_weight(weight, call)
-    if STATE.weights is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and STATE.weights is not None:
         kept = None if call.precision is None else call.precision.weight_cast
         lives_on = isinstance(weight, Float8Tensor) or (kept and kept.q is operand[0])
         STATE.weights[StorageWeakRef(operand[0].untyped_storage())] = bool(lives_on)

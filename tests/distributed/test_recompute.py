@@ -195,6 +195,32 @@ def test_keywords_none_numbers_and_containers(use_reentrant):
 
 
 @each_mode
+def test_containers_without_gradients_are_the_callers_own(use_reentrant):
+    def note(x, notes, *, more):
+        notes.append(x.detach())
+        more["seen"] = True
+        return x * 2
+
+    notes, more, x = [], {}, leaf(3)
+    y = float8lab.checkpoint(note, x, notes, more=more, use_reentrant=use_reentrant)
+    assert len(notes) == 1
+    assert more["seen"]
+    y.sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+@each_mode
+def test_keywords_that_torch_knows_too(use_reentrant):
+    def function(x, *, debug, preserve_rng_state):
+        return x * debug * preserve_rng_state
+
+    x = leaf(3)
+    names = {"debug": 2.0, "preserve_rng_state": 3.0}
+    float8lab.checkpoint(function, x, use_reentrant=use_reentrant, **names).sum().backward()
+    assert x.grad.tolist() == [6, 6, 6]
+
+
+@each_mode
 def test_several_outputs_and_inputs_without_gradient(use_reentrant):
     def pair(model, x, y):
         return model(x), y.detach() * 2, model(y)
