@@ -87,8 +87,11 @@ def eager(model, x, recipe):
         return model(x)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [(name, False) for name in RECIPES]
+    + [(name, True) for name in ("delayed", "current", "rowwise", "block", "mx")],
+)
 def test_one_layer_of_every_recipe(name, stored, tmp_path):
     recipe, path = RECIPES[name], str(tmp_path / "model.onnx")
     with float8lab.fp8_model_init(enabled=stored, recipe=recipe):
@@ -188,7 +191,7 @@ def test_forward_gemm_in_high_precision(tmp_path):
     assert sqnr(run(path, x), nn.functional.linear(x, layer.weight, layer.bias)) > SAME_DB
 
 
-@pytest.mark.parametrize("name", ["delayed", "current-pow2", "rowwise", "block", "mx"])
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "mx"])
 def test_special_values(name, tmp_path):
     path = str(tmp_path / "model.onnx")
     layer = float8lab.Linear(64, 16, device="cpu", bias=False)
