@@ -7,6 +7,9 @@ torch.Size([2, 64])
 """
 
 from float8lab import distributed, integrations, nn, optim, recipes
+from float8lab.distributed import CudaRNGStatesTracker, get_cpu_offload_context
+from float8lab.distributed.recompute import checkpoint
+from float8lab.integrations import onnx_export
 from float8lab.nn import (
     DotProductAttention,
     InferenceParams,
@@ -35,6 +38,7 @@ from float8lab.tensor import Float8Tensor, fallback, quantize
 __version__ = "0.1.0"
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DotProductAttention",
     "Float8Tensor",
     "InferenceParams",
@@ -48,15 +52,18 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "checkpoint",
     "convert_to_float8",
     "count_gemms",
     "distributed",
     "fallback",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cpu_offload_context",
     "integrations",
     "make_graphed_callables",
     "nn",
+    "onnx_export",
     "optim",
     "quantize",
     "quantized_model_init",

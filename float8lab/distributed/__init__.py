@@ -1,7 +1,18 @@
-"""What runs across processes: FP8 all-gather of sharded weights, broadcast, checkpoints."""
+"""What runs across processes, and what a training loop wraps around layers.
+
+FP8 all-gather of sharded weights, broadcast, checkpoints; recomputation, random streams, offload.
+"""
 
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
 from float8lab.distributed.fsdp import requantize_shards_
+from float8lab.distributed.offload import get_cpu_offload_context
+from float8lab.distributed.random import CudaRNGStatesTracker
 
-__all__ = ["ModelState", "broadcast_parameters", "requantize_shards_"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "ModelState",
+    "broadcast_parameters",
+    "get_cpu_offload_context",
+    "requantize_shards_",
+]

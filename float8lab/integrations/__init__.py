@@ -1,9 +1,15 @@
-"""Other libraries and their checkpoint formats; none of them is imported or needed."""
+"""Other libraries and their checkpoint formats; none of them is imported before it is used."""
 
 from float8lab.integrations.hf_weights import (
     from_transformer_layers,
     to_transformer_layers,
     transformer_layers,
 )
+from float8lab.integrations.onnx import onnx_export
 
-__all__ = ["from_transformer_layers", "to_transformer_layers", "transformer_layers"]
+__all__ = [
+    "from_transformer_layers",
+    "onnx_export",
+    "to_transformer_layers",
+    "transformer_layers",
+]

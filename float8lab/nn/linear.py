@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "Linear",
     "check_parallel_arguments",
     "default_device",
+    "keep_initial_values",
     "normal_init",
     "sizes_of_split",
     "store_in_fp8",
@@ -68,9 +70,29 @@ def store_in_fp8(module: nn.Module, names: Sequence[str]) -> None:
             amax_epsilon=init.recipe.linear.amax_epsilon,
         )  # fmt: skip
         parameter = nn.Parameter(stored)
-        if init.preserve_high_precision_init_val and isinstance(parameter, Float8Tensor):
-            parameter._high_precision_init_val = value.cpu()
+        if init.preserve_high_precision_init_val:
+            _keep_initial_value(parameter, value)
         setattr(module, name, parameter)
+
+
+def _keep_initial_value(parameter: Any, value: Tensor) -> None:
+    """``value`` for ``get_high_precision_init_val``; nothing yet on the meta device."""
+    if isinstance(parameter, Float8Tensor):
+        parameter._high_precision_init_val = None if value.is_meta else value.detach().cpu()
+
+
+@contextmanager
+def keep_initial_values(module: nn.Module) -> Iterator[None]:
+    """Let the initial values that parameters of ``module`` keep survive ``module._apply``."""
+
+    def stored() -> dict[str, Any]:
+        return {n: p for n, p in module._parameters.items() if isinstance(p, Float8Tensor)}
+
+    kept = {name: p.get_high_precision_init_val() for name, p in stored().items()}
+    yield
+    for name, parameter in stored().items():
+        if kept.get(name) is not None:
+            parameter._high_precision_init_val = kept[name]
 
 
 def normal_init(weight: Tensor) -> None:
@@ -123,6 +145,7 @@ class Linear(nn.Linear):
     return_bias = False
     fuse_wgrad_accumulation = False
     _split: dict[str, int] | None = None
+    _keeps_initial_values = False
     _init_method: Callable[[Tensor], Any] | None = None
 
     def __init__(  # the signature is the interface that users' code is written for
@@ -164,12 +187,15 @@ class Linear(nn.Linear):
             self.register_parameter(f"{prefix}bias", parameter)
         self.reset_parameters()
         store_in_fp8(self, [f"{prefix}weight" for prefix in self._names])
+        self._keeps_initial_values = (
+            STATE.init is not None and STATE.init.preserve_high_precision_init_val
+        )
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method`` and the bias to 0."""
         init = self._init_method or normal_init
         with torch.no_grad():
-            if self._split is None:
+            if self._split is None and not self._keeps_initial_values:
                 init(self.weight)
             else:
                 # One call on the whole weight, as if it were not split.
@@ -178,10 +204,12 @@ class Linear(nn.Linear):
                     self.out_features, self.in_features, device=first.device, dtype=first.dtype
                 )
                 init(whole)
-                for prefix, part in zip(
-                    self._names, whole.split(list(self._split.values())), strict=True
-                ):
-                    getattr(self, f"{prefix}weight").copy_(part)
+                sizes = [self.out_features] if self._split is None else [*self._split.values()]
+                for prefix, part in zip(self._names, whole.split(sizes), strict=True):
+                    parameter = getattr(self, f"{prefix}weight")
+                    parameter.copy_(part)
+                    if self._keeps_initial_values:
+                        _keep_initial_value(parameter, part.clone())
             for prefix in self._names:
                 if getattr(self, f"{prefix}bias") is not None:
                     nn.init.zeros_(getattr(self, f"{prefix}bias"))
@@ -262,7 +290,8 @@ class Linear(nn.Linear):
         return nn.functional.linear(x, plain, bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)
+        with keep_initial_values(self):
+            result = super()._apply(fn, recurse)
         self._hook_shard()
         device = next((p.device for p in self.parameters()), None)
         if device is not None:

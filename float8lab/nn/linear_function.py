@@ -25,6 +25,7 @@ from float8lab.nn.operands import (
     wgrad,
 )
 from float8lab.nn.precision import Call, X
+from float8lab.recipes.region import STATE
 
 __all__ = ["linear", "output_dtype"]
 
@@ -41,6 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor
     Returns:
         ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
+    if STATE.onnx is not None:
+        return STATE.onnx(x, weight, bias, call)
     result: Tensor = _Linear.apply(x, weight, bias, call)
     return result
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph, cast_pair_in_graph
@@ -31,6 +32,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -169,6 +171,16 @@ def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:
 
 
 def cast_weight(weight: Tensor, call: Call) -> Operand:
+    """The weight in FP8: stored so, kept, or cast now; CPU offload hears which."""
+    operand = _find_or_cast_weight(weight, call)
+    if not torch.compiler.is_compiling() and STATE.weights is not None:
+        kept = None if call.precision is None else call.precision.weight_cast
+        lives_on = isinstance(weight, Float8Tensor) or (kept and kept.q is operand[0])
+        STATE.weights[StorageWeakRef(operand[0].untyped_storage())] = bool(lives_on)
+    return operand
+
+
+def _find_or_cast_weight(weight: Tensor, call: Call) -> Operand:
     """The weight in FP8, cast in every forward unless the caller says that it did not change.
 
     Nothing about a tensor tells that reliably: fused optimizers and ``weight.data`` leave the

@@ -173,7 +173,7 @@ class Precision:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and STATE.onnx is None:
             return self._begin_in_graph(training=training)
         frame = _checkpoint_frame()
         if in_backward():
@@ -184,7 +184,7 @@ class Precision:
             slots, record = None, False
             if recipe.linear.delayed:
                 slots = self._slots(recipe, x.device)
-                record = training or STATE.calibrating
+                record = (training or STATE.calibrating) and STATE.onnx is None
             call = Call(recipe, slots, record)
             call.precision = self
             if STATE.region is not None:
@@ -231,13 +231,38 @@ class Precision:
     def _remember(self, call: Call | None, frame: Any) -> None:
         """Keep a call for its recomputation in backward."""
         self._last = call
+        for recording in STATE.recordings:
+            recording.add(self, call)
         if frame is not None:
-            if self._by_frame is None:
-                self._by_frame = weakref.WeakKeyDictionary()
-            self._by_frame[frame] = call
+            self._remember_by_frame(call, frame)
+
+    def _remember_by_frame(self, call: Call | None, frame: Any) -> None:
+        if self._by_frame is None:
+            self._by_frame = weakref.WeakKeyDictionary()
+        self._by_frame[frame] = call
+
+    def _replay(self, frame: Any) -> Call | None:
+        """The next call of a recording, again: its recipe and scales, and no forward amaxes."""
+        assert STATE.replay is not None, "asked for during a replay only"
+        original: Call | None = STATE.replay.next(self)
+        call = None
+        if original is not None:
+            # Gradients are recorded if the original's were to be: this call's backward sees them.
+            call = Call(original.recipe, original.slots, original.record)
+            call.precision = self
+            call.fixed = original.used
+            call.used = dict(original.used)
+        # A checkpoint inside this one will repeat this call in its turn.
+        for recording in STATE.recordings:
+            recording.add(self, call)
+        if frame is not None:
+            self._remember_by_frame(call, frame)
+        return call
 
     def _begin_again(self, device: torch.device, frame: Any) -> Call | None:
         """The call of a recomputation: the scales of the original call, and nothing recorded."""
+        if STATE.replay is not None:
+            return self._replay(frame)
         by_frame = self._by_frame
         original = by_frame[frame] if by_frame and frame in by_frame else self._last
         # Outside any autocast the recomputation runs as the original did; an autocast entered

@@ -14,7 +14,7 @@ the module's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from float8lab.ops import NO_DATA, register_stateful
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
+from float8lab.recipes.recording import Recording
 from float8lab.recipes.reduction import channel_of, group_named, name_of_group
 
 __all__ = [
@@ -61,9 +62,13 @@ class _State:
         "group",
         "in_graph",
         "init",
+        "onnx",
         "recipe",
+        "recordings",
         "region",
+        "replay",
         "watch",
+        "weights",
     )
 
     def __init__(self) -> None:
@@ -76,6 +81,10 @@ class _State:
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         self.created = 0  # modules with FP8 state, so far
+        self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
+        self.replay: Recording | None = None  # what the recomputation in progress repeats
+        self.onnx: Callable[..., Tensor] | None = None  # how onnx_export writes a linear layer
+        self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
 
@@ -83,13 +92,13 @@ STATE = _State()
 
 
 def in_backward() -> bool:
-    """Whether an autograd backward pass is running on this thread.
+    """Whether an autograd backward pass is running on this thread, or a recomputation for one.
 
     A module called there is being recomputed by activation checkpointing.
     """
     if torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return STATE.replay is not None or torch._C._current_graph_task_id() != -1
 
 
 class Region:

@@ -50,6 +50,7 @@ class Float8Tensor(Tensor):
     amax: Tensor  # type: ignore[assignment]  # hides the method; torch.amax(x) reduces
     spec: Float8Spec
     _window: Window | None = None
+    _high_precision_init_val: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -151,8 +152,7 @@ class Float8Tensor(Tensor):
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Initial values kept by ``fp8_model_init(preserve_high_precision_init_val=True)``."""
-        value: Tensor | None = getattr(self, "_high_precision_init_val", None)
-        return value
+        return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
         """Free the kept initial values."""

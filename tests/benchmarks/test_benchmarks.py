@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from benchmarks import accuracy, common, linear, quantize, shapes
+from benchmarks import accuracy, common, linear, offload, quantize, shapes
 
 
 def test_timing_gives_median_and_quartiles():
@@ -181,8 +181,19 @@ def test_accuracy_runs_on_a_cpu(capsys, tmp_path):
     assert json.loads(path.read_text())["rows"][0]["data"] == "gaussian"
 
 
+def test_offload_is_compared_with_the_model_without_it():
+    def result(offloaded, refusal, peak, moved=0):
+        return offload.Result("bf16", offloaded, refusal, peak, moved, 4e9, (2.0, 4.0, 6.0))
+
+    lines = offload.rows([result(0, None, 9e9), result(3, None, 6e9, 8e9), result(5, "wrong", 5e9)])
+    assert lines[1] == [
+        "bf16", "3", "6.00", "3.00", "4.00", "4.000 (3.000-5.000)", "1.00x", "4000.0",
+    ]  # fmt: skip
+    assert lines[2][5:] == ["wrong", "-", "-"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("program", [linear, quantize], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("program", [linear, offload, quantize], ids=lambda module: module.__name__)
 def test_gpu_benchmarks_say_what_they_need(program):
     with pytest.raises(SystemExit, match="measures a CUDA GPU"):
         program.main([])

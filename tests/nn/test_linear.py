@@ -469,6 +469,71 @@ def test_preserve_high_precision_init_val():
         assert not isinstance(float8lab.Linear(4, 4, device="cpu").weight, Float8Tensor)
 
 
+def kept(layer):
+    weights = {n: p for n, p in layer.named_parameters() if n.endswith("weight")}
+    return {n: p.get_high_precision_init_val() for n, p in weights.items()}
+
+
+def preserving(**kwargs):
+    torch.manual_seed(3)
+    with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
+        return float8lab.Linear(16, 32, device="cpu", **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_initial_values_of_split_weights_and_other_dtypes(dtype):
+    layer = preserving(parameters_split={"q": 8, "kv": 24}, params_dtype=dtype)
+    torch.manual_seed(3)
+    plain = float8lab.Linear(16, 32, device="cpu", params_dtype=dtype)
+    values = kept(layer)
+    assert torch.equal(torch.cat([values["q_weight"], values["kv_weight"]]), plain.weight)
+    for name, value in values.items():
+        parameter = getattr(layer, name)
+        assert (value.dtype, value.device.type, value.requires_grad) == (dtype, "cpu", False)
+        again = float8lab.quantize(value)
+        assert torch.equal(again.qdata.float(), parameter.qdata.float())
+        assert torch.equal(again.scale, parameter.scale)
+
+
+def test_initial_values_follow_copies_and_moves_and_are_in_no_state_dict():
+    layer = preserving()
+    (value,) = kept(layer).values()
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin.weight.get_high_precision_init_val(), value)
+    twin.weight.clear_high_precision_init_val()
+    assert layer.weight.get_high_precision_init_val() is value
+    layer._apply(torch.clone)  # as layer.to(device) moves parameters
+    assert layer.weight.get_high_precision_init_val() is value
+    nn.Sequential(layer).bfloat16()
+    assert layer.weight.get_high_precision_init_val() is value
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    layer.weight.clear_high_precision_init_val()
+    layer._apply(torch.clone)
+    assert layer.weight.get_high_precision_init_val() is None
+
+
+@pytest.mark.parametrize("split", [None, ("a", "b")], ids=["", "split"])
+def test_initial_values_of_a_layer_made_on_meta(split):
+    with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
+        layer = float8lab.Linear(16, 32, device="meta", parameters_split=split)
+    assert set(kept(layer).values()) == {None}
+    layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    expected = preserving(parameters_split=split)
+    for name, value in kept(layer).items():
+        assert torch.equal(value, kept(expected)[name])
+        assert torch.equal(getattr(layer, name), getattr(expected, name))
+
+
+@pytest.mark.gpu
+def test_initial_values_stay_on_the_cpu_when_the_layer_moves():
+    layer = preserving()
+    value = layer.weight.get_high_precision_init_val()
+    assert layer.cuda().weight.get_high_precision_init_val() is value
+    assert layer.weight.is_cuda
+
+
 def test_stored_weights_work_outside_autocast_too():
     with float8lab.fp8_model_init():
         layer = float8lab.Linear(16, 8, device="cpu")

@@ -1,0 +1,379 @@
+"""get_cpu_offload_context: what autograd saves waits for backward in host memory.
+
+A *pass* is one forward through the model; the synchronizer ends each of its *layers*. A storage
+that autograd saves in an offloaded layer is *stored*: copied to pinned host memory on a side stream
+while the layer still runs. When the next layer ends, the storage is *released*: the stream that
+computes waits for the copy, and the device memory is free. The first tensor of a layer that
+backward asks for starts to *load* the layer before it, on another side stream.
+
+Memory is released and asked for in the order of the computing stream alone, so the peak does not
+depend on how far the CPU runs ahead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from float8lab.recipes.region import STATE, in_backward
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["get_cpu_offload_context"]
+
+SMALL = 2**20
+"""Bytes. A smaller storage stays: its copy would cost more time than its memory is worth."""
+
+DEVICES = ("cuda",)
+"""Types of device whose memory is offloaded. Tensors of a CPU are in host memory already."""
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = True,
+    *,
+    model_layers: int | None = None,
+) -> tuple[AbstractContextManager[Any], Callable[..., Any]]:
+    """A context for the forward of layers, and a function to call after each of them.
+
+    What autograd saves inside the context is copied to pinned host memory while the forward runs,
+    and back while the backward of the following layer runs. The numbers are the same, bit for bit;
+    FP8 data travels as bytes. Parameters, storages under 1 MiB and tensors in host memory are left
+    alone; tensors that share a storage travel once.
+
+    The device holds the activations of two offloaded layers at a time: one that is computed, and
+    one that is on its way. Counting starts again when a backward has begun, or its graph is gone.
+
+    Args:
+        enabled: False returns a context and a function that do nothing.
+        num_layers: the first so many layers of the model are offloaded.
+        offload_activations: offload what is saved, but for casts of weights.
+        offload_weights: offload the FP8 casts of weights that forward saves for backward. What
+            lives on anyway (stored weights, casts kept over microbatches) stays.
+        model_layers: how many layers the model has. Needed only where several forward passes
+            precede their backward, as in pipeline parallelism; else the second of them would count
+            on and not be offloaded.
+
+    Returns:
+        The context, and the synchronizer: call it after each layer of the model, offloaded or not.
+        It takes nothing, or the layer's output, which it returns.
+
+    Raises:
+        ValueError: nothing to offload, or numbers of layers that make no sense.
+
+    >>> context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=2)
+    >>> x = torch.ones(4, 32)
+    >>> for layer in [torch.nn.Linear(32, 32) for _ in range(3)]:
+    ...     with context:
+    ...         x = layer(x)
+    ...     x = synchronize(x)
+    >>> x.sum().backward()
+    """
+    if not enabled:
+        return nullcontext(), _return_same
+    if not offload_activations and not offload_weights:
+        raise ValueError(
+            "offload_activations or offload_weights must be True when enabled; got both False. "
+            "Pass enabled=False to offload nothing."
+        )
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1; got {num_layers}. Pass enabled=False.")
+    if model_layers is not None and model_layers < num_layers:
+        raise ValueError(
+            f"model_layers must be at least num_layers {num_layers}; got {model_layers}. It counts "
+            "all layers of the model."
+        )
+    offload = _Offload(num_layers, model_layers, offload_activations, offload_weights)
+    return offload, offload.end_layer
+
+
+def _return_same(x: Any = None) -> Any:
+    return x
+
+
+class _Moved:
+    """The bytes of one storage: on the device, in host memory, or both."""
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "host",
+        "lanes",
+        "on_device",
+        "seen",
+        "sources",
+        "stale",
+    )  # fmt: skip
+
+    def __init__(self, x: Tensor, lanes: _Lanes) -> None:
+        self.seen = True  # the computing stream has waited for the arrival
+        self.lanes = lanes
+        whole = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+        self.on_device: Tensor | None = whole
+        self.host = lanes.store(whole)
+        self.sources: list[tuple[Tensor, int]] = []  # until release: who could change the bytes
+        self.stale = False
+        self.arrival: Any = None  # event: loaded
+
+    def _look_at_sources(self) -> None:
+        self.stale = self.stale or any(x._version != version for x, version in self.sources)
+
+    def release(self) -> None:
+        self._look_at_sources()
+        self.sources.clear()
+        self.on_device = None
+
+    def load(self) -> None:
+        if self.on_device is None:
+            self.on_device, self.arrival = self.lanes.load(self.host)
+            self.seen = False
+
+    def bytes(self) -> Tensor:
+        self._look_at_sources()
+        if self.stale:
+            _raise_modified()
+        self.load()
+        if self.arrival is not None:
+            self.lanes.current().wait_event(self.arrival)
+            self.seen = True
+        assert self.on_device is not None, "loaded above"
+        return self.on_device
+
+    def __del__(self) -> None:
+        if not self.seen and self.on_device is not None:
+            # Nobody waited for the copy into this memory, which is about to be given away.
+            self.lanes.finish_first(self.on_device)
+
+
+class _Lanes:
+    """The streams of one device: out of it and into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device)
+        where = {} if device.type == "cpu" else {"device": device}
+        self.outward = self.module.Stream(**where)
+        self.inward = self.module.Stream(**where)
+
+    def current(self) -> Any:
+        return self.module.current_stream(self.device)
+
+    def store(self, source: Tensor) -> Tensor:
+        pinned = self.device.type != "cpu"
+        host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=pinned)
+        self.outward.wait_stream(self.current())
+        with self.module.stream(self.outward):
+            host.copy_(source, non_blocking=True)
+        return host
+
+    def load(self, host: Tensor) -> tuple[Tensor, Any]:
+        # The computing stream owns the memory. What it did there before has to be over.
+        target = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+        self.inward.wait_stream(self.current())
+        with self.module.stream(self.inward):
+            target.copy_(host, non_blocking=True)
+        return target, self.inward.record_event()
+
+    def finish_first(self, target: Tensor) -> None:
+        """Have the allocator not reuse this memory before what was copied into it is there."""
+        if self.device.type != "cpu":
+            target.record_stream(self.inward)
+
+
+class _Pass:
+    """One forward through the model."""
+
+    def __init__(self) -> None:
+        self.layer = _Layer(self, None)
+        self.in_backward = False
+        self.moved_any = False
+        self.moved: weakref.WeakValueDictionary[Any, _Moved] = weakref.WeakValueDictionary()
+
+
+class _Layer:
+    """What autograd saved between two calls of the synchronizer."""
+
+    def __init__(self, of: _Pass, previous: _Layer | None) -> None:
+        self.of = of
+        self.previous = previous
+        self.index: int = 0 if previous is None else previous.index + 1
+        self.moved: list[weakref.ref[_Moved]] = []
+        self.lanes: dict[_Lanes, Any] = {}  # used, with the event after the last copy
+        self.reached = False  # by backward
+
+    def end(self) -> None:
+        for lanes in self.lanes:
+            self.lanes[lanes] = lanes.outward.record_event()
+
+    def release(self) -> None:
+        for lanes, copied in self.lanes.items():
+            lanes.current().wait_event(copied)
+        for moved in self._alive():
+            moved.release()
+
+    def reach(self) -> None:
+        """Backward asks for a tensor of this layer: load what it will ask for next."""
+        if self.reached:
+            return
+        self.reached = self.of.in_backward = True
+        if self.previous is not None:
+            for moved in self.previous._alive():
+                moved.load()
+
+    def _alive(self) -> list[_Moved]:
+        return [moved for ref in self.moved if (moved := ref()) is not None]
+
+
+class _Kept:
+    """A saved tensor that stays on its device."""
+
+    __slots__ = ("layer", "version", "x")
+
+    def __init__(self, x: Tensor, layer: _Layer | None) -> None:
+        self.x, self.version, self.layer = x, _version(x), layer
+
+    def unpack(self) -> Tensor:
+        if self.layer is not None:
+            self.layer.reach()
+        if _version(self.x) != self.version:
+            _raise_modified()
+        return self.x
+
+
+class _Saved:
+    """A saved tensor whose storage moves."""
+
+    __slots__ = ("dtype", "layer", "moved", "view")
+
+    def __init__(self, x: Tensor, moved: _Moved, layer: _Layer) -> None:
+        self.moved, self.layer, self.dtype = moved, layer, x.dtype
+        self.view = (x.shape, x.stride(), x.storage_offset())
+
+    def unpack(self) -> Tensor:
+        self.layer.reach()
+        data = self.moved.bytes()
+        whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize]
+        return whole.view(self.dtype).as_strided(*self.view)
+
+
+class _SavedFloat8:
+    """A saved Float8Tensor: its tensors, each kept or moved."""
+
+    __slots__ = ("context", "inner", "meta")
+
+    def __init__(self, x: Float8Tensor, pack: Callable[[Tensor], Any]) -> None:
+        names, self.context = x.__tensor_flatten__()
+        self.inner = {name: pack(getattr(x, name)) for name in names}
+        self.meta = (x.shape, x.stride())
+
+    def unpack(self) -> Tensor:
+        inner = {name: saved.unpack() for name, saved in self.inner.items()}
+        return Float8Tensor.__tensor_unflatten__(inner, self.context, *self.meta)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _raise_modified() -> None:
+    # Autograd checks this itself, but not for tensors that went through hooks.
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        "operation after it was saved under a CPU offload context. Change a copy of it instead."
+    )
+
+
+class _Offload(AbstractContextManager["_Offload"]):
+    """The context: hooks that move what autograd saves."""
+
+    def __init__(
+        self, num_layers: int, model_layers: int | None, activations: bool, weights: bool
+    ) -> None:
+        self._num_layers = num_layers
+        self._model_layers = model_layers
+        self._wanted = {False: activations, True: weights}  # by: it is a cast of a weight
+        self._lanes: dict[torch.device, _Lanes] = {}
+        self._pass = _Pass()
+        self._ended: _Layer | None = None  # ended, not released
+        self._entered: list[tuple[saved_tensors_hooks, dict[Any, bool] | None]] = []
+        # Casts of weights by storage: True if they live on anyway, False if forward made them.
+        self._weights: dict[Any, bool] = {}
+
+    def __enter__(self) -> _Offload:
+        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        self._entered.append((hooks, STATE.weights))
+        STATE.weights = self._weights
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        hooks, STATE.weights = self._entered.pop()
+        self._weights.clear()
+        hooks.__exit__(exc_type, exc, traceback)
+
+    def end_layer(self, x: Any = None) -> Any:
+        """The synchronizer: a layer of the model has been run."""
+        if not torch.is_grad_enabled() or in_backward():
+            return x
+        layer = self._layer()
+        layer.end()
+        if self._ended is not None and not self._ended.of.in_backward:
+            self._ended.release()
+        self._ended = layer
+        layer.of.layer = _Layer(layer.of, layer)
+        if layer.index + 1 == self._model_layers:
+            self._pass = _Pass()
+        return x
+
+    def _layer(self) -> _Layer:
+        past = self._pass
+        if past.in_backward or (past.moved_any and not past.moved):  # or its graph is gone
+            self._pass = _Pass()
+        return self._pass.layer
+
+    def _pack(self, x: Tensor) -> _Kept | _Saved | _SavedFloat8:
+        if in_backward():  # a recomputation: wanted at once
+            return _Kept(x, None)
+        layer = self._layer()
+        if layer.index >= self._num_layers or isinstance(x, nn.Parameter):
+            return _Kept(x, layer)
+        if isinstance(x, Float8Tensor) and x._window is None:
+            return _SavedFloat8(x, self._pack)
+        if not self._moves(x):
+            return _Kept(x, layer)
+        storage = StorageWeakRef(x.untyped_storage())
+        version = _version(x)
+        moved = layer.of.moved.get((storage, version))
+        if moved is None:
+            lanes = self._lanes.get(x.device)
+            if lanes is None:
+                lanes = self._lanes[x.device] = _Lanes(x.device)
+            moved = layer.of.moved[storage, version] = _Moved(x, lanes)
+            layer.lanes[lanes], layer.of.moved_any = None, True
+        if moved.on_device is not None:
+            moved.sources.append((x.detach(), version))  # its graph may lead back here
+        layer.moved.append(weakref.ref(moved))
+        return _Saved(x, moved, layer)
+
+    def _moves(self, x: Tensor) -> bool:
+        if type(x) is not Tensor or x.device.type not in DEVICES or x.layout != torch.strided:
+            return False
+        if isinstance(x._base, nn.Parameter) or x.is_conj() or x.is_neg():
+            return False
+        storage = x.untyped_storage()
+        if storage.nbytes() < SMALL:
+            return False
+        lives_on = self._weights.get(StorageWeakRef(storage))
+        return not lives_on and self._wanted[lives_on is not None]
+
+
+def _unpack(saved: _Kept | _Saved | _SavedFloat8) -> Tensor:
+    return saved.unpack()

@@ -1,0 +1,145 @@
+"""CudaRNGStatesTracker: named streams of random numbers beside the default one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Generator, Tensor
+
+__all__ = ["CudaRNGStatesTracker"]
+
+
+class CudaRNGStatesTracker:
+    """Named states of torch's default generator, each used inside ``fork`` alone.
+
+    Dropout inside ``fork(name)`` draws from that name's stream and leaves the default one as it is:
+    tensor-parallel ranks can share one seed for what they all compute and have one each for what
+    they split. ``checkpoint(get_rng_state_tracker=...)`` repeats the streams in its recomputation.
+
+    On CUDA a stream is a ``torch.Generator`` that takes the default generator's place, without
+    copies and without waiting for the GPU. To draw from it inside a CUDA graph, have it registered
+    before the capture: ``graph.register_generator_state(g)`` for each ``g`` in ``generators()``.
+    States cannot be read or set during a capture.
+
+    Args:
+        device: whose random numbers; None is the CUDA device that is current at the first ``add``,
+            or the CPU where there is no CUDA.
+
+    >>> tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    >>> tracker.add("model-parallel-rng", 7)
+    >>> with tracker.fork():
+    ...     first = torch.rand(3)
+    >>> bool((first == torch.rand(3, generator=torch.Generator().manual_seed(7))).all())
+    True
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._device = None if device is None else torch.device(device)
+        self._generators: dict[str, Generator] = {}
+        self._seeds: set[int] = set()
+        self._forked: list[Generator] = []  # CPU: of the active forks, the innermost last
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a stream.
+
+        Args:
+            name: identifies it.
+            seed: of torch's generator; each stream has a seed of its own.
+
+        Raises:
+            ValueError: the name or the seed is in use.
+        """
+        if name in self._generators:
+            raise ValueError(
+                f"name must be new to this tracker; got {name!r}. Choose another, or reset()."
+            )
+        if seed in self._seeds:
+            raise ValueError(
+                f"seed must be new to this tracker; got {seed}. Two streams of one seed draw the "
+                "same numbers: choose another."
+            )
+        self._generators[name] = self._new_generator().manual_seed(seed)
+        self._seeds.add(seed)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw random numbers from a stream inside the ``with`` block.
+
+        Raises:
+            ValueError: there is no stream of that name.
+        """
+        if name not in self._generators:
+            known = ", ".join(map(repr, self._generators)) or "none"
+            raise ValueError(
+                f"name must be one given to add(); got {name!r}, and there are: {known}. "
+                f"Call add({name!r}, seed) first."
+            )
+        mine, default = self._generators[name], self._default()
+        if default.device.type == "cuda":
+            outside = default.graphsafe_get_state()
+            default.graphsafe_set_state(mine)
+            try:
+                yield
+            finally:
+                default.graphsafe_set_state(outside)
+            return
+        # The CPU's default generator cannot be replaced: states are copied in and out.
+        self._save_forked()
+        before = default.get_state()
+        default.set_state(mine.get_state())
+        self._forked.append(mine)
+        try:
+            yield
+        finally:
+            self._save_forked()
+            self._forked.pop()
+            # A fork inside a fork of the same stream has advanced it.
+            default.set_state(self._forked[-1].get_state() if self._forked else before)
+
+    def get_states(self) -> dict[str, Tensor]:
+        """A copy of the state of each stream: a byte tensor on the CPU."""
+        self._save_forked()
+        return {name: g.get_state() for name, g in self._generators.items()}
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Have exactly these streams, in these states, as ``get_states`` returned them."""
+        self._save_forked()
+        self._generators = {
+            name: self._generators.get(name) or self._new_generator() for name in states
+        }
+        for name, state in states.items():
+            self._generators[name].set_state(state)
+        if self._forked:
+            self._default().set_state(self._forked[-1].get_state())
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self._generators, self._seeds = {}, set()
+
+    def generators(self) -> dict[str, Generator]:
+        """The generator of each stream, to be registered with CUDA graphs."""
+        return dict(self._generators)
+
+    def _save_forked(self) -> None:
+        """Bring the copy of the stream that is in use up to date."""
+        if self._forked:
+            self._forked[-1].set_state(self._default().get_state())
+
+    def _default(self) -> Generator:
+        device = self._where()
+        if device.type == "cpu":
+            return torch.default_generator
+        torch.cuda.init()  # default_generators is empty before
+        return torch.cuda.default_generators[device.index]
+
+    def _new_generator(self) -> Generator:
+        return torch.Generator(self._where())
+
+    def _where(self) -> torch.device:
+        if self._device is None:
+            self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        return self._device

@@ -1,0 +1,167 @@
+"""checkpoint: recompute a part of the model in backward instead of keeping its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from float8lab.recipes.recording import Recording
+from float8lab.recipes.region import STATE
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)``, whose activations are recomputed in backward.
+
+    ``torch.utils.checkpoint`` that knows FP8: the recomputation runs every module as the forward
+    did, with the same recipe and the same scales, whatever ``autocast`` is active by then and
+    however far delayed scaling has advanced; it records no forward amaxes a second time. Random
+    numbers repeat too: those of torch's default generators and of the tracker. ``function`` must do
+    the same when it is called again.
+
+    Args:
+        function: a module or any other callable. Reentrant, it returns a tensor or a tuple.
+        args: tensors, None and anything else. A tuple, list or dict with a tensor that requires
+            gradients is rebuilt for ``function``; any other reaches it as it is.
+        distribute_saved_activations: spread the first tensor argument over ``tp_group`` while it
+            waits for backward. Nothing to do in a group of one rank, nor with
+            ``use_reentrant=False``.
+        get_rng_state_tracker: returns the ``CudaRNGStatesTracker`` that ``function`` forks.
+        tp_group: of ``distribute_saved_activations``; None is the default group.
+        use_reentrant: torch's reentrant variant. It needs an argument that requires gradients: if
+            none does, neither does the output, and parameters get none. False has no such limit,
+            and stops recomputing when it has what backward needs. A compiled graph does
+            the same for both.
+        kwargs: further arguments of ``function``.
+
+    Raises:
+        TypeError: ``function`` or ``get_rng_state_tracker`` cannot be called.
+        NotImplementedError: ``distribute_saved_activations`` over more than one rank.
+
+    >>> layer = float8lab.Linear(32, 32, device="cpu")
+    >>> x = torch.ones(4, 32, requires_grad=True)
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     y = float8lab.checkpoint(layer, x)
+    >>> y.sum().backward()
+    """
+    for name, value in (("function", function), ("get_rng_state_tracker", get_rng_state_tracker)):
+        if not callable(value) and (name == "function" or value is not None):
+            raise TypeError(
+                f"{name} must be callable; got {type(value).__name__}. Pass the module or function "
+                "itself, not its result."
+            )
+    if distribute_saved_activations and use_reentrant and _ranks(tp_group) > 1:
+        raise NotImplementedError(
+            "distribute_saved_activations must be False in a group of several ranks; got a group "
+            f"of {_ranks(tp_group)}. Spreading saved activations is not available yet."
+        )
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)  # nothing is saved
+    if torch.compiler.is_compiling() and get_rng_state_tracker is None:
+        # The graph holds both the forward and what backward repeats of it: nothing to record.
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return _checkpoint_in_eager(function, args, kwargs, get_rng_state_tracker, use_reentrant)
+
+
+@torch._disable_dynamo
+def _checkpoint_in_eager(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    get_rng_state_tracker: Callable[[], Any] | None,
+    use_reentrant: bool,
+) -> Any:
+    # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
+    parts = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
+    run = _Run(function, [spec for _, spec in parts], tuple(kwargs), get_rng_state_tracker)
+    values = [value for part, _ in parts for value in part]
+    return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
+
+
+def _has_no_gradient(x: Any) -> bool:
+    return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(x))
+
+
+def _ranks(group: Any) -> int:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    return torch.distributed.get_world_size(group)
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    return STATE.enabled, STATE.recipe, STATE.calibrating, STATE.group
+
+
+def _set_autocast_state(state: tuple[Any, ...]) -> None:
+    STATE.enabled, STATE.recipe, STATE.calibrating, STATE.group = state
+
+
+class _Run:
+    """A checkpointed function: its first call is the forward, every later one repeats that."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        specs: list[TreeSpec],
+        names: tuple[str, ...],
+        get_rng_state_tracker: Callable[[], Any] | None,
+    ) -> None:
+        self.function = function
+        self.specs = specs  # of the arguments
+        self.names = names  # of those at the end that are keywords
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.recording: Recording | None = None
+        self.autocast_state: tuple[Any, ...] = ()
+        self.rng_states: Any = None
+
+    def __call__(self, *values: Any) -> Any:
+        rest = iter(values)
+        whole = [tree_unflatten([*islice(rest, s.num_leaves)], s) for s in self.specs]
+        count = len(whole) - len(self.names)
+        args, kwargs = whole[:count], dict(zip(self.names, whole[count:], strict=True))
+        if self.recording is None:
+            return self._forward(args, kwargs)
+        return self._recompute(self.recording, args, kwargs)
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
+        self.recording = Recording()
+        self.autocast_state = _autocast_state()
+        if self.get_rng_state_tracker is not None:
+            self.rng_states = self.get_rng_state_tracker().get_states()
+        outer = STATE.recordings
+        STATE.recordings = (*outer, self.recording)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            STATE.recordings = outer
+
+    def _recompute(self, recording: Recording, args: Any, kwargs: Any) -> Any:
+        recording.rewind()
+        outer = _autocast_state(), STATE.recordings, STATE.replay
+        tracker = self.get_rng_state_tracker and self.get_rng_state_tracker()
+        present = tracker and tracker.get_states()
+        _set_autocast_state(self.autocast_state)
+        STATE.recordings, STATE.replay = (), recording
+        if tracker:
+            tracker.set_states(self.rng_states)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            _set_autocast_state(outer[0])
+            STATE.recordings, STATE.replay = outer[1:]
+            if tracker:
+                tracker.set_states(present)

@@ -1,0 +1,192 @@
+"""onnx_export: float8lab modules as standard ONNX QuantizeLinear and DequantizeLinear nodes.
+
+M tokens, N out features, K in features. A node's FP8 bytes are those of the library's own cast:
+same scale, same rounding, same saturation. (ONNX divides by the scale where the library multiplies
+by its inverse, which differs in the last bit of float32 before the rounding to FP8.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ContextDecorator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from float8lab.formats import FLOAT32_MAX, Float8Spec, largest
+from float8lab.nn.precision import Call, W, X
+from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["onnx_export"]
+
+
+class onnx_export(ContextDecorator):
+    """Export float8lab modules to ONNX inside the ``with`` block.
+
+    ``torch.onnx.export(model, args, dynamo=True, opset_version=21)`` then writes each FP8 linear
+    layer as QuantizeLinear and DequantizeLinear nodes (``float8e4m3fn``) on the input and on the
+    weight, and a MatMul in float32: standard operators. onnxruntime runs them; it has to be told
+    that they are not int8 (``session.disable_quant_qdq``, see docs/services.md).
+
+    All recipes export. Ask for ``opset_version`` 21 or higher: ONNX has blocks, which
+    ``Float8BlockScaling`` and ``MXFP8BlockScaling`` need, since 21 and FP8 since 19. Scales of
+    current recipes are computed in the graph; those of ``DelayedScaling`` are constants. Only the
+    forward is exported, and no state changes.
+
+    Args:
+        enabled: False exports nothing differently.
+
+    Raises:
+        ValueError: a layer under ``DelayedScaling`` has no scales yet.
+
+    >>> with float8lab.onnx_export(enabled=True):
+    ...     pass  # torch.onnx.export(model, (x,), "model.onnx", dynamo=True, opset_version=21)
+    """
+
+    def __init__(self, enabled: bool = False) -> None:
+        self._enabled = bool(enabled)
+        self._outer: list[Any] = []
+
+    def __enter__(self) -> onnx_export:
+        self._outer.append(STATE.onnx)
+        STATE.onnx = _linear if self._enabled else None
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        STATE.onnx = self._outer.pop()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """``nn.linear_function.linear`` in operators that ONNX has."""
+    plan = call.plan
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if STATE.region is not None:
+        STATE.region.fp8_calls += 1
+    if not plan.fprop:
+        plain = None if bias is None else bias.to(dtype)
+        return F.linear(x.to(dtype), _dequantized(weight).to(dtype), plain)
+    N, K = weight.shape
+    rows = x if plan.x.per_tensor else x.reshape(-1, K)
+    a = _round_trip(rows.float(), plan.x, X, call)
+    if isinstance(weight, Float8Tensor) and _as_stored(weight.spec) == _as_stored(plan.w):
+        b = _dequantized(weight).float()
+    else:
+        b = _round_trip(_dequantized(weight).float(), plan.w, W, call)
+    y = a @ b.t()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(dtype).reshape(*x.shape[:-1], N)
+
+
+def _as_stored(spec: Float8Spec) -> tuple[Any, ...]:
+    return spec.block, spec.fp8_dtype
+
+
+def _dequantized(weight: Tensor) -> Tensor:
+    if not isinstance(weight, Float8Tensor):
+        return weight
+    spec = weight.spec
+    scale, axis = _as_onnx(weight.scale, spec.block, weight.shape)
+    return _dequantize_linear(weight.qdata, scale, axis).to(weight.dtype)
+
+
+def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call) -> Tensor:
+    """``x`` in float32, quantized and dequantized; a matrix unless the scale is per tensor."""
+    if call.plan.delayed:
+        scale = _delayed_scale(x, index, call)
+    else:
+        scale = _scale(_amax(x, spec.block), spec, call.plan.amax_epsilon)
+    scale, axis = _as_onnx(scale, spec.block, x.shape)
+    quantized = torch.onnx.ops.symbolic(
+        "QuantizeLinear",
+        (x, scale, _zero_point(scale, spec.fp8_dtype)),
+        axis,
+        dtype=spec.fp8_dtype,
+        shape=x.shape,
+    )
+    return _dequantize_linear(quantized, scale, axis)
+
+
+def _dequantize_linear(quantized: Tensor, scale: Tensor, axis: dict[str, Any]) -> Tensor:
+    zero_point = _zero_point(scale, quantized.dtype)
+    return torch.onnx.ops.symbolic(
+        "DequantizeLinear",
+        (quantized, scale, zero_point),
+        axis,
+        dtype=torch.float32,
+        shape=quantized.shape,
+    )
+
+
+def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """Zeros: by their type ONNX knows the format. (A cast, since ONNX cannot fill FP8 tensors.)"""
+    return torch.zeros_like(scale).to(fp8_dtype)
+
+
+def _delayed_scale(x: Tensor, index: int, call: Call) -> Tensor:
+    assert call.slots is not None, "asked for under a delayed recipe only"
+    if not call.slots.seeded[index]:
+        raise ValueError(
+            "model must have the scales of its delayed recipe before it is exported; got a layer "
+            "without. Train it for a step, or run it under autocast(calibrating=True)."
+        )
+    with _disable_current_modes():  # the value, not a symbol
+        scale, _ = call.scale(index, torch.empty(0, 0))
+        value = float(scale)
+    return torch.full((), value, dtype=torch.float32, device=x.device)
+
+
+def _amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """``ops.reference.amax``: one value per block, as a matrix."""
+    if tuple(block) == (-1, -1):
+        return x.abs().reshape(-1).amax(0).reshape(1, 1)
+    if tuple(block) == (1, -1):
+        return x.abs().amax(1, keepdim=True)
+    (M, K), (rows, columns) = x.shape, block
+    x = F.pad(x.abs(), (0, -K % columns, 0, -M % rows if rows > 1 else 0))
+    if rows == 1:
+        return x.reshape(-1, x.shape[1] // columns, columns).amax(2)
+    blocks = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    return blocks.amax(3).amax(1)
+
+
+def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:
+    """``ops.reference.scale_from_amax`` without the bits of float32, which ONNX cannot touch."""
+    raised = amax.clamp(min=epsilon)
+    limit = largest(spec.fp8_dtype)
+    if spec.scale_rule == "e8m0":
+        floor = _power_of_two_below(raised / limit)
+        scale = torch.where(floor < raised / limit, 2 * floor, floor).clamp(min=2.0**-126)
+    elif spec.scale_rule == "pow2":
+        scale = 1.0 / _power_of_two_below((limit / raised).clamp(max=FLOAT32_MAX))
+    else:
+        scale = 1.0 / (limit / raised).clamp(max=FLOAT32_MAX)
+    usable = (raised > 0) & (raised < torch.inf)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def _power_of_two_below(x: Tensor) -> Tensor:
+    """The largest power of two that does not exceed a positive ``x``."""
+    guess = torch.exp2(torch.floor(torch.log2(x)))  # off by one where the logarithm is rounded
+    guess = torch.where(guess > x, 0.5 * guess, guess)
+    return torch.where(2 * guess <= x, 2 * guess, guess)
+
+
+def _as_onnx(
+    scale: Tensor, block: Sequence[int], shape: Sequence[Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Scales as ONNX wants them, and the attributes of both nodes."""
+    if tuple(block) == (-1, -1):
+        return scale if scale.ndim == 0 else scale.reshape(()), {}
+    if tuple(block) == (1, -1):
+        return scale.reshape(-1), {"axis": 0}
+    rows, columns = block
+    if rows > 1:  # ONNX has blocks along one axis: repeat the scale for each row
+        scale = scale.unsqueeze(1).expand(-1, rows, -1).reshape(-1, scale.shape[1])[: shape[0]]
+    return scale, {"axis": 1, "block_size": columns}

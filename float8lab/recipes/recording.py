@@ -1,0 +1,47 @@
+"""Which calls of FP8 modules a checkpointed function made, so that its recomputation repeats them.
+
+``STATE.recordings`` are the recordings in progress, the innermost last; ``STATE.replay`` is the one
+that a recomputation follows. A function that is recomputed inside another one's recomputation is
+recorded while the outer one is replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """The calls of FP8 modules during one run of a function: in order, for each module."""
+
+    __slots__ = ("_calls", "_position")
+
+    def __init__(self) -> None:
+        self._calls: dict[Any, list[Any]] = {}
+        self._position: dict[Any, int] = {}
+
+    def add(self, module: Any, call: Any) -> None:
+        """Note how a call of ``module`` runs; None is high precision."""
+        self._calls.setdefault(module, []).append(call)
+
+    def rewind(self) -> None:
+        """Start again with the first call of every module."""
+        self._position.clear()
+
+    def next(self, module: Any) -> Any:
+        """How the next call of ``module`` ran.
+
+        Raises:
+            RuntimeError: the function calls a module more often than it did at first.
+        """
+        position = self._position.get(module, 0)
+        calls = self._calls.get(module, ())
+        if position >= len(calls):
+            raise RuntimeError(
+                f"function must call the same modules when it is recomputed; got call "
+                f"{position + 1} of one that it called {len(calls)} times in forward. Make what "
+                "it does depend on its arguments alone."
+            )
+        self._position[module] = position + 1
+        return calls[position]

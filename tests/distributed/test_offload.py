@@ -1,0 +1,593 @@
+"""CPU offload: the numbers without it, bit for bit; what moves, what stays, and when.
+
+On a CPU a move is a copy on streams that do nothing: ``moving`` turns that on, with every size of
+storage, so that the bookkeeping is tested without a GPU.
+"""
+
+import copy
+import gc
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import float8lab
+from float8lab import recipes
+from float8lab.distributed import offload
+
+RECIPES = {
+    "plain": None,
+    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+@pytest.fixture
+def moving(monkeypatch):
+    monkeypatch.setattr(offload, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(offload, "SMALL", 1)
+
+
+class Layer(nn.Module):
+    """A transformer layer in small: norm, two linears, a residual, views and an in-place op."""
+
+    def __init__(self, width=32, device="cpu"):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, device=device)
+        self.up = float8lab.Linear(width, 4 * width, device=device)
+        self.down = float8lab.Linear(2 * width, width, device=device)
+        self.head = nn.Linear(width, width, device=device)
+
+    def forward(self, x):
+        gate, value = self.up(self.norm(x)).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * value)
+        return x + torch.relu_(self.head(x))
+
+
+def make_model(layers=4, width=32, device="cpu"):
+    torch.manual_seed(0)
+    return nn.ModuleList([Layer(width, device) for _ in range(layers)])
+
+
+NOTHING = (nullcontext(), lambda x=None: x)
+
+
+def forward(model, x, recipe=None, pair=NOTHING, around="layer"):
+    context, synchronize = pair
+    with (
+        float8lab.autocast(enabled=recipe is not None, recipe=recipe),
+        context if around == "model" else nullcontext(),
+    ):
+        for layer in model:
+            with context if around == "layer" else nullcontext():
+                x = layer(x)
+            if around == "no argument":
+                synchronize()
+            else:
+                x = synchronize(x)
+    return x
+
+
+def batch(seed=0, width=32, device="cpu"):
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def train(model, pair, recipe=None, steps=3, around="layer", width=32, device="cpu"):
+    results = []
+    for seed in range(steps):
+        model.zero_grad()
+        x = batch(seed, width, device).requires_grad_()
+        forward(model, x, recipe, pair, around).square().sum().backward()
+        results += [x.grad, *(p.grad.clone() for p in model.parameters())]
+    return results
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Watch:
+    """Counts what is copied out and in."""
+
+    def __init__(self, monkeypatch):
+        self.out, self.back = [], []
+        store, load = offload._Lanes.store, offload._Lanes.load
+
+        def counted_store(lanes, x):
+            self.out.append(x.numel())
+            return store(lanes, x)
+
+        def counted_load(lanes, x):
+            self.back.append(x.numel())
+            return load(lanes, x)
+
+        monkeypatch.setattr(offload._Lanes, "store", counted_store)
+        monkeypatch.setattr(offload._Lanes, "load", counted_load)
+
+
+@pytest.fixture
+def watch(moving, monkeypatch):
+    return Watch(monkeypatch)
+
+
+@each_recipe
+@pytest.mark.parametrize("around", ["layer", "model", "no argument"])
+def test_numbers_are_the_same(recipe, around, watch):
+    model = make_model()
+    plain = train(copy.deepcopy(model), NOTHING, recipe)
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
+    offloaded = train(model, pair, recipe, around="layer" if around == "layer" else around)
+    if around != "no argument":
+        assert watch.back
+    assert same(plain, offloaded)
+
+
+@each_recipe
+def test_numbers_on_a_cpu_as_it_is(recipe):
+    model = make_model()
+    plain = train(copy.deepcopy(model), NOTHING, recipe)
+    pair = float8lab.get_cpu_offload_context(enabled=True)  # all other defaults
+    assert same(plain, train(model, pair, recipe))
+
+
+def test_disabled_is_nothing():
+    context, synchronize = float8lab.get_cpu_offload_context()
+    assert isinstance(context, nullcontext)
+    x = torch.ones(3)
+    assert synchronize(x) is x
+    assert synchronize() is None
+
+
+def test_arguments_are_checked():
+    get = float8lab.get_cpu_offload_context
+    with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
+        get(enabled=True, offload_activations=False, offload_weights=False)
+    with pytest.raises(ValueError, match="num_layers must be at least 1; got 0"):
+        get(enabled=True, num_layers=0)
+    with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
+        get(enabled=True, num_layers=4, model_layers=3)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 9])
+def test_num_layers_are_released_and_come_back_a_layer_ahead(num_layers, watch):
+    model = make_model()
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=num_layers)
+    began = []  # loads that had happened when each layer's backward began, the last layer's first
+    for layer in model:
+        layer.register_full_backward_pre_hook(lambda *_: began.append(len(watch.back)))
+    y = forward(model, batch().requires_grad_(), pair=pair)
+    per_layer = len(watch.out) // min(num_layers, 4)
+    assert per_layer > 5
+    assert watch.back == []
+    y.sum().backward()
+    released = min(num_layers, 3)  # the last layer never is: no layer follows it
+    assert len(watch.back) == released * per_layer
+    assert began == [max(0, released - layer) * per_layer for layer in (3, 2, 1, 0)]
+
+
+def test_parameters_and_small_tensors_stay(moving, monkeypatch):
+    model = make_model(1)
+    kept = []
+    keep = offload._Kept.__init__
+
+    def watched(self, x, layer):
+        kept.append(x)
+        keep(self, x, layer)
+
+    monkeypatch.setattr(offload._Kept, "__init__", watched)
+    context, _ = float8lab.get_cpu_offload_context(enabled=True)
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with context:
+        model[0](batch().requires_grad_())
+    assert kept
+    assert all(x.untyped_storage().data_ptr() in storages for x in kept)
+    kept.clear()
+    monkeypatch.setattr(offload, "SMALL", 10**9)
+    with context:
+        model[0](batch().requires_grad_())
+    sizes = {tuple(x.shape) for x in kept}
+    assert (6, 32) in sizes  # an activation
+
+
+@pytest.mark.parametrize(
+    ("activations", "weights"), [(True, True), (True, False), (False, True)], ids=str
+)
+def test_activations_and_casts_of_weights(activations, weights, watch):
+    layer = float8lab.Linear(64, 128, device="cpu")
+    context, _ = float8lab.get_cpu_offload_context(
+        enabled=True, offload_activations=activations, offload_weights=weights
+    )
+    x = torch.randn(32, 64, requires_grad=True)
+    with context, float8lab.autocast(recipe=RECIPES["current"]):
+        layer(x)
+    sizes = {s for s in watch.out if s > 4}  # but for scales
+    assert sizes == ({32 * 64} if activations else set()) | ({128 * 64} if weights else set())
+
+
+@pytest.mark.parametrize("kind", ["stored", "microbatch", "rowwise"])
+def test_weights_that_live_on_stay(kind, watch):
+    with float8lab.fp8_model_init(enabled=kind == "stored"):
+        layer = float8lab.Linear(64, 128, device="cpu")
+    context, _ = float8lab.get_cpu_offload_context(enabled=True)
+    x = torch.randn(32, 64, requires_grad=True)
+    first = True if kind == "microbatch" else None
+    recipe = RECIPES["rowwise" if kind == "rowwise" else "current"]
+    with context, float8lab.autocast(recipe=recipe):
+        y = layer(x, is_first_microbatch=first)
+        if kind == "microbatch":
+            y = y + layer(x, is_first_microbatch=False)
+    assert 128 * 64 not in watch.out
+    assert 32 * 64 in watch.out  # FP8: a byte for each element of x
+    y.sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_tensors_that_share_a_storage_move_once(watch):
+    context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
+    x = torch.randn(8, 16, requires_grad=True)
+    with context:
+        y = x.exp()  # saves its output
+        a, b = y.chunk(2, 1)
+        z = (a * b).sum() + (y.t() * y.t()).sum() + y[::2, 1::3].square().sum()
+    assert watch.out == [y.untyped_storage().nbytes()]
+    for _ in range(3):
+        synchronize()
+    z.backward()
+    assert watch.back == watch.out
+    y = x.detach().exp().requires_grad_()
+    a, b = y.chunk(2, 1)
+    ((a * b).sum() + (y.t() * y.t()).sum() + y[::2, 1::3].square().sum()).backward()
+    assert torch.equal(x.grad, y.grad * y)
+
+
+def raw(x):
+    return x.contiguous().reshape(-1).view(torch.uint8).tolist() if x.numel() else []
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool, torch.complex64],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["whole", "strided", "odd", "scalar", "empty"])
+def test_every_dtype_and_layout_comes_back(dtype, layout, watch):
+    x = (4 * torch.randn(9, 7)).to(dtype)
+    x = {
+        "whole": x, "strided": x.t()[1::2, 2:], "odd": x.reshape(-1)[1:4], "scalar": x[2, 3],
+        "empty": x[:0],
+    }[layout]  # fmt: skip
+    context, synchronize = float8lab.get_cpu_offload_context(enabled=True)
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.save_for_backward(x)
+            return y * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            back.append(ctx.saved_tensors[0])
+            return grad
+
+    back = []
+    with context:
+        y = Save.apply(torch.ones(1, requires_grad=True))
+    for _ in range(3):
+        synchronize(y)
+    y.backward()
+    (result,) = back
+    assert watch.back == [9 * 7 * dtype.itemsize]
+    assert (result.dtype, result.shape, result.stride()) == (dtype, x.shape, x.stride())
+    assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert raw(result) == raw(x)
+
+
+def test_float8_tensors_travel_in_their_parts(watch):
+    context, synchronize = float8lab.get_cpu_offload_context(enabled=True)
+    x = float8lab.quantize(torch.randn(32, 64), block=(1, 32))
+    w = torch.randn(16, 64, requires_grad=True)
+    with context, float8lab.fallback("silent"):
+        y = x @ w.t()
+    assert 32 * 64 in watch.out  # bytes
+    for _ in range(2):
+        y = synchronize(y)
+    with float8lab.fallback("silent"):
+        y.sum().backward()
+    plain = w.detach().clone().requires_grad_()
+    with float8lab.fallback("silent"):
+        (x @ plain.t()).sum().backward()
+    assert torch.equal(w.grad, plain.grad)
+
+
+def test_no_grad_evaluation_between_steps_changes_nothing(watch):
+    model = make_model()
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=2)
+    forward(model, batch().requires_grad_(), pair=pair).sum().backward()
+    moved = len(watch.out)
+    with torch.no_grad():
+        forward(model, batch(), pair=pair)
+    assert len(watch.out) == moved
+    forward(model, batch().requires_grad_(), pair=pair).sum().backward()
+    assert len(watch.out) == 2 * moved
+
+
+@pytest.mark.parametrize("model_layers", [None, 4])
+def test_several_forwards_before_their_backward(model_layers, watch):
+    model = make_model()
+    twin = copy.deepcopy(model)
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=model_layers)
+    for _ in range(2):
+        watch.out.clear()
+        xs = [batch(i).requires_grad_() for i in range(3)]
+        ys = [forward(model, x, RECIPES["current"], pair) for x in xs]
+        of_one_pass = 3 * (len(watch.out) // (9 if model_layers else 3))
+        assert len(watch.out) == of_one_pass * (3 if model_layers else 1)
+        for y in ys:  # in the order of a pipeline
+            y.square().sum().backward()
+    plain = [batch(i).requires_grad_() for i in range(3)]
+    for _ in range(2):
+        for y in [forward(twin, x, RECIPES["current"]) for x in plain]:
+            y.square().sum().backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non"])
+@pytest.mark.parametrize("inside", [True, False], ids=["context-inside", "context-outside"])
+def test_with_checkpoint(use_reentrant, inside, watch):
+    model = make_model()
+    twin = copy.deepcopy(model)
+    context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
+
+    def inner(layer, x):
+        with context:
+            return layer(x)
+
+    def step(model, x, pair):
+        with float8lab.autocast(recipe=RECIPES["delayed"]):
+            for layer in model:
+                if pair is None:
+                    x = layer(x)
+                elif inside:
+                    x = synchronize(
+                        float8lab.checkpoint(inner, layer, x, use_reentrant=use_reentrant)
+                    )
+                else:
+                    with context:
+                        x = float8lab.checkpoint(layer, x, use_reentrant=use_reentrant)
+                    x = synchronize(x)
+        x.square().sum().backward()
+
+    for seed in range(2):
+        x, x2 = batch(seed).requires_grad_(), batch(seed).requires_grad_()
+        model.zero_grad()
+        twin.zero_grad()
+        step(model, x, pair=context)
+        step(twin, x2, pair=None)
+        assert torch.equal(x.grad, x2.grad)
+        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    if not inside:  # what a checkpoint keeps, the layer's input, is what moves
+        assert set(watch.out) == {6 * 32 * 4}
+
+
+def test_backward_twice_through_a_kept_graph(watch):
+    model = make_model()
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
+    x = batch().requires_grad_()
+    y = forward(model, x, pair=pair).sum()
+    (once,) = torch.autograd.grad(y, x, retain_graph=True)
+    (twice,) = torch.autograd.grad(y, x)
+    assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("what", ["parameter", "activation"])
+@pytest.mark.parametrize("when", ["before release", "after release"])
+def test_changes_in_place_are_errors_as_without_offload(what, when, watch):
+    context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
+    w = nn.Parameter(torch.randn(8, 8))
+    x = torch.randn(8, 8, requires_grad=True)
+    with context:
+        h = x * 2
+        y = (h @ w).sum()
+    if when == "after release":
+        synchronize(), synchronize()
+    with torch.no_grad():
+        (w if what == "parameter" else h).add_(1.0)
+    if what == "activation" and when == "after release":
+        y.backward()  # the copy is what it was
+        assert torch.equal(w.grad, (2 * x.detach()).t() @ torch.ones(8, 8))
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_storage_that_changes_between_two_uses_moves_twice(watch):
+    context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
+    buffer, seen = torch.zeros(4), []
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.save_for_backward(buffer[:2] if not seen else buffer[2:])
+            seen.append(0)
+            return y * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(ctx.saved_tensors[0].clone())
+            return grad
+
+    y = torch.ones(1, requires_grad=True)
+    with context:
+        buffer[:2] = 1
+        y = Save.apply(y)
+        synchronize(), synchronize()
+        buffer[2:] = 2
+        y = Save.apply(y)
+    synchronize(), synchronize()
+    y.backward()
+    assert watch.out == [16, 16]
+    assert seen[2].tolist() == [2, 2]
+    assert seen[3].tolist() == [1, 1]
+
+
+def test_nothing_outlives_its_graph(moving):
+    model = make_model()
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
+    gc.disable()
+    try:
+        refs = []
+        for done in (False, True):
+            y = forward(model, batch().requires_grad_(), RECIPES["current"], pair)
+            refs += [weakref.ref(m) for m in y.grad_fn and pair[0]._pass.moved.values()]
+            if done:
+                y.sum().backward()
+            del y
+        assert len(refs) > 10
+        assert all(ref() is None for ref in refs)
+    finally:
+        gc.enable()
+
+
+def test_released_memory_is_free(moving, monkeypatch):
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
+    storages = []
+    store = offload._Lanes.store
+
+    def watched(lanes, x):
+        storages.append(torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage()))
+        return store(lanes, x)
+
+    monkeypatch.setattr(offload._Lanes, "store", watched)
+    model = make_model()
+    alive = []
+    x = batch().requires_grad_()
+    for layer in model:
+        with pair[0]:
+            x = layer(x)
+        x = pair[1](x)
+        alive.append(sum(not s.expired() for s in storages))
+    per_layer = len(storages) / 4
+    assert alive[0] == pytest.approx(per_layer, abs=2)
+    assert all(n < per_layer + 3 for n in alive)  # the newest layer's, and its input
+
+
+def test_an_exception_in_forward(watch):
+    model = make_model()
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
+
+    def broken():
+        with pair[0]:
+            model[0](batch().requires_grad_())
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        broken()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    plain = train(copy.deepcopy(model), NOTHING)
+    assert same(plain, train(model, pair))
+
+
+def test_a_compiled_layer_inside(watch):
+    torch._dynamo.reset()
+    model = make_model(3)
+    recipe = RECIPES["current"]
+    plain = train(copy.deepcopy(model), NOTHING, recipe, steps=2)
+    for layer in model:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=3)
+    assert same(plain, train(model, pair, recipe, steps=2))
+    assert watch.back
+    torch._dynamo.reset()
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+WIDTH = 2048
+TOKENS = 4096
+
+
+def gpu_step(model, pair, recipe):
+    x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = forward(model, x, recipe, pair)
+    held = torch.cuda.memory_allocated()
+    y.float().square().mean().backward()
+    return x.grad, held
+
+
+def big_model(layers=6):
+    return make_model(layers, WIDTH, "cuda").bfloat16()
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_numbers_on_a_gpu(recipe):
+    model = big_model(4)
+    twin = copy.deepcopy(model)
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=3)
+    for seed in range(3):
+        for m, p in ((model, pair), (twin, NOTHING)):
+            torch.manual_seed(seed)
+            m.zero_grad()
+            grad, _ = gpu_step(m, p, recipe)
+            m.input_grad = grad
+        assert torch.equal(model.input_grad, twin.input_grad)
+        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["bf16", "current"])
+@pytest.mark.parametrize("num_layers", [3, 6])
+def test_peak_memory_falls_by_what_is_predicted(recipe, num_layers, monkeypatch):
+    watch = Watch(monkeypatch)
+    model = big_model()
+    peaks, held = {}, {}
+    for name, pair in (
+        ("plain", NOTHING),
+        ("offloaded", float8lab.get_cpu_offload_context(enabled=True, num_layers=num_layers)),
+    ):
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)  # gradients are part of both peaks, all the time
+            watch.out.clear()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            _, held[name] = gpu_step(model, pair, recipe)
+            torch.cuda.synchronize()
+            peaks[name] = torch.cuda.max_memory_allocated()
+    layer = sum(watch.out) / num_layers
+    # Forward ends with the last layer unreleased; two layers are on the device at the peak.
+    away = num_layers - (num_layers == 6)
+    assert held["plain"] - held["offloaded"] == pytest.approx(away * layer, abs=0.25 * layer)
+    assert peaks["plain"] - peaks["offloaded"] >= (away - 1.25) * layer
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the profiler's own, which differ between versions
+def test_copies_overlap_with_compute():
+    model = big_model()
+    pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=5)
+    for _ in range(2):
+        gpu_step(model, pair, None)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        gpu_step(model, pair, None)
+        torch.cuda.synchronize()
+    spans = [
+        (e.name, e.time_range.start, e.time_range.end)
+        for e in profile.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    kernels = [(a, b) for name, a, b in spans if not name.startswith(("Memcpy", "Memset"))]
+    ways = [[(a, b) for name, a, b in spans if way in name] for way in ("DtoH", "HtoD")]
+    assert all(sum(b - a > 20 for a, b in copies) >= 10 for copies in ways)  # microseconds
+    copies = ways[0] + ways[1]
+    shared = sum(max(0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
+    # Whichever takes less time of the two runs beside the other for most of it.
+    assert shared > 0.5 * min(sum(b - a for a, b in copies), sum(b - a for a, b in kernels))

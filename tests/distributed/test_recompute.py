@@ -1,0 +1,505 @@
+"""checkpoint: bit for bit what the function gives without it, FP8 state and random numbers too."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional as F
+
+import float8lab
+from float8lab import recipes
+from float8lab.recipes.region import STATE
+
+DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+RECIPES = {
+    "delayed": DELAYED,
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+each_mode = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non"])
+
+
+class Feed(nn.Module):
+    """x + down(dropout(gelu(up(x)))), with arguments of every sort."""
+
+    def __init__(self, width=32, device="cpu"):
+        super().__init__()
+        self.up = float8lab.Linear(width, 2 * width, device=device)
+        self.down = float8lab.Linear(2 * width, width, device=device)
+        self.calls = 0
+
+    def forward(self, x, mask=None, scale=1.0, *, extra=None, both=None):
+        self.calls += 1
+        y = self.down(F.dropout(F.gelu(self.up(x)), 0.25)) * scale
+        if mask is not None:
+            y = y.masked_fill(mask, 0.0)
+        if extra is not None:
+            y = y * extra
+        if both is not None:
+            y = y * both[0] + both[1]["shift"]
+        return x + y
+
+
+def direct(function, *args, use_reentrant=None, get_rng_state_tracker=None, **kwargs):
+    return function(*args, **kwargs)
+
+
+def leaf(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).requires_grad_()
+
+
+def state_of(module):
+    """All delayed-scaling tensors of a module."""
+    slots = (s for m in module.modules() if isinstance(m, float8lab.Linear) for s in [m._fp8.slots])
+    return [t for s in slots for one in s.values() for t in one.tensors().values()]
+
+
+def assert_same(a, b):
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+    for s, t in zip(state_of(a), state_of(b), strict=True):
+        assert torch.equal(s, t)
+
+
+def both_ways(make_step, make_model=Feed, steps=3):
+    """Run a training step with ``direct`` and with ``checkpoint`` and compare everything."""
+    plain = make_model()
+    saving = copy.deepcopy(plain)
+    for seed in range(steps):
+        results = []
+        for model, run in ((plain, direct), (saving, float8lab.checkpoint)):
+            torch.manual_seed(seed)
+            model.zero_grad()  # reentrant backward adds to .grad one by one: another rounding
+            inputs = [leaf(4, 32, seed=10 * seed + i) for i in range(4)]
+            loss = make_step(model, run, *inputs)
+            loss.backward()
+            results.append([loss.detach(), *(x.grad for x in inputs), torch.rand(2)])
+        for a, b in zip(*results, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+        assert_same(plain, saving)
+
+
+@each_recipe
+@each_mode
+def test_numbers_and_state_of_every_recipe(recipe, use_reentrant):
+    def step(model, run, x, *_):
+        with float8lab.autocast(recipe=recipe):
+            y = run(model, x, use_reentrant=use_reentrant)
+        return y.square().sum()
+
+    both_ways(step)
+
+
+@each_mode
+def test_several_forwards_before_their_backward_keep_their_own_scales(use_reentrant):
+    def step(model, run, *inputs):
+        loss = 0.0
+        for i, x in enumerate(inputs):  # each a region: the scales advance in between
+            with float8lab.autocast(recipe=DELAYED):
+                y = run(model, x * 10.0**i, use_reentrant=use_reentrant)
+            loss = loss + y.square().sum()
+        return loss
+
+    both_ways(step)
+
+
+@each_mode
+def test_a_converted_model_whose_layers_advance_with_each_call(use_reentrant):
+    def make_model():
+        model = nn.Sequential(nn.Linear(32, 32), nn.GELU())
+        float8lab.convert_to_float8(model, recipes.DelayedScaling())
+        return model
+
+    def twice(model, x):  # outside any region each call is one: two scales within one checkpoint
+        return model(100.0 * model(x))
+
+    def step(model, run, x, *_):
+        return run(twice, model, x, use_reentrant=use_reentrant).square().sum()
+
+    both_ways(step, make_model)
+
+
+@each_mode
+def test_regions_inside_the_function_in_several_precisions(use_reentrant):
+    def mixed(model, x):
+        with float8lab.autocast(recipe=DELAYED):
+            x = model(x)
+        with float8lab.autocast(enabled=False):
+            x = model(x)
+        with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+            return model(x * 8.0)
+
+    def step(model, run, x, *_):
+        return run(mixed, model, x, use_reentrant=use_reentrant).square().sum()
+
+    both_ways(step)
+
+
+@each_recipe
+@pytest.mark.parametrize("outer", [True, False], ids=["in-reentrant", "in-non"])
+@pytest.mark.parametrize("inner", [True, False], ids=["reentrant", "non"])
+def test_nested(recipe, outer, inner):
+    def step(model, run, x, y, *_):
+        def block(x):
+            x = run(model[0], x, use_reentrant=inner)
+            return run(model[1], x, use_reentrant=inner)
+
+        loss = 0.0
+        for t in (x, 10.0 * y):
+            with float8lab.autocast(recipe=recipe):
+                loss = loss + run(block, t, use_reentrant=outer).square().sum()
+        return loss
+
+    both_ways(step, lambda: nn.ModuleList([Feed(), Feed()]), steps=2)
+
+
+@each_mode
+@pytest.mark.parametrize("theirs", [True, False], ids=["torch-reentrant", "torch-non"])
+def test_torch_checkpoints_inside(use_reentrant, theirs):
+    def step(model, run, x, y, *_):
+        def block(x):
+            if run is direct:
+                return model(x)
+            return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=theirs)
+
+        loss = 0.0
+        for t in (x, 10.0 * y):
+            with float8lab.autocast(recipe=DELAYED):
+                loss = loss + run(block, t, use_reentrant=use_reentrant).square().sum()
+        return loss
+
+    both_ways(step)
+
+
+@each_mode
+def test_keywords_none_numbers_and_containers(use_reentrant):
+    mask = torch.arange(32) % 5 == 0
+
+    def step(model, run, x, extra, first, shift):
+        both = (first, {"shift": shift})
+        with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+            y = run(model, x, mask, 0.5, extra=extra, both=both, use_reentrant=use_reentrant)
+            y = run(model, y, None, extra=None, use_reentrant=use_reentrant)
+        return y.square().sum()
+
+    both_ways(step)
+
+
+@each_mode
+def test_containers_without_gradients_are_the_callers_own(use_reentrant):
+    def note(x, notes, *, more):
+        notes.append(x.detach())
+        more["seen"] = True
+        return x * 2
+
+    notes, more, x = [], {}, leaf(3)
+    y = float8lab.checkpoint(note, x, notes, more=more, use_reentrant=use_reentrant)
+    assert len(notes) == 1
+    assert more["seen"]
+    y.sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+@each_mode
+def test_keywords_that_torch_knows_too(use_reentrant):
+    def function(x, *, debug, preserve_rng_state):
+        return x * debug * preserve_rng_state
+
+    x = leaf(3)
+    names = {"debug": 2.0, "preserve_rng_state": 3.0}
+    float8lab.checkpoint(function, x, use_reentrant=use_reentrant, **names).sum().backward()
+    assert x.grad.tolist() == [6, 6, 6]
+
+
+@each_mode
+def test_several_outputs_and_inputs_without_gradient(use_reentrant):
+    def pair(model, x, y):
+        return model(x), y.detach() * 2, model(y)
+
+    def step(model, run, x, y, *_):
+        with float8lab.autocast(recipe=DELAYED):
+            a, b, c = run(pair, model, x, y.detach(), use_reentrant=use_reentrant)
+        return (a * b + c).square().sum()
+
+    both_ways(step)
+
+
+@each_mode
+def test_torch_autocast_is_repeated(use_reentrant):
+    def step(model, run, x, *_):
+        with torch.autocast("cpu", torch.bfloat16), float8lab.autocast(recipe=DELAYED):
+            y = run(model, x, use_reentrant=use_reentrant)
+        return y.float().square().sum()
+
+    both_ways(step)
+
+
+@each_mode
+def test_backward_inside_another_autocast(use_reentrant):
+    model = Feed()
+    saving = copy.deepcopy(model)
+    results = []
+    for m, run in ((model, direct), (saving, float8lab.checkpoint)):
+        torch.manual_seed(0)
+        x = leaf(4, 32)
+        with float8lab.autocast(recipe=DELAYED):
+            y = run(m, x, use_reentrant=use_reentrant)
+        with float8lab.autocast(recipe=recipes.Float8BlockScaling()):
+            y.sum().backward()
+            results.append((y, x.grad))
+            assert STATE.recipe == recipes.Float8BlockScaling()  # as it was
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same(model, saving)
+    assert STATE.replay is None
+    assert STATE.recordings == ()
+
+
+@each_mode
+def test_microbatches_of_a_kept_weight_cast(use_reentrant):
+    def step(model, run, *inputs):
+        loss = 0.0
+        for i, x in enumerate(inputs):
+            with float8lab.autocast(recipe=DELAYED):
+                y = run(model, x, is_first_microbatch=i == 0, use_reentrant=use_reentrant)
+            loss = loss + y.square().sum()
+        return loss
+
+    both_ways(step, lambda: float8lab.Linear(32, 32, device="cpu"))
+
+
+@each_mode
+def test_weights_stored_in_fp8(use_reentrant):
+    def make_model():
+        with float8lab.fp8_model_init():
+            return Feed()
+
+    def step(model, run, x, *_):
+        with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+            return run(model, x, use_reentrant=use_reentrant).square().sum()
+
+    both_ways(step, make_model)
+
+
+@each_mode
+def test_amax_reduction_group_of_the_forward(use_reentrant):
+    group = object()  # stands for a group: without torch.distributed it is only looked up
+
+    def step(model, run, x, *_):
+        with float8lab.autocast(recipe=DELAYED, amax_reduction_group=group):
+            return run(model, x, use_reentrant=use_reentrant).square().sum()
+
+    both_ways(step)
+
+
+def test_it_recomputes_and_saves_memory():
+    held = []
+    model = Feed()
+    x = leaf(64, 32)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: held.append(t.numel()) or t, lambda t: t
+        ),
+        float8lab.autocast(recipe=DELAYED),
+    ):
+        model(x)
+        direct_size = sum(held)
+        held.clear()
+        y = float8lab.checkpoint(model, x)
+    assert model.calls == 2
+    assert sum(held) == x.numel() < direct_size / 4
+    y.sum().backward()
+    assert model.calls == 3
+
+
+@each_mode
+def test_backward_twice_through_a_kept_graph(use_reentrant):
+    def step(model, run, x, *_):
+        with float8lab.autocast(recipe=DELAYED):
+            loss = run(model, x, use_reentrant=use_reentrant).square().sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+    both_ways(step, steps=2)
+
+
+def test_saved_tensors_read_outside_backward():
+    model = Feed()
+    x = leaf(4, 32)
+    with float8lab.autocast(recipe=DELAYED):
+        y = float8lab.checkpoint(lambda x: model(x).exp(), x, use_reentrant=False)
+    before = [t.clone() for t in state_of(model)]
+    assert torch.equal(y.grad_fn._saved_result, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model), strict=True))
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "recomputation"])
+@each_mode
+def test_an_exception_leaves_the_state_as_it_was(fails_in, use_reentrant):
+    model = Feed()
+    fail = fails_in == "forward"
+
+    def run(x):
+        y = model(x)
+        if fail:
+            raise ArithmeticError
+        return y.exp()
+
+    x = leaf(4, 32)
+    with contextlib.suppress(ArithmeticError), float8lab.autocast(recipe=DELAYED):
+        y = float8lab.checkpoint(run, x, use_reentrant=use_reentrant)
+    if fails_in == "recomputation":
+        fail = True
+        with pytest.raises(ArithmeticError):
+            y.sum().backward()
+    assert STATE.replay is None
+    assert STATE.recordings == ()
+    assert STATE.enabled is None
+
+
+def test_a_function_that_changes_is_an_error():
+    layer = float8lab.Linear(32, 32, device="cpu")
+    times = iter([1, 2])
+
+    def run(x):
+        for _ in range(next(times)):
+            x = layer(x)
+        return x
+
+    with float8lab.autocast(recipe=DELAYED):
+        y = float8lab.checkpoint(run, leaf(4, 32))
+    with pytest.raises(RuntimeError, match="same modules"):
+        y.sum().backward()
+
+
+@each_mode
+def test_random_streams_repeat(use_reentrant):
+    trackers = {}
+
+    def dropout(model, get, x):
+        with get().fork():
+            x = F.dropout(x, 0.5)
+        return F.dropout(model(x), 0.5)
+
+    def step(model, run, x, *_):
+        tracker = trackers.setdefault(run, float8lab.CudaRNGStatesTracker("cpu"))
+        if not tracker.get_states():
+            tracker.add("model-parallel-rng", 5)
+        with float8lab.autocast(recipe=DELAYED):
+            y = run(
+                dropout, model, lambda: tracker, x,
+                get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant,
+            )  # fmt: skip
+        with tracker.fork():  # another draw before backward
+            y = y * torch.rand(())
+        return y.square().sum()
+
+    both_ways(step)
+    states = [t.get_states()["model-parallel-rng"] for t in trackers.values()]
+    assert torch.equal(*states)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match="function must be callable; got Tensor"):
+        float8lab.checkpoint(torch.ones(1))
+    with pytest.raises(TypeError, match="get_rng_state_tracker must be callable"):
+        float8lab.checkpoint(F.gelu, leaf(2), get_rng_state_tracker=5)
+
+
+def test_distribute_saved_activations(monkeypatch):
+    x = leaf(4, 32)
+    layer = Feed()
+    y = float8lab.checkpoint(layer, x, distribute_saved_activations=True)  # one rank
+    y.sum().backward()
+    assert x.grad is not None
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group or 4)
+    arguments = {"distribute_saved_activations": True}
+    with pytest.raises(NotImplementedError, match="got a group of 4"):
+        float8lab.checkpoint(layer, x, **arguments)
+    with pytest.raises(NotImplementedError, match="got a group of 2"):
+        float8lab.checkpoint(layer, x, tp_group=2, **arguments)
+    float8lab.checkpoint(layer, x, tp_group=1, **arguments)
+    float8lab.checkpoint(layer, x, use_reentrant=False, **arguments)  # has no effect there
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n != "delayed"])
+@each_mode
+def test_compiles_without_graph_breaks(name, use_reentrant):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = float8lab.Linear(32, 64, device="cpu")
+            self.down = float8lab.Linear(64, 32, device="cpu")
+
+        def forward(self, x, *, scale=1.0):
+            return self.down(F.gelu(self.up(x))) * scale
+
+    eager = Plain()
+    model = copy.deepcopy(eager)
+
+    def step(model, x):
+        return float8lab.checkpoint(model, x, scale=0.5, use_reentrant=use_reentrant)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    x, x2 = leaf(4, 32), leaf(4, 32)
+    with float8lab.autocast(recipe=RECIPES[name]):
+        y, y2 = step(eager, x), compiled(model, x2)
+    assert torch.equal(y, y2)
+    y.square().sum().backward()
+    y2.square().sum().backward()
+    assert torch.equal(x.grad, x2.grad)
+    assert_same(eager, model)
+    torch._dynamo.reset()
+
+
+@each_mode
+def test_a_compiled_module_recomputes_in_the_precision_of_its_forward(use_reentrant):
+    eager = float8lab.Linear(32, 32, device="cpu")
+    model = copy.deepcopy(eager)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, x2 = leaf(4, 32), leaf(4, 32)
+    with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+        y = eager(x)
+        y2 = float8lab.checkpoint(compiled, x2, use_reentrant=use_reentrant)
+    y.square().sum().backward()
+    y2.square().sum().backward()
+    assert torch.equal(x.grad, x2.grad)
+    assert_same(eager, model)
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@each_mode
+def test_random_streams_and_fp8_on_a_gpu(use_reentrant):
+    results = []
+    model = Feed(64, device="cuda")
+    for m, run in ((model, direct), (copy.deepcopy(model), float8lab.checkpoint)):
+        tracker = float8lab.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 5)
+
+        def function(x, m=m, tracker=tracker):
+            with tracker.fork():
+                x = F.dropout(x, 0.5)
+            return m(x)
+
+        torch.manual_seed(0)
+        x = leaf(32, 64).detach().cuda().requires_grad_()
+        with float8lab.autocast(recipe=DELAYED):
+            y = run(
+                function, x, get_rng_state_tracker=lambda t=tracker: t, use_reentrant=use_reentrant
+            )
+        torch.rand(3, device="cuda")
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, *(p.grad for p in m.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
