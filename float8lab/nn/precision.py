@@ -225,8 +225,7 @@ class Precision:
                 region.packs[slots.pack] = None
         if isinstance(x, Source):
             x = x.amax() if inner.numel() and not slots.seeded[index] else inner
-        scale, slot = slots.scale_for(index, x, record=record)
-        return scale.clone().view(1), slot
+        return slots.scale_for(index, x, record=record, shared=False)
 
     def _remember(self, call: Call | None, frame: Any) -> None:
         """Keep a call for its recomputation in backward."""

@@ -15,7 +15,8 @@ pack that was recorded keeps its tensors, and is not merged any more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,9 +63,12 @@ class ScalePack:
         self._live: Sequence[Tensor] | None = None
         self._recorded = False
 
-    def current(self, slot: int) -> Tensor:
-        """The decode scale of a slot, of shape [1], unchanged by later updates."""
-        if self.is_recorded():
+    def current(self, slot: int, *, shared: bool = True) -> Tensor:
+        """The decode scale of a slot, of shape [1], unchanged by later updates.
+
+        ``shared``: other casts may get the same tensor.
+        """
+        if not shared or self.is_recorded():
             return self.scale[slot].clone().view(1)
         if self._live is None:
             # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
@@ -84,8 +88,8 @@ class ScalePack:
 
     def set_scale(self, slot: int, scale: Tensor) -> None:
         """Give one slot a scale from outside its history."""
-        self.scale[slot] = scale.view(())
-        self.seeded[slot] = True
+        self.scale[slot].copy_(scale.view(()))
+        self.seeded[slot].fill_(True)
         self._live = None
 
     def has_scale(self) -> Tensor:
@@ -150,6 +154,22 @@ class ScalePack:
         self.amax.masked_fill_(self.forward, NO_DATA)
 
 
+@contextmanager
+def _lasting(device: torch.device) -> Iterator[None]:
+    """Allocate state that may be made while ``torch.compile`` prepares a CUDA graph.
+
+    What is allocated on the stream of such a graph, then or when it is recorded, belongs to it.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    here, apart = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    apart.wait_stream(here)
+    with torch.cuda.stream(apart):
+        yield
+    here.wait_stream(apart)
+
+
 class DelayedSlots:
     """The slots of one module under one recipe: consecutive columns of a pack."""
 
@@ -171,16 +191,17 @@ class DelayedSlots:
         self.fp8_dtypes, self.forward = tuple(fp8_dtypes), tuple(forward)
         # What is known of the pack's ``seeded`` without asking the device.
         self.seeded = [False] * count
-        tensors = {
-            "history": torch.zeros(recipe.amax_history_len, count, device=device),
-            "amax": torch.full((count,), NO_DATA, device=device),
-            "scale": torch.ones(count, device=device),
-            "previous": torch.ones(count, device=device),
-            "seeded": torch.zeros(count, dtype=torch.bool, device=device),
-            "steps": torch.zeros(count, dtype=torch.int32, device=device),
-            "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
-            "forward": torch.tensor(forward, device=device),
-        }
+        with _lasting(device):
+            tensors = {
+                "history": torch.zeros(recipe.amax_history_len, count, device=device),
+                "amax": torch.full((count,), NO_DATA, device=device),
+                "scale": torch.ones(count, device=device),
+                "previous": torch.ones(count, device=device),
+                "seeded": torch.zeros(count, dtype=torch.bool, device=device),
+                "steps": torch.zeros(count, dtype=torch.int32, device=device),
+                "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
+                "forward": torch.tensor(forward, device=device),
+            }
         self._adopt(ScalePack(recipe, group, tensors), 0)
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
@@ -217,7 +238,8 @@ class DelayedSlots:
     def to(self, device: torch.device) -> None:
         """Move to another device, into a pack of its own."""
         if self.pack.scale.device != device:
-            self._separate({k: t.to(device, copy=True) for k, t in self.tensors().items()})
+            with _lasting(device):
+                self._separate({k: t.to(device, copy=True) for k, t in self.tensors().items()})
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -242,7 +264,9 @@ class DelayedSlots:
         memo[id(self)] = copy
         return copy
 
-    def scale_for(self, index: int, x: Tensor, *, record: bool) -> tuple[Tensor, Tensor | None]:
+    def scale_for(
+        self, index: int, x: Tensor, *, record: bool, shared: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Scale to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
         slot = self.start + index
         if not self.seeded[index]:
@@ -253,12 +277,12 @@ class DelayedSlots:
             pack = self.pack
             scale = torch.where(pack.has_scale()[slot], pack.scale[slot], scale.view(()))
             if not record:
-                return scale, None
+                return scale.view(1), None
             if x.numel():
                 self.pack.set_scale(slot, scale)
                 self.seeded[index] = True
         pack = self.pack
-        return pack.current(slot), pack.amaxes[slot] if record else None
+        return pack.current(slot, shared=shared), pack.amaxes[slot] if record else None
 
     def scale_again(self, index: int, *, advanced: bool) -> Tensor:
         """The scale, of shape [1], that ``scale_for`` gave for the last forward's tensor.
@@ -292,7 +316,8 @@ def merge_packs(packs: Iterable[ScalePack]) -> ScalePack:
         return packs[0]
     members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]
-    tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
+    with _lasting(packs[0].scale.device):
+        tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
     merged = ScalePack(packs[0].recipe, packs[0].group, tensors)
     start = 0
     for member in members:
