@@ -75,6 +75,33 @@ def check_scales_are_equal_and_follow_the_largest(ranks: Ranks) -> None:
             assert newest == pytest.approx(largest), (recipe, step, newest, largest)
 
 
+def check_compiled_models_agree_like_eager_ones(ranks: Ranks) -> None:
+    torch._dynamo.reset()
+    eager = make_model(ranks)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    step_of(model, inputs(ranks, 0))  # a first region exchanges names, compiled ones do not
+    step_of(eager, inputs(ranks, 0))
+    expected = []
+    for step in range(1, 4):  # one model after the other: a region takes in all amaxes there are
+        step_of(eager, inputs(ranks, step))
+        expected.append((state_of(eager), [p.detach().clone() for p in eager.parameters()]))
+    for step, (state, parameters) in enumerate(expected, start=1):
+        step_of(compiled, inputs(ranks, step))
+        ranks.assert_same(state_of(model))
+        assert torch.equal(state_of(model), state)
+        assert all(map(torch.equal, model.parameters(), parameters))
+
+
+def check_compiled_from_the_first_step(ranks: Ranks) -> None:
+    torch._dynamo.reset()
+    model = make_model(ranks)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        step_of(compiled, inputs(ranks, step))
+        ranks.assert_same(state_of(model))
+
+
 def check_ranks_that_skip_modules(ranks: Ranks) -> None:
     class Choosy(nn.Module):
         def __init__(self) -> None:

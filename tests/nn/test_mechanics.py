@@ -5,6 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import float8lab
 from float8lab import recipes
@@ -44,6 +49,37 @@ def test_gradient_accumulation_adds_up(recipe):
             total[n] += p.grad
     for n, p in model.named_parameters():
         assert torch.equal(p.grad, total[n])
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    keep = op in (torch.ops.float8lab.scaled_mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_casts(ctx, op, *args, **kwargs):
+    keep = op.namespace == "float8lab" and "mm" not in op.name()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@each_recipe
+@pytest.mark.parametrize("policy", [keep_products, keep_casts])
+def test_selective_checkpointing_changes_nothing(recipe, policy):
+    model = make_model(recipe)
+    selective = copy.deepcopy(model)
+    for x in torch.randn(3, 8, 32):
+        x.requires_grad_()
+        step(model, x)
+        y = checkpoint(
+            selective,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+        y.square().sum().backward()
+        for p, q in zip(model.parameters(), selective.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    state, other = (float8lab.nn.ScalingState(m).state_dict() for m in (model, selective))
+    assert all(torch.equal(state[key], other[key]) for key in state)
 
 
 @each_recipe
