@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +58,11 @@ def plain_layer() -> nn.Module:
     return layer.bfloat16()
 
 
-def our_layer(plain: Any, *, stored: Any = None, fp8_activation_input: bool = False) -> nn.Module:
+def our_layer(plain: Any, *, stored: Any = None, fp8_activation_input: bool = False) -> Any:
     """A ``TransformerLayer`` with the weights of the plain one."""
     context = nullcontext() if stored is None else float8lab.fp8_model_init(recipe=stored)
     with context:
-        layer = float8lab.TransformerLayer(
+        layer: Any = float8lab.TransformerLayer(
             D, FFN, HEADS, GROUPS, layernorm_epsilon=EPS,
             hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal", bias=False,
             normalization="RMSNorm", activation="swiglu", attn_input_format="bshd",
@@ -96,7 +96,7 @@ class _Ours(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.angles is None:
             with torch.device("cuda"):
-                rotary = float8lab.RotaryPositionEmbedding(D // HEADS, rotary_base=500000.0)
+                rotary: Any = float8lab.RotaryPositionEmbedding(D // HEADS, rotary_base=500000.0)
                 self.angles = rotary(x.shape[1])
         with self.context():
             y: Tensor = self.layer(x, rotary_pos_emb=self.angles)
@@ -109,8 +109,8 @@ def _ours(plain: nn.Module, recipe: Any = None, **options: Any) -> nn.Module:
 
 
 def _compiled(plain: nn.Module) -> nn.Module:
-    result: nn.Module = torch.compile(plain)
-    return result
+    result: Any = torch.compile(plain)
+    return cast(nn.Module, result)
 
 
 def candidates() -> dict[str, Callable[[nn.Module], nn.Module]]:

@@ -211,6 +211,8 @@ class Precision:
         """When a compiled graph casts ``x``: a scale that is the graph's own, and the amax slot."""
         inner = x.inputs[0] if isinstance(x, Source) else x
         slots = self._slots(recipe, inner.device, group)
+        if slots.pack.is_recorded():
+            STATE.recorded.add(slots.pack)
         forward = slots.forward[index]
         again = forward and in_backward()
         region = STATE.region or STATE.in_graph

@@ -14,6 +14,7 @@ the module's output.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class _State:
         "init",
         "onnx",
         "recipe",
+        "recorded",
         "recordings",
         "region",
         "replay",
@@ -79,6 +81,7 @@ class _State:
         self.region: Region | None = None
         self.init: ModelInit | None = None
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
+        self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()  # by such a graph's CUDA graph
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         self.created = 0  # modules with FP8 state, so far
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
@@ -208,20 +211,30 @@ def advance_in_graph(groups: Iterable[Any]) -> None:
         _advance_op(STATE.clock, [name_of_group(group) for group in groups])
 
 
-def _advance(clock: Tensor, groups: Sequence[str]) -> None:
-    region, STATE.in_graph = STATE.in_graph or Region(), None
+def _advance(clock: Tensor, groups: Sequence[str]) -> Tensor:
+    region, STATE.in_graph = STATE.in_graph, None
+    if region is None:
+        # No cast ran in Python: CUDA graphs that this op is no part of have replayed them.
+        region = Region()
+        region.packs.update(dict.fromkeys(STATE.recorded))
     region.groups.update(dict.fromkeys(map(group_named, groups)))
     region.close()
+    return _nothing(clock)
+
+
+def _nothing(clock: Tensor, *_: Any) -> Tensor:
+    """An output, by whose device the compiler knows that a CUDA graph can hold the op."""
+    return clock.new_empty(0)
 
 
 # To the compiler both write the clock. Nothing reads it, or backward would have to save it.
 _come_after_op = register_stateful(
-    "come_after(Tensor(a!) clock, Tensor y) -> ()",
-    implementation=lambda clock, y: None,
-    fake=lambda clock, y: None,
+    "come_after(Tensor(a!) clock, Tensor y) -> Tensor",
+    implementation=_nothing,
+    fake=_nothing,
 )
 _advance_op = register_stateful(
-    "advance(Tensor(a!) clock, str[] groups) -> ()",
+    "advance(Tensor(a!) clock, str[] groups) -> Tensor",
     implementation=_advance,
-    fake=lambda clock, groups: None,
+    fake=_nothing,
 )
