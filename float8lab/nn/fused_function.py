@@ -3,7 +3,7 @@
 The input of each GEMM is a ``Source``: a norm or an activation that is computed while it is cast
 and never written. Saved for backward are the input of the norm with its statistics and the input
 of the activation, both of which their derivatives need; the casts that wgrad needs are made again
-from these, under the forward's scales.
+from these, and those that dgrad needs from the weights, under the forward's scales.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from float8lab.formats import E4M3
@@ -23,8 +23,10 @@ from float8lab.nn.operands import (
     cast_again,
     cast_gradient,
     cast_weight,
+    cast_weight_again,
     dgrad,
     fprop,
+    lives_on,
     same_when_transposed,
     wgrad,
 )
@@ -115,8 +117,8 @@ class _Saved(NamedTuple):
     """What the backward of a GEMM on a source needs, but for the source."""
 
     x_scale: Tensor | None  # under which to cast the source again, if per tensor
-    weight: Tensor | None  # where its FP8 data will not do
-    w_q: Tensor | None
+    weight: Tensor | None
+    w_q: Tensor | None  # unless the weight is a parameter, of which it can be made again
     w_scale: Tensor | None
 
 
@@ -144,17 +146,20 @@ def _forward(
     plan, value = call.plan, x if written is None else written
     in_fp8 = [plan.dgrad] * needs[0] + [plan.fprop] * again  # the uses of the weight in backward
     keep_scale = plan.x.per_tensor and ((again and plan.fprop) or (needs[1] and plan.wgrad))
-    keep_w_q = any(in_fp8) and same_when_transposed(plan.w)
-    keep_w = bool(in_fp8) and not (keep_w_q and all(in_fp8))
+    keep_w_scale = any(in_fp8) and same_when_transposed(plan.w)
 
     x_q = cast(value, plan.x, X, call) if plan.fprop or keep_scale else None
-    w_q = cast_weight(weight, call) if plan.fprop or keep_w_q else None
+    w_q = cast_weight(weight, call) if plan.fprop or keep_w_scale else None
     y = fprop(
         value, x_q if plan.fprop else None, weight, w_q, bias, call,
         features=weight.shape[0], dtype=x.dtype,
     )  # fmt: skip
     saved_scale = x_q[1] if x_q is not None and keep_scale else None
-    saved_w_q = w_q if w_q is not None and keep_w_q else (None, None)
+    saved_w_q: tuple[Tensor | None, Tensor | None] = (None, None)
+    if w_q is not None and keep_w_scale:
+        recast = isinstance(weight, nn.Parameter) and not lives_on(w_q, weight, call)
+        saved_w_q = (None, w_q[1]) if recast else w_q
+    keep_w = bool(in_fp8) and (saved_w_q[0] is None or not all(in_fp8))
     return y, _Saved(saved_scale, weight if keep_w else None, *saved_w_q)
 
 
@@ -166,7 +171,7 @@ def _forward_again(
     x_q = w_q = None
     if plan.fprop:
         x_q = cast_again(x, plan.x, saved.x_scale, call, transposed=False)
-        w_q = _w_q(saved) or cast_weight(weight, call)
+        w_q = _w_q(saved, call) or cast_weight(weight, call)
     return fprop(x, x_q, weight, w_q, bias, call, features=features, dtype=x.dtype)
 
 
@@ -176,10 +181,12 @@ def _weight(saved: _Saved) -> Tensor:
     return weight
 
 
-def _w_q(saved: _Saved) -> Operand | None:
-    if saved.w_q is None or saved.w_scale is None:
+def _w_q(saved: _Saved, call: Call) -> Operand | None:
+    if saved.w_scale is None:
         return None
-    return saved.w_q, saved.w_scale
+    if saved.w_q is not None:
+        return saved.w_q, saved.w_scale
+    return cast_weight_again(_weight(saved), saved.w_scale, call)
 
 
 def _backward(
@@ -213,7 +220,7 @@ def _backward(
     dy_q, dy_t, total = cast_gradient(dy, call, dx=needs_dx, dw=needs_dw, column_sum=needs_db)
     dx = dw = db = None
     if needs_dx:
-        weight = _weight(saved) if dy_q is None else _w_q(saved) or _weight(saved)
+        weight = _weight(saved) if dy_q is None else _w_q(saved, call) or _weight(saved)
         dx = dgrad(high, dy_q, weight, call, shape=(M, K), dtype=x.dtype)
     if needs_dw:
         x_t, value = None, None

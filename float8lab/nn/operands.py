@@ -44,11 +44,13 @@ __all__ = [
     "cast_gradient",
     "cast_pair",
     "cast_weight",
+    "cast_weight_again",
     "compress",
     "crop",
     "dgrad",
     "fprop",
     "gemm",
+    "lives_on",
     "plain",
     "same_when_transposed",
     "transposed_weight",
@@ -174,10 +176,21 @@ def cast_weight(weight: Tensor, call: Call) -> Operand:
     """The weight in FP8: stored so, kept, or cast now; CPU offload hears which."""
     operand = _find_or_cast_weight(weight, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
-        kept = None if call.precision is None else call.precision.weight_cast
-        lives_on = isinstance(weight, Float8Tensor) or (kept and kept.q is operand[0])
-        STATE.weights[StorageWeakRef(operand[0].untyped_storage())] = bool(lives_on)
+        key = StorageWeakRef(operand[0].untyped_storage())
+        STATE.weights[key] = lives_on(operand, weight, call)
     return operand
+
+
+def lives_on(operand: Operand, weight: Tensor, call: Call) -> bool:
+    """Whether the FP8 data of a weight is kept in any case, saved for backward or not."""
+    kept = None if call.precision is None else call.precision.weight_cast
+    return isinstance(weight, Float8Tensor) or (kept is not None and kept.q is operand[0])
+
+
+def cast_weight_again(weight: Tensor, scale: Tensor, call: Call) -> Operand:
+    """In backward, what the forward has cast, under its scale."""
+    spec = call.plan.w
+    return cast_op(plain(weight), scale, None, spec.fp8_dtype, spec.block, ALIGN), scale
 
 
 def _find_or_cast_weight(weight: Tensor, call: Call) -> Operand:

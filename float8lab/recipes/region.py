@@ -81,7 +81,9 @@ class _State:
         self.region: Region | None = None
         self.init: ModelInit | None = None
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
-        self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()  # by such a graph's CUDA graph
+        self.recorded: weakref.WeakSet[ScalePack] = (
+            weakref.WeakSet()
+        )  # by such a graph's CUDA graph
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         self.created = 0  # modules with FP8 state, so far
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress

@@ -252,20 +252,18 @@ def test_what_backward_can_compute_again_is_not_saved(recipe: Any) -> None:
     M, K, F = 2048, 64, 96
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
     how: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
-    square = recipe.linear.w.block[0] == recipe.linear.w.block[1]
     small = 4 * 2 * M + 2048  # statistics, and scales of one number
     linear = float8lab.LayerNormLinear(K, F, **how)
-    assert saved_bytes(linear, x, recipe) <= 2 * M * K + square * K * F + small
+    assert saved_bytes(linear, x, recipe) <= 2 * M * K + small
     for activation, size in (("gelu", F), ("swiglu", 2 * F)):
         mlp = float8lab.LayerNormMLP(K, F, activation=activation, **how)
-        weights = square * (K * size + F * K)
-        assert saved_bytes(mlp, x, recipe) <= 2 * M * (K + size) + weights + small
+        assert saved_bytes(mlp, x, recipe) <= 2 * M * (K + size) + small
         mlp.fp8_activation_input = True
         scales = 4 * M * -(-size // 128)
         kept = saved_bytes(mlp, x, recipe)
-        assert kept <= 2 * M * K + M * size + scales + weights + small
+        assert kept <= 2 * M * K + M * size + scales + small
         mlp.checkpoint = True
-        assert saved_bytes(mlp, x, recipe) <= 2 * M * K + weights + small
+        assert saved_bytes(mlp, x, recipe) <= 2 * M * K + small
 
 
 # --- what training loops do ----------------------------------------------------------------------
