@@ -20,6 +20,7 @@ from float8lab.nn.precision import DY, Call, W
 from float8lab.ops import (
     Source,
     cast_of_op,
+    cast_of_unrecorded_op,
     cast_op,
     cast_pair_of_op,
     cast_pair_op,
@@ -126,7 +127,7 @@ def cast_again(
     source = (x.kind, x.inputs, x.dtype, transposed)
     if spec.per_tensor:
         assert scale is not None, "the forward has saved it"
-        return cast_of_op(*source, scale, None, spec.fp8_dtype, ALIGN), scale
+        return cast_of_unrecorded_op(*source, scale, spec.fp8_dtype, ALIGN), scale
     q, own = quantize_of_op(
         *source, None, spec.fp8_dtype, spec.block, spec.scale_rule, call.plan.amax_epsilon, ALIGN
     )

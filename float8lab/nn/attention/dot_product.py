@@ -27,6 +27,7 @@ from float8lab.nn.attention.masks import (
     window_of,
 )
 from float8lab.nn.linear import check_parallel_arguments
+from float8lab.nn.precision import must_run_in_eager
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 
@@ -239,7 +240,7 @@ class DotProductAttention(nn.Module):
         Returns:
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
         """
-        if torch.compiler.is_compiling() and self._fp8.needs_eager():
+        if must_run_in_eager():
             return self._forward_in_eager(
                 query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
                 cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
