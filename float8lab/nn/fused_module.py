@@ -18,6 +18,7 @@ from float8lab.nn.linear import (
 )
 from float8lab.nn.norm import mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
+from float8lab.nn.operands import plain
 from float8lab.nn.precision import Call, Precision, precisions
 from float8lab.tensor import Float8Tensor
 
@@ -95,8 +96,8 @@ class FusedModule(nn.Module):
         biases = [getattr(self, f"{prefix}bias") for prefix in prefixes]
         if len(weights) == 1:
             return weights[0], biases[0]
-        plain = [w.dequantize() if isinstance(w, Float8Tensor) else w for w in weights]
-        return torch.cat(plain), None if biases[0] is None else torch.cat(biases)
+        whole = torch.cat([plain(weight) for weight in weights])
+        return whole, None if biases[0] is None else torch.cat(biases)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group; only one of a single rank is supported."""

@@ -17,6 +17,7 @@ from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain
 from float8lab.nn.precision import Precision, must_run_in_eager
+from float8lab.recipes.region import STATE
 
 __all__ = ["LayerNormMLP"]
 
@@ -178,7 +179,7 @@ class LayerNormMLP(FusedModule):
             )
             self._fp8_fc1.end(fc1, results[0])
             self._fp8_fc2.end(fc2, results[0])
-        elif self.checkpoint and torch.is_grad_enabled():
+        elif self.checkpoint and torch.is_grad_enabled() and STATE.onnx is None:
             run = self._forward_in_high_precision
             results = run_checkpointed(run, x, added, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
+from float8lab.nn.operands import plain
 from float8lab.nn.precision import Precision, must_run_in_eager
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
@@ -295,13 +296,21 @@ class Linear(nn.Linear):
             return self.weight, self.bias
         weights = [getattr(self, f"{prefix}weight") for prefix in self._names]
         biases = [getattr(self, f"{prefix}bias") for prefix in self._names]
-        plain = [w.dequantize() if isinstance(w, Float8Tensor) else w for w in weights]
-        return torch.cat(plain), None if biases[0] is None else torch.cat(biases)
+        whole = torch.cat([plain(weight) for weight in weights])
+        return whole, None if biases[0] is None else torch.cat(biases)
 
     def _forward_in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        plain = weight.dequantize() if isinstance(weight, Float8Tensor) else weight
-        self._fp8.calibrate(x, plain)
-        return nn.functional.linear(x, plain, bias)
+        weight = plain(weight)
+        self._fp8.calibrate(x, weight)
+        return nn.functional.linear(x, weight, bias)
+
+    def extra_repr(self) -> str:
+        first = getattr(self, f"{self._names[0]}bias") if self._split else self.bias
+        parts = f", parameters_split={self._split}" if self._split else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={first is not None}{parts}"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with keep_initial_values(self):

@@ -149,7 +149,9 @@ def compress(scale: Tensor, spec: Float8Spec) -> Tensor:
 
 def plain(weight: Tensor) -> Tensor:
     """A weight in high precision."""
-    return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+    if not isinstance(weight, Float8Tensor):
+        return weight
+    return weight.dequantize() if STATE.onnx is None else STATE.onnx.dequantized(weight)
 
 
 def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:
