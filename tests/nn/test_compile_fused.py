@@ -98,9 +98,10 @@ def states(model):
 def steps(call, model, recipe, *, within=False):
     """Output, gradients and state of each of four steps."""
     generator = torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
     history = []
     for number in range(4):
-        x, dy = (torch.randn(S, B, HIDDEN, generator=generator) for _ in range(2))
+        x, dy = torch.randn(2, S, B, HIDDEN, generator=generator).to(device)
         x = (x * (number + 1)).requires_grad_()
         model.zero_grad()
         with float8lab.autocast(enabled=not within, recipe=recipe):
@@ -126,8 +127,8 @@ def check_same(actual, expected):
         ("mlp-fp8-input", "current"),
     ],
 )
-def test_equals_eager(name, recipe):
-    eager = Twice(name)
+def test_equals_eager(name, recipe, device):
+    eager = Twice(name).to(device)
     model = copy.deepcopy(eager)
     backend = Counted()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -217,8 +218,8 @@ def test_a_checkpointed_transformer_layer():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("name", ["norm-linear", "mlp", "mlp-checkpoint", "transformer"])
-def test_inductor(name, recipe):
-    eager = MODULES[name]()
+def test_inductor(name, recipe, device):
+    eager = MODULES[name]().to(device)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True)
     actual = steps(compiled, model, RECIPES[recipe])
