@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab.formats import FLOAT32_MAX, Float8Spec, largest
 from float8lab.nn.precision import Call, W, X
-from float8lab.recipes.region import STATE
+from float8lab.recipes.region import STATE, OnnxForm
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["onnx_export"]
@@ -29,8 +29,10 @@ class onnx_export(ContextDecorator):
 
     ``torch.onnx.export(model, args, dynamo=True, opset_version=21)`` then writes each FP8 linear
     layer as QuantizeLinear and DequantizeLinear nodes (``float8e4m3fn``) on the input and on the
-    weight, and a MatMul in float32: standard operators. onnxruntime runs them; it has to be told
-    that they are not int8 (``session.disable_quant_qdq``, see docs/services.md).
+    weight, and a MatMul in float32: standard operators. Norms, activations and attention are
+    written as standard operators, too, and fused modules as their parts. onnxruntime runs the
+    file; it has to be told that its pairs are not int8 (``session.disable_quant_qdq``, see
+    docs/services.md).
 
     All recipes export. Ask for ``opset_version`` 21 or higher: ONNX has blocks, which
     ``Float8BlockScaling`` and ``MXFP8BlockScaling`` need, since 21 and FP8 since 19. Scales of
@@ -42,6 +44,7 @@ class onnx_export(ContextDecorator):
 
     Raises:
         ValueError: a layer under ``DelayedScaling`` has no scales yet.
+        NotImplementedError: attention in FP8, of ``qkv_format="thd"`` or with a key/value cache.
 
     >>> with float8lab.onnx_export(enabled=True):
     ...     pass  # torch.onnx.export(model, (x,), "model.onnx", dynamo=True, opset_version=21)
@@ -53,7 +56,7 @@ class onnx_export(ContextDecorator):
 
     def __enter__(self) -> onnx_export:
         self._outer.append(STATE.onnx)
-        STATE.onnx = _linear if self._enabled else None
+        STATE.onnx = OnnxForm(_linear, _dequantized) if self._enabled else None
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from float8lab.ops import ACTIVATIONS, value_of_op
+from float8lab.ops import ACTIVATIONS, reference, value_of_op
+from float8lab.recipes.region import STATE
 
 __all__ = ["activate", "check_activation"]
 
@@ -28,6 +29,10 @@ def check_activation(activation: str) -> bool:
 
 def activate(h: Tensor, activation: str) -> Tensor:
     """The activation of ``h`` over the last dimension; ``h`` is what is saved for backward."""
+    if STATE.onnx is not None:  # the reference is in operators that ONNX has
+        h2 = h.reshape(-1, h.shape[-1]).to(torch.promote_types(h.dtype, torch.float32))
+        y = reference.value_of(activation, [h2], h.dtype)
+        return y.reshape(*h.shape[:-1], y.shape[-1])
     result: Tensor = _Activation.apply(h, activation)
     return result
 

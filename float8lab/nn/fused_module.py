@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from float8lab.distributed.fsdp import store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.linear import check_parallel_arguments, default_device, normal_init
+from float8lab.nn.linear import (
+    check_parallel_arguments,
+    default_device,
+    initialise,
+    keep_initial_values,
+)
 from float8lab.nn.norm import mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
+from float8lab.nn.operands import plain
 from float8lab.nn.precision import Call, Precision, precisions
 from float8lab.tensor import Float8Tensor
 
@@ -28,6 +34,7 @@ class FusedModule(nn.Module):
     layer_norm_bias: nn.Parameter | None
     fuse_wgrad_accumulation: bool
     _norm: NormKind
+    _keeps_initial_values = False
 
     def _set_up_norm(
         self,
@@ -81,22 +88,7 @@ class FusedModule(nn.Module):
         self.register_parameter(f"{prefix}bias", added)
 
     def _initialise(self, prefixes: Sequence[str], init_method: _Init | None) -> None:
-        """Initialise the weight that these parts form, by one call, and their biases."""
-        init = init_method or normal_init
-        weights = [getattr(self, f"{prefix}weight") for prefix in prefixes]
-        with torch.no_grad():
-            if len(weights) == 1:
-                init(weights[0])
-            else:
-                whole = torch.cat([torch.empty_like(weight) for weight in weights])
-                init(whole)
-                for weight, part in zip(
-                    weights, whole.split([w.shape[0] for w in weights]), strict=True
-                ):
-                    weight.copy_(part)
-            for prefix in prefixes:
-                if getattr(self, f"{prefix}bias") is not None:
-                    nn.init.zeros_(getattr(self, f"{prefix}bias"))
+        initialise(self, prefixes, init_method, keep=self._keeps_initial_values)
 
     def _whole(self, prefixes: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that these parts form."""
@@ -104,8 +96,8 @@ class FusedModule(nn.Module):
         biases = [getattr(self, f"{prefix}bias") for prefix in prefixes]
         if len(weights) == 1:
             return weights[0], biases[0]
-        plain = [w.dequantize() if isinstance(w, Float8Tensor) else w for w in weights]
-        return torch.cat(plain), None if biases[0] is None else torch.cat(biases)
+        whole = torch.cat([plain(weight) for weight in weights])
+        return whole, None if biases[0] is None else torch.cat(biases)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group; only one of a single rank is supported."""
@@ -119,11 +111,6 @@ class FusedModule(nn.Module):
                 f"{tuple(inp.shape)}. Reshape it, or build the module with that {argument}."
             )
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
-
-    def _must_run_in_eager(self) -> bool:
-        """Whether this call would change Python state that a compiled graph cannot hold."""
-        compiling = torch.compiler.is_compiling()
-        return compiling and any(precision.needs_eager() for _, precision in precisions(self))
 
     def _begin(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
@@ -155,7 +142,8 @@ class FusedModule(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)
+        with keep_initial_values(self):
+            result = super()._apply(fn, recurse)
         device = next((p.device for p in self.parameters()), None)
         if device is not None:
             for _, precision in precisions(self):

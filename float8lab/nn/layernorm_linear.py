@@ -14,7 +14,7 @@ from float8lab.nn.linear import check_parallel_arguments, sizes_of_split, store_
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain
-from float8lab.nn.precision import Precision
+from float8lab.nn.precision import Precision, must_run_in_eager
 
 __all__ = ["LayerNormLinear"]
 
@@ -112,7 +112,8 @@ class LayerNormLinear(FusedModule):
         for prefix, size in zip(self._prefixes, sizes.values(), strict=True):
             self._register(prefix, (size, in_features), bias=bias, device=where, dtype=dtype)
         self.reset_parameters()
-        store_in_fp8(self, [f"{prefix}weight" for prefix in self._prefixes])
+        names = [f"{prefix}weight" for prefix in self._prefixes]
+        self._keeps_initial_values = store_in_fp8(self, names)
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weight by ``init_method``, and the bias to 0."""
@@ -131,7 +132,7 @@ class LayerNormLinear(FusedModule):
             output if ``return_layernorm_output``.
         """
         x = self._checked(inp, self.in_features, "in_features")
-        if self._must_run_in_eager():
+        if must_run_in_eager():
             return self._forward_in_eager(inp, is_first_microbatch)
         weight, bias = self._whole(self._prefixes)
         added = None if self.return_bias else bias

@@ -16,7 +16,8 @@ from float8lab.nn.linear import check_parallel_arguments, store_in_fp8
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain
-from float8lab.nn.precision import Precision
+from float8lab.nn.precision import Precision, must_run_in_eager
+from float8lab.recipes.region import STATE
 
 __all__ = ["LayerNormMLP"]
 
@@ -137,7 +138,7 @@ class LayerNormMLP(FusedModule):
         shape = (hidden_size, ffn_hidden_size)
         self._register("fc2_", shape, bias=bias, device=where, dtype=dtype)
         self.reset_parameters()
-        store_in_fp8(self, ["fc1_weight", "fc2_weight"])
+        self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weights by their init methods, and the biases to 0."""
@@ -157,7 +158,7 @@ class LayerNormMLP(FusedModule):
             output if ``return_layernorm_output``.
         """
         x = self._checked(inp, self.hidden_size, "hidden_size")
-        if self._must_run_in_eager():
+        if must_run_in_eager():
             return self._forward_in_eager(inp, is_first_microbatch)
         added = None if self.return_bias else self.fc2_bias
         fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch)
@@ -178,7 +179,7 @@ class LayerNormMLP(FusedModule):
             )
             self._fp8_fc1.end(fc1, results[0])
             self._fp8_fc2.end(fc2, results[0])
-        elif self.checkpoint and torch.is_grad_enabled():
+        elif self.checkpoint and torch.is_grad_enabled() and STATE.onnx is None:
             run = self._forward_in_high_precision
             results = run_checkpointed(run, x, added, use_reentrant=False, preserve_rng_state=False)
         else:

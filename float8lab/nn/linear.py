@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
-from float8lab.nn.precision import Precision
+from float8lab.nn.operands import plain
+from float8lab.nn.precision import Precision, must_run_in_eager
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
 
@@ -20,8 +21,8 @@ __all__ = [
     "Linear",
     "check_parallel_arguments",
     "default_device",
+    "initialise",
     "keep_initial_values",
-    "normal_init",
     "sizes_of_split",
     "store_in_fp8",
 ]
@@ -57,11 +58,14 @@ def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | N
         )
 
 
-def store_in_fp8(module: nn.Module, names: Sequence[str]) -> None:
-    """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active."""
+def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
+    """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
+
+    Returns whether they are to keep their initial values in high precision.
+    """
     init = STATE.init
     if init is None:
-        return
+        return False
     spec = init.recipe.linear.w
     for name in names:
         value = getattr(module, name).detach()
@@ -73,6 +77,38 @@ def store_in_fp8(module: nn.Module, names: Sequence[str]) -> None:
         if init.preserve_high_precision_init_val:
             _keep_initial_value(parameter, value)
         setattr(module, name, parameter)
+    return init.preserve_high_precision_init_val
+
+
+def initialise(
+    module: nn.Module,
+    prefixes: Sequence[str],
+    init_method: Callable[[Tensor], Any] | None,
+    *,
+    keep: bool,
+) -> None:
+    """Initialise the weight that ``<prefix>weight`` form, by one call, and the biases to 0.
+
+    With ``keep`` parameters that are stored in FP8 keep what the weight then is.
+    """
+    init = init_method or normal_init
+    weights = [getattr(module, f"{prefix}weight") for prefix in prefixes]
+    sizes = [weight.shape[0] for weight in weights]
+    with torch.no_grad():
+        if len(weights) == 1 and not keep:
+            init(weights[0])
+        else:
+            first = weights[0]
+            shape = (sum(sizes), first.shape[1])
+            whole = torch.empty(shape, device=first.device, dtype=first.dtype)
+            init(whole)
+            for weight, part in zip(weights, whole.split(sizes), strict=True):
+                weight.copy_(part)
+                if keep:
+                    _keep_initial_value(weight, part.clone())
+        for prefix in prefixes:
+            if getattr(module, f"{prefix}bias") is not None:
+                nn.init.zeros_(getattr(module, f"{prefix}bias"))
 
 
 def _keep_initial_value(parameter: Any, value: Tensor) -> None:
@@ -186,33 +222,12 @@ class Linear(nn.Linear):
             parameter = None if value is None else nn.Parameter(value)
             self.register_parameter(f"{prefix}bias", parameter)
         self.reset_parameters()
-        store_in_fp8(self, [f"{prefix}weight" for prefix in self._names])
-        self._keeps_initial_values = (
-            STATE.init is not None and STATE.init.preserve_high_precision_init_val
-        )
+        names = [f"{prefix}weight" for prefix in self._names]
+        self._keeps_initial_values = store_in_fp8(self, names)
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method`` and the bias to 0."""
-        init = self._init_method or normal_init
-        with torch.no_grad():
-            if self._split is None and not self._keeps_initial_values:
-                init(self.weight)
-            else:
-                # One call on the whole weight, as if it were not split.
-                first = getattr(self, f"{self._names[0]}weight")
-                whole = torch.empty(
-                    self.out_features, self.in_features, device=first.device, dtype=first.dtype
-                )
-                init(whole)
-                sizes = [self.out_features] if self._split is None else [*self._split.values()]
-                for prefix, part in zip(self._names, whole.split(sizes), strict=True):
-                    parameter = getattr(self, f"{prefix}weight")
-                    parameter.copy_(part)
-                    if self._keeps_initial_values:
-                        _keep_initial_value(parameter, part.clone())
-            for prefix in self._names:
-                if getattr(self, f"{prefix}bias") is not None:
-                    nn.init.zeros_(getattr(self, f"{prefix}bias"))
+        initialise(self, self._names, self._init_method, keep=self._keeps_initial_values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
@@ -254,7 +269,7 @@ class Linear(nn.Linear):
                 f"inp must have {self.in_features} as its last dimension (in_features); got shape "
                 f"{tuple(inp.shape)}. Reshape it, or build the layer with that in_features."
             )
-        if torch.compiler.is_compiling() and self._fp8.needs_eager():
+        if must_run_in_eager():
             return self._forward_in_eager(inp, is_first_microbatch)
         weight, bias = self._whole_parameters()
         added = None if self.return_bias else bias
@@ -281,13 +296,21 @@ class Linear(nn.Linear):
             return self.weight, self.bias
         weights = [getattr(self, f"{prefix}weight") for prefix in self._names]
         biases = [getattr(self, f"{prefix}bias") for prefix in self._names]
-        plain = [w.dequantize() if isinstance(w, Float8Tensor) else w for w in weights]
-        return torch.cat(plain), None if biases[0] is None else torch.cat(biases)
+        whole = torch.cat([plain(weight) for weight in weights])
+        return whole, None if biases[0] is None else torch.cat(biases)
 
     def _forward_in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        plain = weight.dequantize() if isinstance(weight, Float8Tensor) else weight
-        self._fp8.calibrate(x, plain)
-        return nn.functional.linear(x, plain, bias)
+        weight = plain(weight)
+        self._fp8.calibrate(x, weight)
+        return nn.functional.linear(x, weight, bias)
+
+    def extra_repr(self) -> str:
+        first = getattr(self, f"{self._names[0]}bias") if self._split else self.bias
+        parts = f", parameters_split={self._split}" if self._split else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={first is not None}{parts}"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with keep_initial_values(self):

@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor
         ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
     if STATE.onnx is not None:
-        return STATE.onnx(x, weight, bias, call)
+        return STATE.onnx.linear(x, weight, bias, call)
     result: Tensor = _Linear.apply(x, weight, bias, call)
     return result
 

@@ -20,6 +20,7 @@ from float8lab.nn.precision import DY, Call, W
 from float8lab.ops import (
     Source,
     cast_of_op,
+    cast_of_unrecorded_op,
     cast_op,
     cast_pair_of_op,
     cast_pair_op,
@@ -128,7 +129,7 @@ def cast_again(
     source = (x.kind, x.inputs, x.dtype, transposed)
     if spec.per_tensor:
         assert scale is not None, "the forward has saved it"
-        return cast_of_op(*source, scale, None, spec.fp8_dtype, ALIGN), scale
+        return cast_of_unrecorded_op(*source, scale, spec.fp8_dtype, ALIGN), scale
     q, own = quantize_of_op(
         *source, None, spec.fp8_dtype, spec.block, spec.scale_rule, call.plan.amax_epsilon, ALIGN
     )
@@ -150,7 +151,9 @@ def compress(scale: Tensor, spec: Float8Spec) -> Tensor:
 
 def plain(weight: Tensor) -> Tensor:
     """A weight in high precision."""
-    return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
+    if not isinstance(weight, Float8Tensor):
+        return weight
+    return weight.dequantize() if STATE.onnx is None else STATE.onnx.dequantized(weight)
 
 
 def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:

@@ -33,7 +33,7 @@ from float8lab.recipes.region import (
 )
 from float8lab.tensor.fsdp import MasterGather
 
-__all__ = ["DY", "Call", "Precision", "W", "X", "precisions"]
+__all__ = ["DY", "Call", "Precision", "W", "X", "must_run_in_eager", "precisions"]
 
 X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
@@ -74,7 +74,8 @@ class Call:
         """Whether ``scale`` will look at the values of its ``x``, not at its shape alone."""
         if self.fixed is not None and index in self.fixed:
             return False
-        assert self.slots is not None, "asked for under a delayed recipe only"
+        if self.slots is None:
+            return False  # in a compiled graph, whose casts look at them when it runs
         return not self.slots.seeded[index]
 
     def scale(self, index: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -153,10 +154,6 @@ class Precision:
         if self.pinned or STATE.enabled is None:
             return self.recipe
         return STATE.recipe or self.recipe or DEFAULT_RECIPE
-
-    def needs_eager(self) -> bool:
-        """Whether a call does what a compiled graph cannot hold."""
-        return STATE.calibrating
 
     def weight_gather(self) -> MasterGather | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
@@ -349,6 +346,11 @@ class Precision:
         elif slots.pack.scale.device != device:
             slots.to(device)
         return slots
+
+
+def must_run_in_eager() -> bool:
+    """Whether a graph is traced where calls calibrate, which a graph cannot hold."""
+    return STATE.calibrating and torch.compiler.is_compiling()
 
 
 def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:

@@ -20,6 +20,7 @@ __all__ = [
     "amax_op",
     "cast_op",
     "cast_pair_op",
+    "cast_unrecorded_op",
     "dequantize_op",
     "empty_scale",
     "quantize_op",
@@ -82,6 +83,19 @@ def _fake_cast(
     return x.new_empty(shape, dtype=fp8_dtype)
 
 
+def _cast_unrecorded(
+    x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], align: int
+) -> Tensor:
+    q: Tensor = cast_op(x, scale, None, fp8_dtype, block, align)
+    return q
+
+
+def _fake_cast_unrecorded(
+    x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], align: int
+) -> Tensor:
+    return _fake_cast(x, scale, None, fp8_dtype, block, align)
+
+
 def _fake_cast_pair(
     x: Tensor,
     scale: Tensor,
@@ -129,6 +143,15 @@ cast_op = register(
     cuda="quantize:cast",
     reference=reference.cast,
     fake=_fake_cast,
+)
+# For graphs: of an op that may write a tensor it was not given, and that returns one tensor,
+# Inductor makes a call that it cannot lower.
+cast_unrecorded_op = register(
+    "cast_unrecorded(Tensor x, Tensor scale, ScalarType fp8_dtype, int[] block, int align)"
+    " -> Tensor",
+    cuda=_cast_unrecorded,
+    reference=_cast_unrecorded,
+    fake=_fake_cast_unrecorded,
 )
 cast_pair_op = register(
     "cast_pair(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align,"

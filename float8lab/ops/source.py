@@ -23,6 +23,7 @@ __all__ = [
     "Source",
     "amax_of_op",
     "cast_of_op",
+    "cast_of_unrecorded_op",
     "cast_pair_of_op",
     "quantize_of_op",
     "quantize_pair_of_op",
@@ -81,6 +82,31 @@ def _fake_cast_of(
     align: int,
 ) -> Tensor:
     return inputs[0].new_empty(_shape(kind, inputs, align, transposed), dtype=fp8_dtype)
+
+
+def _cast_of_unrecorded(
+    kind: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    transposed: bool,
+    scale: Tensor,
+    fp8_dtype: torch.dtype,
+    align: int,
+) -> Tensor:
+    q: Tensor = cast_of_op(kind, inputs, dtype, transposed, scale, None, fp8_dtype, align)
+    return q
+
+
+def _fake_cast_of_unrecorded(
+    kind: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    transposed: bool,
+    scale: Tensor,
+    fp8_dtype: torch.dtype,
+    align: int,
+) -> Tensor:
+    return _fake_cast_of(kind, inputs, dtype, transposed, scale, None, fp8_dtype, align)
 
 
 def _fake_cast_pair_of(
@@ -154,6 +180,13 @@ cast_of_op = register(
     cuda="source:cast_of",
     reference=reference.cast_of,
     fake=_fake_cast_of,
+)
+cast_of_unrecorded_op = register(  # for graphs, as ``cast_unrecorded_op`` is
+    "cast_of_unrecorded(str kind, Tensor[] inputs, ScalarType dtype, bool transposed,"
+    " Tensor scale, ScalarType fp8_dtype, int align) -> Tensor",
+    cuda=_cast_of_unrecorded,
+    reference=_cast_of_unrecorded,
+    fake=_fake_cast_of_unrecorded,
 )
 cast_pair_of_op = register(
     "cast_pair_of(str kind, Tensor[] inputs, ScalarType dtype, Tensor scale,"

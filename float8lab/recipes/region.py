@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ __all__ = [
     "DEFAULT_RECIPE",
     "STATE",
     "ModelInit",
+    "OnnxForm",
     "Region",
     "advance_in_graph",
     "advance_scales",
@@ -52,6 +53,15 @@ class ModelInit:
     def __init__(self, recipe: Recipe, preserve_high_precision_init_val: bool) -> None:
         self.recipe = recipe
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
+
+
+class OnnxForm(NamedTuple):
+    """How ``onnx_export`` writes what FP8 has and ONNX calls by other names."""
+
+    linear: Callable[..., Tensor]
+    """As ``nn.linear_function.linear``."""
+    dequantized: Callable[[Any], Tensor]
+    """A Float8Tensor in high precision."""
 
 
 class _State:
@@ -88,7 +98,7 @@ class _State:
         self.created = 0  # modules with FP8 state, so far
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
         self.replay: Recording | None = None  # what the recomputation in progress repeats
-        self.onnx: Callable[..., Tensor] | None = None  # how onnx_export writes a linear layer
+        self.onnx: OnnxForm | None = None  # while onnx_export is active
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 

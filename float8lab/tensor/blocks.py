@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, Float8Spec
-from float8lab.ops import cast_op, dequantize_op, quantize_op, scale_from_amax
+from float8lab.ops import cast_unrecorded_op, dequantize_op, quantize_op, scale_from_amax
 
 __all__ = [
     "block_amax",
@@ -109,7 +109,7 @@ def quantize_blocks(
         )
     else:
         flat = scale.reshape(math.prod(scales[:-1]), scales[-1] if scales else 1)
-        q = cast_op(matrix, flat, None, spec.fp8_dtype, block, 1)
+        q = cast_unrecorded_op(matrix, flat, spec.fp8_dtype, block, 1)
         amax, scale = scale * spec.largest(), scale.clone()
     return q.reshape(shape), scale.reshape(scales), amax.reshape(scales)
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_op, cast_op, scale_from_amax
+from float8lab.ops import amax_op, cast_unrecorded_op, scale_from_amax
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -206,7 +206,7 @@ class MasterGather(WeightGather):
         return scale if self.headroom == 1.0 else scale * self.headroom
 
     def cast(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return cast_op(rows, scale, None, self.spec.fp8_dtype, self.spec.block, 1)
+        return cast_unrecorded_op(rows, scale, self.spec.fp8_dtype, self.spec.block, 1)
 
 
 class StoredGather(WeightGather):
@@ -252,7 +252,7 @@ class StoredGather(WeightGather):
         if self.spec.block[0] == 1 and rows.spec == self.spec:
             return rows.qdata  # no block is shared
         values = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-        return cast_op(values, scale, None, self.spec.fp8_dtype, self.spec.block, 1)
+        return cast_unrecorded_op(values, scale, self.spec.fp8_dtype, self.spec.block, 1)
 
 
 class _Batch:

@@ -584,3 +584,10 @@ def test_inference_mode(recipe):
         expected = layer(x)
         with torch.inference_mode():
             assert torch.equal(layer(x), expected)
+
+
+def test_repr():
+    layer = float8lab.Linear(16, 32, device="cpu")
+    assert repr(layer) == "Linear(in_features=16, out_features=32, bias=True)"
+    layer = float8lab.Linear(16, 32, bias=False, parameters_split={"q": 8, "kv": 24}, device="cpu")
+    assert "bias=False, parameters_split={'q': 8, 'kv': 24}" in repr(layer)

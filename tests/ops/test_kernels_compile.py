@@ -75,6 +75,7 @@ SOURCES: dict[str, tuple[str, list[torch.Tensor]]] = {
     "swiglu_backward": ("swiglu_backward", [x, x[:, :256].contiguous()]),
     "geglu_backward": ("geglu_backward", [x, x[:, :256].contiguous()]),
 }
+WIDE = ("geglu_backward", [x.float(), x[:, :256].float()])
 
 
 def cast_of(name: str, transposed: bool = False, slot: torch.Tensor | None = None) -> Any:
@@ -162,6 +163,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "cast-of-swiglu": cast_of("swiglu", slot=one),
     "cast-both-of-gelu-backward": pair_of("gelu_backward", slot=one),
     "cast-both-of-geglu-backward": pair_of("geglu_backward", slot=one),
+    "cast-both-of-float32": lambda: source.cast_pair_of(
+        *WIDE, torch.float32, one, one, E5M2, 16, True
+    ),
     "tensor-of-rms-norm": quantized_of("rms_norm", (-1, -1)),
     "tensor-both-of-swiglu-backward": both_of("swiglu_backward", (-1, -1)),
     "row-of-layer-norm": quantized_of("layer_norm", (1, -1)),
@@ -270,6 +274,27 @@ def test_arithmetic_is_ieee(name: str) -> None:
         assert "div.approx" not in ptx
         assert ".NaN" not in ptx
         assert "fma" not in ptx
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "geglu_backward"])
+def test_one_scale_for_both_orientations_of_a_float32_source_takes_two_kernels(kind: str) -> None:
+    """One kernel would transpose the bytes that it has cast, and Triton 3.6 gets those wrong."""
+    narrow = SOURCES[kind]
+    wide = (kind, [one.float() for one in narrow[1]], torch.float32)
+    for arguments, in_one in ((wide, False), ((*narrow, torch.bfloat16), True)):
+        for first, *others in (
+            launches(lambda a=arguments: source.cast_pair_of(*a, one, None, E4M3, 16, True)),
+            launches(
+                lambda a=arguments: source.quantize_pair_of(
+                    *a, E4M3, (-1, -1), "fp32", 0.0, 16, True
+                )
+            )[1:],  # after the amax
+        ):
+            assert first[0] is source._cast_kernel
+            assert [other[0] for other in others] == [quantize._transpose_kernel] * (not in_one)
+            ir = compile_launch(first, 90).asm["ttgir"]
+            assert ("tt.trans" in ir) == in_one
+            assert not re.search(r"convert_layout .*xf8", ir)
 
 
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])

@@ -31,6 +31,7 @@ BLOCKS = {
     "row": ((1, -1), "fp32", 0.0),
     "1x128": ((1, 128), "fp32", 0.0),
     "mx": ((1, 32), "e8m0", 0.0),
+    "128x128": ((128, 128), "fp32", 0.0),
     "fallback-1x96": ((1, 96), "pow2", 0.0),
 }
 KINDS = [
@@ -44,6 +45,7 @@ SOME = [
     *((kind, BF16) for kind in ("layer_norm", "rms_norm", "swiglu", "gelu_backward")),
     *(("geglu_backward", dtype) for dtype in (BF16, FP32)),
     ("layer_norm", FP32),
+    ("gelu_backward", FP32),
 ]
 """Every branch of ``_load_source``, and both widths of its inputs."""
 
@@ -158,6 +160,20 @@ def test_cast(kind: str, dtype: torch.dtype) -> None:
         *got, sums = ops.cast_pair_of_op(kind, inputs, dtype, *arguments)
         all_same(got, ops.cast_pair_op(value, *arguments)[:2])
         sums_close(sums, value)
+
+
+@some_kinds
+def test_inputs_and_values_of_different_widths(kind: str, dtype: torch.dtype) -> None:
+    other = FP32 if dtype == BF16 else BF16
+    scale = torch.tensor([0.037], device="cuda")
+    inputs = inputs_of(kind, (300, 512), other)
+    value = ops.value_of_op(kind, inputs, dtype)
+    assert value.dtype == dtype
+    got = ops.cast_pair_of_op(kind, inputs, dtype, scale, None, E4M3, 16, False)
+    all_same(got, ops.cast_pair_op(value, scale, None, E4M3, 16, False))
+    how = (E5M2, (-1, -1), "fp32", 0.0, 16, False)
+    got = ops.quantize_pair_of_op(kind, inputs, dtype, *how)
+    all_same(got, ops.quantize_pair_op(value, *how))
 
 
 @some_kinds

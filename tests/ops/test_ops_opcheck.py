@@ -66,6 +66,7 @@ def test_cast(slot: bool, align: int, shape: tuple[int, int], device: torch.devi
 def test_cast_by_block(device: torch.device) -> None:
     x = torch.randn(20, 300, device=device)
     check(ops.cast_op, x, torch.ones(20, 3, device=device), None, E4M3, (1, 128), 1)
+    check(ops.cast_unrecorded_op, x, torch.ones(20, 3, device=device), E4M3, (1, 128), 1)
 
 
 @each_align
@@ -134,6 +135,7 @@ def test_sources(kind: str, rows: int, device: torch.device) -> None:
     check(ops.amax_of_op, *source)
     for transposed in (False, True):
         check(ops.cast_of_op, *source, transposed, scale, slot, E4M3, 16)
+        check(ops.cast_of_unrecorded_op, *source, transposed, scale, E4M3, 16)
         for block in ((-1, -1), (1, 32)):
             arguments = (*source, transposed, None, E4M3, block, "fp32", 0.0, 16)
             check(ops.quantize_of_op, *arguments)

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from float8lab.nn.attention.bias import Alibi
 from float8lab.nn.attention.masks import AttentionMask
+from float8lab.recipes.region import STATE
 
 __all__ = [
     "BACKENDS",
@@ -241,6 +242,8 @@ def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
         return "the bias or the mask is a matrix already"
     if q.dtype == torch.float64:
         return "it has no float64"
+    if STATE.onnx is not None:
+        return "ONNX has no operator for it"
     if not q.is_cuda and any(x.requires_grad for x in (q, k, v)):
         return "it has no backward on this device"
     return None

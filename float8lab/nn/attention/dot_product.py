@@ -27,7 +27,8 @@ from float8lab.nn.attention.masks import (
     window_of,
 )
 from float8lab.nn.linear import check_parallel_arguments
-from float8lab.recipes.region import in_backward
+from float8lab.nn.precision import must_run_in_eager
+from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["DotProductAttention", "check_context_group"]
@@ -239,7 +240,7 @@ class DotProductAttention(nn.Module):
         Returns:
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
         """
-        if torch.compiler.is_compiling() and self._fp8.needs_eager():
+        if must_run_in_eager():
             return self._forward_in_eager(
                 query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
                 cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
@@ -247,6 +248,8 @@ class DotProductAttention(nn.Module):
                 alibi_slopes, fast_zero_fill, inference_params,
                 cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             )  # fmt: skip
+        if STATE.onnx is not None:
+            _check_export(inference_params, qkv_format or self.qkv_format)
         request = self._resolve(
             query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
             cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
@@ -254,7 +257,7 @@ class DotProductAttention(nn.Module):
             cu_seqlens_q_padded, cu_seqlens_kv_padded,
         )  # fmt: skip
         q, k, v, problem = request[:4]
-        if checkpoint_core_attention and torch.is_grad_enabled():
+        if checkpoint_core_attention and torch.is_grad_enabled() and STATE.onnx is None:
             run = self._repeatable(problem)
             out = checkpoint(run, q, k, v, use_reentrant=False)
         else:
@@ -304,6 +307,11 @@ class DotProductAttention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         call = self._fp8.begin(q, training=self.training)
+        if call is not None and STATE.onnx is not None:
+            raise NotImplementedError(
+                "recipe must have fp8_dpa=False and fp8_mha=False inside onnx_export; got "
+                f"{call.recipe}. ONNX has no attention in FP8: export under a recipe without it."
+            )
         with self._dropout_context(problem.dropout):
             if call is None:
                 self._fp8.calibrate_attention(q, k, v)
@@ -522,6 +530,19 @@ class DotProductAttention(nn.Module):
             cu_seqlens_kv = cu_seqlens_q
         q, kv = (c[1:] - c[:-1] for c in (cu_seqlens_q, cu_seqlens_kv))
         return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
+
+
+def _check_export(inference_params: InferenceParams | None, qkv_format: str) -> None:
+    """Raise for what cannot be written to ONNX: shapes that depend on values."""
+    if inference_params is not None:
+        raise NotImplementedError(
+            "inference_params must be None inside onnx_export; got a cache. Pass whole sequences."
+        )
+    if qkv_format == "thd":
+        raise NotImplementedError(
+            "qkv_format must be 'sbhd' or 'bshd' inside onnx_export; got 'thd'. Pass padded "
+            "sequences and a padding mask."
+        )
 
 
 def _slopes(given: Tensor | None, heads: int, device: torch.device) -> Tensor:

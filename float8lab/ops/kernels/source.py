@@ -2,7 +2,8 @@
 
 M rows, K columns of the source; ROWS, COLUMNS the same after padding to the alignment. The kernels
 are those of ``quantize.py`` with ``_load_source`` in the place of a load, and write one orientation
-or both. Tiles are transposed before they are cast, in 2 or 4 bytes an element.
+or both. Tiles are transposed before they are cast, in 2 or 4 bytes an element; where the compiler
+would undo that, a second kernel transposes the bytes (``_one_pass``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels.activation import apply_activation, derivative_of_activation
 from float8lab.ops.kernels.norm import triton_dtype
-from float8lab.ops.kernels.quantize import Tile
+from float8lab.ops.kernels.quantize import Tile, transpose
 from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import ACTIVATIONS, round_up, source_shape
 
@@ -201,6 +202,16 @@ def _has_kernel(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool
     rows, columns = source_shape(kind, inputs)
     wide = torch.float64 in (dtype, *(one.dtype for one in inputs))
     return rows > 0 and columns > 1 and not wide
+
+
+def _one_pass(dtype: torch.dtype, block: tuple[int, ...]) -> bool:
+    """Whether one kernel may write both orientations.
+
+    Under one scale the cast of the transpose has the values of the cast itself. The compiler then
+    casts once and transposes bytes, unless the cast begins with a 2-byte value, and Triton 3.6
+    permutes those bytes (as it does in ``quantize.py``). Square blocks are as there.
+    """
+    return block[0] != block[1] or (block == (-1, -1) and dtype.itemsize == 2)
 
 
 @triton.jit
@@ -417,12 +428,14 @@ def cast_pair_of(
         return reference.cast_pair_of(
             kind, inputs, dtype, scale, amax_slot, fp8_dtype, align, column_sum
         )
+    one_pass = _one_pass(dtype, (-1, -1))
+    tile = _BOTH if one_pass else _one_tile(kind)
     out = _Outputs(
         kind, inputs, fp8_dtype, align,
-        write=True, transpose=True, column_sum=column_sum, tile=_BOTH,
+        write=True, transpose=one_pass, column_sum=column_sum, tile=tile,
     )  # fmt: skip
-    _cast(kind, inputs, dtype, scale, amax_slot, out, _BOTH)
-    return out.q, out.q_t, out.total()
+    _cast(kind, inputs, dtype, scale, amax_slot, out, tile)
+    return out.q, out.q_t if one_pass else transpose(out.q, 1), out.total()
 
 
 # Per row of the source, and per row of its transpose.
@@ -646,7 +659,11 @@ def quantize_pair_of(
         return reference.quantize_pair_of(
             kind, inputs, dtype, fp8_dtype, block, rule, eps, align, column_sum
         )
-    return _quantize(
+    one_pass = _one_pass(dtype, tuple(block))
+    q, scale, q_t, scale_t, total = _quantize(
         kind, inputs, dtype, None, fp8_dtype, tuple(block), rule, eps, align,
-        write=True, transpose=True, column_sum=column_sum,
+        write=True, transpose=one_pass, column_sum=column_sum,
     )  # fmt: skip
+    if not one_pass:
+        q_t, scale_t = transpose(q, 1), scale.t().clone(memory_format=torch.contiguous_format)
+    return q, scale, q_t, scale_t, total

@@ -1,0 +1,276 @@
+"""onnx_export of norms, fused modules and attention: standard operators, the recipe's accuracy.
+
+onnxruntime's output against the library's own in eager mode. In high precision they differ by
+float32 sums in another order. In FP8 such a difference also moves values over a rounding boundary,
+by one step of FP8 each; through several casts that leaves ``SEVERAL_DB``, above what FP8 itself
+leaves to float64.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn.attention import RotaryPositionEmbedding
+
+onnx = pytest.importorskip("onnx", reason="needs the extra 'onnx'")
+pytest.importorskip("onnxscript", reason="needs the extra 'onnx'")
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+
+# The exporter's own: deprecations inside torch, and versions of packages that it looks for.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAME_DB, SEVERAL_DB = 80.0, 40.0
+HIDDEN, HEADS, S, B = 64, 4, 6, 2
+RECIPES = {
+    "high": None,
+    "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+
+
+def norm_linear(**kwargs):
+    return float8lab.LayerNormLinear(HIDDEN, 96, device="cpu", **kwargs)
+
+
+def mlp(**kwargs):
+    return float8lab.LayerNormMLP(HIDDEN, 128, device="cpu", **kwargs)
+
+
+def transformer(**kwargs):
+    return float8lab.TransformerLayer(HIDDEN, 128, HEADS, device="cpu", **kwargs)
+
+
+def attention(**kwargs):
+    return float8lab.MultiheadAttention(HIDDEN, HEADS, device="cpu", **kwargs)
+
+
+def in_context(recipe):
+    return float8lab.autocast(enabled=recipe is not None, recipe=recipe)
+
+
+def sqnr(actual, exact):
+    noise = (actual.double() - exact.double()).square().sum()
+    return (10 * torch.log10(exact.double().square().sum() / noise)).item()
+
+
+def export(model, inputs, recipe, path, *, dynamic=False):
+    shapes = None
+    if dynamic:
+        shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    with float8lab.onnx_export(enabled=True), in_context(recipe):
+        program = torch.onnx.export(
+            model, inputs, dynamo=True, opset_version=21, verbose=False, dynamic_shapes=shapes
+        )
+    program.save(path)
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto)
+    assert {node.domain for node in proto.graph.node} == {""}  # standard operators alone
+    return proto
+
+
+def run(path, inputs):
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    session = onnxruntime.InferenceSession(path, options)
+    names = [i.name for i in session.get_inputs()]
+    feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    return [torch.from_numpy(y) for y in session.run(None, feed)]
+
+
+def eager(model, inputs, recipe):
+    with torch.no_grad(), in_context(recipe):
+        y = model(*inputs)
+    return y if isinstance(y, tuple) else (y,)
+
+
+def check(model, inputs, recipe, path, *, casts, least, dynamic=False):
+    """Export after a step that gives delayed recipes their scales; run, and compare."""
+    with in_context(recipe):
+        model(*inputs)
+    model.eval()
+    proto = export(model, inputs, recipe, path, dynamic=dynamic)
+    assert sum(node.op_type == "QuantizeLinear" for node in proto.graph.node) == casts
+    if dynamic:
+        inputs = tuple(torch.randn(S + 3, B + 1, HIDDEN) for _ in inputs)
+    got, wanted = run(path, inputs), eager(model, inputs, recipe)
+    for y, expected in zip(got, wanted, strict=True):
+        assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
+        assert sqnr(y, expected) > least
+    return proto
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
+@pytest.mark.parametrize("norm", [float8lab.LayerNorm, float8lab.RMSNorm])
+def test_norms(norm, zero_centered, dtype, path):
+    module = norm(HIDDEN, zero_centered_gamma=zero_centered, params_dtype=dtype, device="cpu")
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = (torch.randn(S, B, HIDDEN) * 3 + 1).to(dtype)
+    # A value between two of float16 may be rounded to either, once in some 2**12 values.
+    least = SAME_DB if dtype == torch.float32 else 60.0
+    check(module, (x,), None, path, casts=0, least=least, dynamic=dtype == torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("mlp", name) for name in RECIPES),
+        *(("norm-linear", name) for name in ("high", "delayed", "rowwise")),
+    ],
+)
+def test_fused_modules(kind, name, path):
+    module = {
+        "norm-linear": lambda: norm_linear(normalization="RMSNorm", return_layernorm_output=True),
+        "mlp": lambda: mlp(activation="swiglu", return_bias=True, checkpoint=True),
+    }[kind]()
+    casts = {"norm-linear": 2, "mlp": 4}[kind] * (name != "high")
+    if kind == "mlp":
+        nn.init.normal_(module.fc2_bias)
+    x = torch.randn(S, B, HIDDEN)
+    least = SAME_DB if name == "high" else SEVERAL_DB
+    check(module, (x,), RECIPES[name], path, casts=casts, least=least, dynamic=name == "current")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "srelu", "qgelu", "silu", "geglu", "reglu"])
+def test_activations(activation, path):
+    check(mlp(activation=activation), (torch.randn(S, B, HIDDEN),), None, path, casts=0, least=80)
+
+
+@pytest.mark.parametrize("name", ["high", "delayed"])
+@pytest.mark.parametrize("split", [None, ("a", "b")], ids=["", "split"])
+def test_weights_stored_in_fp8(split, name, path):
+    with float8lab.fp8_model_init(recipe=RECIPES[name]):
+        module = norm_linear(parameters_split=split)
+    casts = 0 if name == "high" else 1 + (split is not None)
+    x = torch.randn(S, B, HIDDEN)
+    least = SAME_DB if name == "high" else SEVERAL_DB
+    proto = check(module, (x,), RECIPES[name], path, casts=casts, least=least)
+    fp8 = [i for i in proto.graph.initializer if i.data_type == onnx.TensorProto.FLOAT8E4M3FN]
+    assert sum(list(i.dims) in ([96, HIDDEN], [48, HIDDEN]) for i in fp8) == (2 if split else 1)
+
+
+class Core(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.core = float8lab.DotProductAttention(HEADS, HIDDEN // HEADS, **kwargs)
+
+    def forward(self, q, k, v, mask=None):
+        q, k, v = (x.unflatten(-1, (-1, HIDDEN // HEADS)) for x in (q, k, v))
+        return self.core(q, k, v, mask)
+
+
+@pytest.mark.parametrize("variant", ["causal", "window", "groups", "padding", "arbitrary"])
+def test_attention(variant, path):
+    mask_type = variant if variant in ("padding", "arbitrary") else "causal"
+    window = (2, 0) if variant == "window" else None
+    groups = 2 if variant == "groups" else HEADS
+    model = Core(attn_mask_type=mask_type, window_size=window, num_gqa_groups=groups)
+    widths = (HIDDEN, *(groups * HIDDEN // HEADS,) * 2)
+    inputs = tuple(torch.randn(S, B, width) for width in widths)
+    if variant == "padding":
+        inputs += ((torch.arange(S) >= torch.tensor([[S - 2], [S]]))[:, None, None],)
+    if variant == "arbitrary":
+        inputs += ((torch.rand(B, 1, S, S) < 0.5) & ~torch.eye(S, dtype=torch.bool),)
+    check(model, inputs, None, path, casts=0, least=SAME_DB)
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("high", True), ("delayed", False), ("current", True)]
+)
+def test_multihead_attention(name, dynamic, path):
+    module = attention(input_layernorm=True, num_gqa_groups=2, attn_mask_type="causal")
+    casts = 0 if name == "high" else 4
+    least = SAME_DB if name == "high" else SEVERAL_DB
+    x = torch.randn(S, B, HIDDEN)
+    check(module, (x,), RECIPES[name], path, casts=casts, least=least, dynamic=dynamic)
+
+
+class Rotated(nn.Module):
+    """A stack of two transformer layers with rotary positions."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.layers = nn.ModuleList(transformer(**kwargs) for _ in range(2))
+        self.rope = RotaryPositionEmbedding(HIDDEN // HEADS)
+
+    def forward(self, x):
+        angles = self.rope(S)
+        for layer in self.layers:
+            x = layer(x, rotary_pos_emb=angles)
+        return x
+
+
+@pytest.mark.parametrize("name", ["high", "delayed", "block"])
+def test_transformer_layer(name, path):
+    module = transformer(activation="swiglu", normalization="RMSNorm")
+    x = torch.randn(S, B, HIDDEN)
+    casts = 0 if name == "high" else 8
+    least = SAME_DB if name == "high" else SEVERAL_DB
+    check(module, (x,), RECIPES[name], path, casts=casts, least=least)
+
+
+def test_layers_with_rotary_positions_have_the_accuracy_of_fp8(path):
+    recipe, x = RECIPES["current"], torch.randn(S, B, HIDDEN)
+    model = Rotated()
+    check(model, (x,), recipe, path, casts=16, least=SEVERAL_DB)
+    exact = copy.deepcopy(model).double().eval()(x.double())
+    noise = sqnr(eager(model, (x,), recipe)[0], exact)
+    assert sqnr(run(path, (x,))[0], exact) > noise - 1.0
+
+
+class Cached(nn.Module):
+    """Attention with a key/value cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = attention(layer_number=1, attn_mask_type="causal")
+        self.cache = float8lab.InferenceParams(B, S)
+
+    def forward(self, x):
+        return self.attention(x, inference_params=self.cache)
+
+
+def exports_fail(module, inputs, recipe, match):
+    with (
+        pytest.raises(Exception, match=match),
+        float8lab.onnx_export(enabled=True),
+        in_context(recipe),
+    ):
+        torch.onnx.export(module, inputs, dynamo=True, verbose=False)
+
+
+def test_what_cannot_be_exported_says_so():
+    x = torch.randn(S, B, HIDDEN)
+    recipe = recipes.Float8CurrentScaling(fp8_dpa=True)
+    exports_fail(Core().eval(), (x, x, x), recipe, "recipe must have fp8_dpa=False")
+    packed = Core(qkv_format="thd", attn_mask_type="padding").eval()
+    exports_fail(packed, (x[:, 0],) * 3, None, "qkv_format must be 'sbhd' or 'bshd' inside")
+    exports_fail(Cached().eval(), (x,), None, "inference_params must be None inside")
+
+
+def test_export_changes_no_state(path):
+    recipe = RECIPES["delayed"]
+    model = transformer(hidden_dropout=0.0, attention_dropout=0.0)
+    x = torch.randn(S, B, HIDDEN)
+    with in_context(recipe):
+        model(x)
+    twin = copy.deepcopy(model)
+    before = {k: v.tolist() for k, v in float8lab.nn.ScalingState(model).state_dict().items()}
+    export(model, (x,), recipe, path)  # in training mode, too
+    after = {k: v.tolist() for k, v in float8lab.nn.ScalingState(model).state_dict().items()}
+    assert before == after
+    for y, expected in zip(eager(model, (x,), recipe), eager(twin, (x,), recipe), strict=True):
+        assert torch.equal(y, expected)

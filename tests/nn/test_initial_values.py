@@ -1,0 +1,80 @@
+"""Initial values in high precision of the FP8-stored weights of modules other than Linear."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import Float8Tensor
+
+MODULES = {
+    "norm-linear": lambda **k: float8lab.LayerNormLinear(16, 32, **k),
+    "norm-linear-split": lambda **k: float8lab.LayerNormLinear(
+        16, 32, parameters_split={"q": 8, "kv": 24}, **k
+    ),
+    "mlp": lambda **k: float8lab.LayerNormMLP(16, 32, **k),
+    "attention": lambda **k: float8lab.MultiheadAttention(16, 2, input_layernorm=True, **k),
+    "transformer": lambda **k: float8lab.TransformerLayer(16, 32, 2, **k),
+}
+each_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+
+
+def made(make, *, stored=True, device="cpu"):
+    torch.manual_seed(3)
+    with float8lab.fp8_model_init(enabled=stored, preserve_high_precision_init_val=True):
+        return make(device=device)
+
+
+def kept(module):
+    stored = {n: p for n, p in module.named_parameters() if isinstance(p, Float8Tensor)}
+    assert stored
+    return {name: p.get_high_precision_init_val() for name, p in stored.items()}
+
+
+@each_module
+def test_are_what_the_weights_would_be(make):
+    plain = made(make, stored=False)
+    for name, value in kept(made(make)).items():
+        assert torch.equal(value, plain.get_parameter(name))
+
+
+@each_module
+def test_survive_moves_and_copies(make):
+    module = made(make)
+    values = kept(module)
+    module._apply(torch.clone)  # as module.to(device) moves parameters
+    assert all(value is values[name] for name, value in kept(module).items())
+    nn.Sequential(module).bfloat16()
+    assert all(value is values[name] for name, value in kept(module).items())
+    for name, value in kept(copy.deepcopy(module)).items():
+        assert torch.equal(value, values[name])
+    for parameter in module.parameters():
+        if isinstance(parameter, Float8Tensor):
+            parameter.clear_high_precision_init_val()
+    module._apply(torch.clone)
+    assert set(kept(module).values()) == {None}
+
+
+@pytest.mark.parametrize("name", ["norm-linear", "norm-linear-split", "mlp"])
+def test_of_a_module_made_on_meta(name):
+    module = made(MODULES[name], device="meta")
+    assert set(kept(module).values()) == {None}
+    module.to_empty(device="cpu")
+    torch.manual_seed(3)
+    module.reset_parameters()
+    expected = made(MODULES[name])
+    for key, value in kept(module).items():
+        assert torch.equal(value, kept(expected)[key])
+        assert torch.equal(module.get_parameter(key), expected.get_parameter(key))
+
+
+@pytest.mark.gpu
+@each_module
+def test_stay_on_the_cpu_when_the_module_moves(make):
+    module = made(make)
+    values = kept(module)
+    module.cuda()
+    assert all(value is values[name] for name, value in kept(module).items())
+    assert all(parameter.is_cuda for parameter in module.parameters())
