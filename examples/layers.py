@@ -33,7 +33,7 @@ def _layer(config: GPTConfig | LlamaConfig, dtype: torch.dtype) -> TransformerLa
 
 def _weights(block: nn.Module) -> dict[str, Tensor]:
     """The parameters of a plain block under the names that a ``TransformerLayer`` has for them."""
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
         found = {n.removesuffix(f".{kind}"): p for n, p in block.named_parameters() if kind in n}
         if "attention.qkv" in found:

@@ -333,7 +333,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="attention in FP8 too (fp8_dpa); needs --layers transformer")  # fmt: skip
     add("--architecture", choices=("gpt", "llama"), default="gpt", help="default: gpt")
     add("--layers", choices=("plain", "transformer"), default="plain",
-        help="blocks of the FP8 run: torch.nn, converted (default), or TransformerLayer")  # fmt: skip
+        help="blocks of the FP8 run: torch.nn converted (default) or TransformerLayer")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda when there is one")
     add("--preset", choices=PRESETS, help="model and training; default: tiny on cpu, 124m on cuda")
     add("--steps", type=int, help="training steps of each run; default: the preset's")
