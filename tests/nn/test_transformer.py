@@ -468,6 +468,8 @@ def test_activation_checkpointing_changes_nothing(name):
         ("block", "llama"),
         ("mx", "default"),
         ("current-dpa", "llama"),
+        ("delayed", "llama"),
+        ("delayed-dpa", "default"),
     ],
 )
 def test_compiled_without_breaks(name, variant):
@@ -476,15 +478,16 @@ def test_compiled_without_breaks(name, variant):
     twin = copy.deepcopy(layer)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     rope = RotaryPositionEmbedding(HIDDEN // H)(S)
-    x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
-    expected = step(layer, x, dy, RECIPES[name], rotary_pos_emb=rope)
-    twin.zero_grad()
-    leaf = x.clone().requires_grad_()
-    with float8lab.autocast(recipe=RECIPES[name]):
-        y = compiled(leaf, rotary_pos_emb=rope)
-    y.backward(dy)
-    actual = [y.detach(), leaf.grad, *(p.grad for p in twin.parameters())]
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    for _ in range(2):  # a second step, whose delayed scales the first one's amaxes made
+        x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
+        expected = step(layer, x, dy, RECIPES[name], rotary_pos_emb=rope)
+        twin.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with float8lab.autocast(recipe=RECIPES[name]):
+            y = compiled(leaf, rotary_pos_emb=rope)
+        y.backward(dy)
+        actual = [y.detach(), leaf.grad, *(p.grad for p in twin.parameters())]
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
     torch._dynamo.reset()
 
 
