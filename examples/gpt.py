@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "PRESETS", "GPTConfig"]
+__all__ = ["GPT", "PRESETS", "GPTConfig", "cross_entropy", "initialise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,24 @@ def sinusoids(positions: int, dim: int) -> Tensor:
     rates = 10000.0 ** -(torch.arange(0, dim, 2) / dim)
     angles = torch.outer(torch.arange(positions).float(), rates)
     return torch.cat((angles.sin(), angles.cos()), dim=1)[:, :dim]
+
+
+def initialise(model: nn.Module, dim: int, n_layer: int) -> float:
+    """Normal matrices, those into the residual stream smaller; returns the standard deviation."""
+    std = 0.02 * math.sqrt(GPT2_DIM / dim)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 2:
+            into_residual = name.endswith(("proj.weight", "down.weight"))
+            layers = 2 * n_layer if into_residual else 1
+            nn.init.normal_(parameter, std=std / math.sqrt(layers))
+    return std
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over ``[B, T, V]`` logits and ``[B, T]`` targets, in float32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Attention(nn.Module):
@@ -120,20 +138,9 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.lm_head.weight = self.tokens.weight
-        self._initialise()
-
-    def _initialise(self) -> None:
-        std = 0.02 * math.sqrt(GPT2_DIM / self.config.dim)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 2:
-                into_residual = name.endswith(("proj.weight", "down.weight"))
-                layers = 2 * self.config.n_layer if into_residual else 1
-                nn.init.normal_(parameter, std=std / math.sqrt(layers))
+        std = initialise(self, config.dim, config.n_layer)
         with torch.no_grad():
-            waves = sinusoids(self.config.context, self.config.dim)
-            self.positions.weight.copy_(math.sqrt(2) * std * waves)
+            self.positions.weight.copy_(math.sqrt(2) * std * sinusoids(config.context, config.dim))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """``tokens`` and ``targets`` are ``[B, T]`` integers; without targets, ``[B, T, V]``."""
@@ -142,6 +149,4 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.lm_head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits if targets is None else cross_entropy(logits, targets)

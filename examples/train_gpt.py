@@ -2,11 +2,14 @@
 
     python examples/train_gpt.py                                 # two CPU cores, under 3 minutes
     python examples/train_gpt.py --device cuda --preset 124m     # GPT-2's size
+    python examples/train_gpt.py --architecture llama --layers transformer --fp8-attention
 
 Both runs start from the same weights and see the same batches; the only difference is one call of
-``float8lab.convert_to_float8``. On CUDA, high precision means float32 weights under
-``torch.autocast`` in bfloat16, the usual way to train there; on a CPU it means float32, where FP8
-is emulated through float32 matmuls: the numbers are FP8's, the speed is not.
+``float8lab.convert_to_float8``, and with ``--layers transformer`` that the FP8 run's blocks are
+``float8lab.TransformerLayer``; the high-precision run is plain ``torch.nn`` always. On CUDA, high
+precision means float32 weights under ``torch.autocast`` in bfloat16, the usual way to train there;
+on a CPU it means float32, where FP8 is emulated through float32 matmuls: the numbers are FP8's, the
+speed is not.
 
 On a CPU the same command gives the same losses; on CUDA the backward of attention adds in no
 fixed order, and the last digits differ from run to run.
@@ -23,13 +26,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpt import GPT, PRESETS, GPTConfig
+from layers import use_transformer_layers
+from llama import PRESETS as LLAMA_PRESETS
+from llama import Llama, LlamaConfig
 from text import Text, load_text
 from torch import Tensor, nn
 
@@ -225,15 +231,18 @@ def train_step(
 class Job:
     """One comparison: the model's sizes, the training, the text and where it runs."""
 
-    model: GPTConfig
+    model: GPTConfig | LlamaConfig
     training: Training
     text: Text
     device: torch.device
+    fused: bool = False
+    """Blocks of the FP8 run are ``TransformerLayer``."""
 
-    def initial_model(self) -> GPT:
+    def initial_model(self) -> GPT | Llama:
         """The same weights each time, on any device."""
         torch.manual_seed(self.training.seed)
-        return GPT(self.model).to(self.device)
+        model = GPT(self.model) if isinstance(self.model, GPTConfig) else Llama(self.model)
+        return model.to(self.device)
 
     def batches(self, text: Tensor) -> Batches:
         return Batches(text.to(self.device), self.model.context)
@@ -320,6 +329,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--recipe", choices=RECIPES, default="current", help="FP8 recipe (default: current)")
+    add("--fp8-attention", action="store_true",
+        help="attention in FP8 too (fp8_dpa); needs --layers transformer")  # fmt: skip
+    add("--architecture", choices=("gpt", "llama"), default="gpt", help="default: gpt")
+    add("--layers", choices=("plain", "transformer"), default="plain",
+        help="blocks of the FP8 run: torch.nn converted (default) or TransformerLayer")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda when there is one")
     add("--preset", choices=PRESETS, help="model and training; default: tiny on cpu, 124m on cuda")
     add("--steps", type=int, help="training steps of each run; default: the preset's")
@@ -336,6 +350,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive")
+    if args.fp8_attention and args.layers == "plain":
+        parser.error("--fp8-attention needs --layers transformer; plain attention is torch's")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA GPU, and torch sees none here; use --device cpu")
     return args
@@ -349,7 +365,9 @@ def make_job(args: argparse.Namespace) -> Job:
         **asdict(TRAINING[preset]) | {k: v for k, v in chosen.items() if v is not None}
     )
     text = load_text(code=training.code)
-    return Job(model=PRESETS[preset], training=training, text=text, device=device)
+    model = (PRESETS if args.architecture == "gpt" else LLAMA_PRESETS)[preset]
+    fused = args.layers == "transformer"
+    return Job(model=model, training=training, text=text, device=device, fused=fused)
 
 
 def excluded(args: argparse.Namespace) -> tuple[str, ...]:
@@ -364,6 +382,8 @@ def compare(
     progress = Progress(2 * job.training.steps)
     baseline = job.train("high precision", job.initial_model(), progress)
     model = job.initial_model()
+    if job.fused:
+        use_transformer_layers(model)
     report = float8lab.convert_to_float8(model, recipe, exclude=exclude)
     fp8 = job.train("FP8", model, progress)
     progress.close()
@@ -374,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the comparison, print it, write its files; returns what ``--json`` writes."""
     args = parse(argv)
     job = make_job(args)
-    recipe = RECIPES[args.recipe]()
+    recipe = replace(RECIPES[args.recipe](), fp8_dpa=args.fp8_attention)
     print(f"{device_name(job.device)}, torch {torch.__version__}, {recipe}")
     print(f"{job.model}\n{job.training}\n{job.text.describe()}", flush=True)
 
@@ -395,6 +415,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "recipe": {"name": args.recipe, "value": repr(recipe)},
         "exclude": excluded(args),
+        "architecture": args.architecture,
+        "layers": args.layers,
         "model": asdict(job.model),
         "training": asdict(job.training),
         "text": job.text.digest,

@@ -252,7 +252,8 @@ def _wants_amax(call: Call, *, needs_dw: bool, return_norm: bool) -> bool:
     plan = call.plan
     if return_norm or not plan.x.per_tensor or not (plan.fprop or (needs_dw and plan.wgrad)):
         return False
-    return not plan.delayed or call.asks_for_values(X)
+    # A compiled graph has no slots: its cast finds them when it runs.
+    return not plan.delayed or (call.slots is not None and call.asks_for_values(X))
 
 
 def _dtype(x: Tensor | None) -> torch.dtype | None:

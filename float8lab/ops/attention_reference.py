@@ -20,8 +20,12 @@ P_SCALE = 2.0**-8
 
 
 def _round_p(p: Tensor) -> Tensor:
-    """Values in [0, 1] as e4m3 holds them under ``P_SCALE``, times ``1 / P_SCALE``."""
-    return (p / P_SCALE).to(E4M3).float()
+    """Values in [0, 1] as e4m3 holds them under ``P_SCALE``, times ``1 / P_SCALE``.
+
+    In backward rounding can take them above 1, and far above e4m3's largest value torch 2.11 casts
+    to NaN.
+    """
+    return (p.clamp(max=1.0) / P_SCALE).to(E4M3).float()
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:

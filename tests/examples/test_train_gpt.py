@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gpt
+import llama
 import pytest
 import text
 import torch
@@ -18,6 +19,7 @@ import train_gpt
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CONFIG = gpt.GPTConfig(context=16, n_layer=2, n_head=2, dim=32)
+LLAMA = llama.LlamaConfig(context=16, n_layer=2, n_head=2, n_group=1, dim=32, ffn=48)
 LAYERS = 4 * CONFIG.n_layer
 SMALL = ["--device", "cpu", "--steps", "3", "--batch-size", "2"]
 
@@ -30,6 +32,7 @@ def _small_job():
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train_gpt.PRESETS, "tiny", CONFIG)
+        patch.setitem(train_gpt.LLAMA_PRESETS, "tiny", LLAMA)
         patch.setitem(train_gpt.TRAINING, "tiny", training)
         patch.setattr(train_gpt, "load_text", lambda code=False: loaded)
         yield
@@ -71,6 +74,26 @@ def test_every_recipe_trains(recipe, tmp_path):
     results = run(tmp_path, "--recipe", recipe)
     assert results["recipe"]["name"] == recipe
     assert math.isfinite(results["runs"][1]["validation_loss"][-1])
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+def test_transformer_layers_train(architecture, tmp_path, capsys):
+    """In FP8, attention included, close to the plain run from the first step on."""
+    results = run(
+        tmp_path, "--architecture", architecture, "--layers", "transformer", "--fp8-attention"
+    )
+    assert "2 of 2 attention modules in FP8" in capsys.readouterr().out
+    assert (results["architecture"], results["layers"]) == (architecture, "transformer")
+    assert results["gemms"]["fp8"] == 3 * LAYERS
+    baseline, fp8 = results["runs"]
+    assert fp8["train_loss"][0] != baseline["train_loss"][0]
+    assert fp8["train_loss"] == pytest.approx(baseline["train_loss"], rel=0.01)
+
+
+def test_fp8_attention_needs_transformer_layers(capsys):
+    with pytest.raises(SystemExit):
+        train_gpt.main([*SMALL, "--fp8-attention"])
+    assert "needs --layers transformer" in capsys.readouterr().err
 
 
 def test_same_seed_gives_same_losses(tmp_path):

@@ -468,6 +468,8 @@ def test_activation_checkpointing_changes_nothing(name):
         ("block", "llama"),
         ("mx", "default"),
         ("current-dpa", "llama"),
+        ("delayed", "llama"),
+        ("delayed-dpa", "default"),
     ],
 )
 def test_compiled_without_breaks(name, variant):
@@ -476,15 +478,16 @@ def test_compiled_without_breaks(name, variant):
     twin = copy.deepcopy(layer)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     rope = RotaryPositionEmbedding(HIDDEN // H)(S)
-    x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
-    expected = step(layer, x, dy, RECIPES[name], rotary_pos_emb=rope)
-    twin.zero_grad()
-    leaf = x.clone().requires_grad_()
-    with float8lab.autocast(recipe=RECIPES[name]):
-        y = compiled(leaf, rotary_pos_emb=rope)
-    y.backward(dy)
-    actual = [y.detach(), leaf.grad, *(p.grad for p in twin.parameters())]
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    for _ in range(2):  # a second step, whose delayed scales the first one's amaxes made
+        x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
+        expected = step(layer, x, dy, RECIPES[name], rotary_pos_emb=rope)
+        twin.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with float8lab.autocast(recipe=RECIPES[name]):
+            y = compiled(leaf, rotary_pos_emb=rope)
+        y.backward(dy)
+        actual = [y.detach(), leaf.grad, *(p.grad for p in twin.parameters())]
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
     torch._dynamo.reset()
 
 
@@ -619,6 +622,15 @@ def test_fp8_on_a_gpu_is_that_of_the_cpu(name):
     for _ in range(2):
         results = step(twin, x.cuda(), dy.cuda(), RECIPES[name]), step(layer, x, dy, RECIPES[name])
     high = step(layer, x, dy, None)
-    for gpu, cpu, exact in zip(*results, high, strict=True):
-        # GEMMs and softmax round otherwise on a GPU, which turns some roundings to FP8.
-        assert (gpu.cpu() - cpu).norm() <= 0.5 * (cpu - exact).norm() + 1e-3 * exact.norm()
+    names = ["y", "dx", *(label for label, _ in layer.named_parameters())]
+    sizes = {label: exact.norm() for label, exact in zip(names, high, strict=True)}
+    prefix = "self_attention.layernorm_qkv."
+    # Softmax cancels a bias of the keys: its gradient is 0, and the queries' tells what is small.
+    sizes[f"{prefix}key_bias"] = sizes[f"{prefix}query_bias"]
+    for label, gpu, cpu, exact in zip(names, *results, high, strict=True):
+        # Sums in another order turn a few roundings to FP8, these move the inputs of the next cast,
+        # and after some casts the two are rounded apart: their errors are equal in size alone. In
+        # norms of 128 values or more, under noise of 1e-3 in each GEMM, to 1.25x.
+        bound = 1.5 * (cpu - exact).norm() + 1e-5 * sizes[label]
+        assert (gpu.cpu() - exact).norm() <= bound, label
+    assert (results[0][0].cpu() - high[0]).norm() >= 0.5 * (results[1][0] - high[0]).norm()

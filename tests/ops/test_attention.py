@@ -98,9 +98,11 @@ def test_opcheck(name, device):
     # Not test_schema: it compares inputs by torch.allclose, which has no FP8 kernel.
     utilities = tuple(u for u in torch.library._OPCHECK_DEFAULT_UTILS if u != "test_schema")
     torch.library.opcheck(ops.fp8_attention_op, (*shared, *settings), test_utils=utilities)
-    lse = torch.zeros(2, 4, 5, device=device)
+    # The forward's own, else probabilities are infinite and a NaN never equals a NaN.
+    _, lse = ops.fp8_attention_op(*shared, *settings)
+    delta = torch.zeros_like(lse)
     for wants_bias in (False, True):
-        arguments = (dout, dout_scale, *shared, lse, lse, *settings, wants_bias)
+        arguments = (dout, dout_scale, *shared, lse, delta, *settings, wants_bias)
         torch.library.opcheck(ops.fp8_attention_backward_op, arguments, test_utils=utilities)
 
 
@@ -115,6 +117,23 @@ def test_small_probabilities_survive():
     assert torch.equal(out, torch.full((1, 1, 1, 4), 1.5))
     assert lse.item() == pytest.approx(11 * torch.tensor(2.0).log().item())
     assert P_SCALE * 448 > 1
+
+
+def test_probabilities_that_rounding_takes_above_1():
+    """Backward recomputes them from large scores and their rounded sum: they are then 1."""
+    one = torch.ones(1)
+    q, k, v = (torch.full((1, 1, 1, 4), 1.5).to(E4M3) for _ in range(3))
+    operands = (q.to(E5M2), one, q, k, v, one, one, one, None, None, None)
+    delta = torch.zeros(1, 1, 1)
+    lse = torch.full((1, 1, 1), 9.0)  # of a score of 9
+    results = [
+        ops.fp8_attention_backward_op(
+            *operands, lse - off, delta, False, 1.0, 0.0, torch.float32, False
+        )
+        for off in (0.0, 1.0)
+    ]
+    assert torch.equal(results[1][2], results[0][2])
+    assert results[0][2].tolist() == [[[[1.5] * 4]]]
 
 
 def test_nan_and_large_scores():

@@ -13,14 +13,18 @@ no gradient on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from float8lab.nn.attention.bias import Alibi
 from float8lab.nn.attention.masks import AttentionMask
@@ -149,14 +153,31 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (q.shape[0], 1, Sq, Sk)))
-    out = F.scaled_dot_product_attention(
-        q, k, v,
-        attn_mask=mask,
-        dropout_p=problem.dropout,
-        scale=problem.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    with _without_cudnn(q, mask):
+        out = F.scaled_dot_product_attention(
+            q, k, v,
+            attn_mask=mask,
+            dropout_p=problem.dropout,
+            scale=problem.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
     return zero_blind(out, blind)
+
+
+def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager[Any]:
+    """The backends of torch that take a mask, but for cuDNN.
+
+    Under a bool mask ``[B, 1, Sq, Sk]``, bfloat16 results came out of it with errors of 1.4 of
+    their norm (torch 2.11, H200), where the same call in float32, which it does not take, is right.
+    """
+    if not q.is_cuda or mask is None:
+        return contextlib.nullcontext()
+    able = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if not torch.compiler.is_compiling():  # Dynamo cannot trace the question
+        cuda = torch.backends.cuda
+        on = [cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+        able = list(compress(able, on)) or able
+    return sdpa_kernel(able)
 
 
 @functools.cache
@@ -164,44 +185,57 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    Sq, Sk = q.shape[2], k.shape[2]
-    mask, alibi = problem.mask, problem.alibi
-    left, right, kv_padding = mask.left, mask.right, mask.kv_padding
-    diagonal = _per_batch(mask.diagonal, q)
+def _flex_modifiers(
+    q: Tensor, k: Tensor, problem: Problem
+) -> tuple[Callable[..., Tensor] | None, BlockMask | None]:
+    """FlexAttention's score_mod and block_mask.
 
-    def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = i + diagonal[b] - j
-        seen = distance == distance
-        if right >= 0:
-            seen = seen & (distance >= -right)
-        if left >= 0:
-            seen = seen & (distance <= left)
-        if kv_padding is not None:
-            seen = seen & ~kv_padding[b, j]
-        return seen
-
+    What differs between calls is in tensors, windows too: a number in a closure is part of the
+    compiled code, and Dynamo gives up compiling after 8 versions of it.
+    """
+    B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
+    mask, alibi, kv_padding = problem.mask, problem.alibi, problem.mask.kv_padding
     score_mod = None
     if alibi is not None:
-        slopes = alibi.slopes.view(-1, q.shape[1]).expand(q.shape[0], -1)
+        slopes = alibi.slopes.view(-1, q.shape[1]).expand(B, -1)
         own = _per_batch(alibi.diagonal, q)
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score - slopes[b, h] * (i + own[b] - j)
 
+    if mask.lets_all:
+        return score_mod, None
+    # Query i sees the keys from i + nearest[b] down to i + farthest[b].
+    farthest = _per_batch(mask.diagonal - mask.left if mask.left >= 0 else -_UNLIMITED, q)
+    nearest = _per_batch(mask.diagonal + mask.right if mask.right >= 0 else _UNLIMITED, q)
+
+    def in_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= i + farthest[b]) & (j <= i + nearest[b])
+
+    def in_window_and_real(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert kv_padding is not None
+        return in_window(b, h, i, j) & ~kv_padding[b, j]
+
     per_batch = isinstance(mask.diagonal, Tensor) or kv_padding is not None
-    batches = q.shape[0] if per_batch else None
-    block_mask = None
-    if not mask.lets_all:
-        block_mask = create_block_mask(may_see, batches, None, Sq, Sk, device=str(q.device))
+    may_see = in_window if kv_padding is None else in_window_and_real
+    batches = B if per_batch else None
+    return score_mod, create_block_mask(may_see, batches, None, Sq, Sk, device=str(q.device))
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    score_mod, block_mask = _flex_modifiers(q, k, problem)
     fused = q.is_cuda and not torch.compiler.is_compiling()
     run: Any = _compiled_flex() if fused else flex_attention
     out: Tensor = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    q_padding = mask.q_padding
+    q_padding = problem.mask.q_padding
     return out if q_padding is None else out.masked_fill(q_padding[:, None, :, None], 0.0)
+
+
+_UNLIMITED = 2**30
+"""Farther than any key lies."""
 
 
 def _per_batch(diagonal: int | Tensor, q: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""The blocks of ``gpt.py`` and ``llama.py`` as ``float8lab.TransformerLayer``, with their weights.
+
+A ``TransformerLayer`` fuses the norms and the activation with the casts to FP8, and its attention
+can run in FP8 too. In high precision it computes what the plain block computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from gpt import GPT, GPTConfig
+from llama import Llama, LlamaConfig
+from torch import Tensor, nn
+
+from float8lab import TransformerLayer
+
+__all__ = ["use_transformer_layers"]
+
+
+def _layer(config: GPTConfig | LlamaConfig, dtype: torch.dtype) -> TransformerLayer:
+    if isinstance(config, LlamaConfig):
+        return TransformerLayer(
+            config.dim, config.ffn, config.n_head, config.n_group,
+            hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd",
+            normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=dtype,
+        )  # fmt: skip
+    if not config.bias:
+        raise ValueError("bias must be True; got False. The LayerNorm of a layer has one.")
+    return TransformerLayer(
+        config.dim, 4 * config.dim, config.n_head,
+        hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd", params_dtype=dtype,
+    )  # fmt: skip
+
+
+def _weights(block: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a plain block under the names that a ``TransformerLayer`` has for them."""
+    weights: dict[str, Tensor] = {}
+    for kind in ("weight", "bias"):
+        found = {n.removesuffix(f".{kind}"): p for n, p in block.named_parameters() if kind in n}
+        if "attention.qkv" in found:
+            queries, keys, values = found["attention.qkv"].chunk(3)
+        elif "attention.query" in found:
+            queries, keys, values = (found[f"attention.{n}"] for n in ("query", "key", "value"))
+        else:
+            continue
+        gate = [found["mlp.gate"]] if "mlp.gate" in found else []
+        weights |= {
+            f"self_attention.layernorm_qkv.layer_norm_{kind}": found["norm_1"],
+            f"self_attention.layernorm_qkv.query_{kind}": queries,
+            f"self_attention.layernorm_qkv.key_{kind}": keys,
+            f"self_attention.layernorm_qkv.value_{kind}": values,
+            f"self_attention.proj.{kind}": found["attention.proj"],
+            f"layernorm_mlp.layer_norm_{kind}": found["norm_2"],
+            f"layernorm_mlp.fc1_{kind}": torch.cat([*gate, found["mlp.up"]]),
+            f"layernorm_mlp.fc2_{kind}": found["mlp.down"],
+        }
+    return weights
+
+
+def use_transformer_layers(model: GPT | Llama) -> None:
+    """Replace the blocks of a model; what it computes in high precision stays the same."""
+    weight = model.lm_head.weight
+    for i, block in enumerate(model.blocks):
+        with torch.device(weight.device):
+            layer = _layer(model.config, weight.dtype)
+        layer.load_state_dict(_weights(block), strict=True)
+        model.blocks[i] = layer
