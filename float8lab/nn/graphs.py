@@ -179,16 +179,11 @@ def _record(
 ) -> dict[ScalePack, None]:
     """Warm up and record; ``forward`` of each unit then replays. Returns the packs in use."""
     before = _save(units)
-    region = Region()
-    with _inside(region):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(warmup):
-                for unit, sample in zip(units, samples, strict=True):
-                    _run_once(unit, sample, allow_unused)
-        torch.cuda.synchronize()
-    _merge(region.packs)
-    _restore(units, before)
+    if warmup:
+        _merge(_warm_up(units, samples, warmup, allow_unused))
+        _restore(units, before)
+        _warm_up(units, samples, 1, allow_unused)  # with the state where it will stay
+        _restore(units, before)
     region = Region()
     with _inside(region):
         torch.cuda.make_graphed_callables(
@@ -199,6 +194,20 @@ def _record(
             pool=pool,
         )
     _restore(units, before)
+    return region.packs
+
+
+def _warm_up(
+    units: Sequence[_Unit], samples: Sequence[tuple[Tensor, ...]], count: int, allow_unused: bool
+) -> dict[ScalePack, None]:
+    """Run forward and backward of all units; returns the packs in use."""
+    region = Region()
+    torch.cuda.synchronize()
+    with _inside(region), torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(count):
+            for unit, sample in zip(units, samples, strict=True):
+                _run_once(unit, sample, allow_unused)
+    torch.cuda.synchronize()
     return region.packs
 
 

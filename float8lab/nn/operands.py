@@ -193,7 +193,8 @@ def lives_on(operand: Operand, weight: Tensor, call: Call) -> bool:
 def cast_weight_again(weight: Tensor, scale: Tensor, call: Call) -> Operand:
     """In backward, what the forward has cast, under its scale."""
     spec = call.plan.w
-    return cast_op(plain(weight), scale, None, spec.fp8_dtype, spec.block, ALIGN), scale
+    q = cast_unrecorded_op(plain(weight), scale, spec.fp8_dtype, spec.block, ALIGN)
+    return q, scale
 
 
 def _find_or_cast_weight(weight: Tensor, call: Call) -> Operand:

@@ -92,7 +92,7 @@ class Reference:
         for p in self.parameters:
             kept = p.get_high_precision_init_val() if isinstance(p, Float8Tensor) else p.detach()
             kept = p.dequantize() if kept is None else kept
-            master = kept.float() if isinstance(p, Float8Tensor) else kept
+            master = kept.float().to(p.device) if isinstance(p, Float8Tensor) else kept
             self.masters.append(master.detach().clone().requires_grad_())
         self.optimizer = optimizer_class(self.masters, **options)
 

@@ -664,7 +664,7 @@ def quantize_pair(
 # Given scales.
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_kernel(
     x_ptr,  # [M, K] any float
     scale_ptr,  # one per block of BM x BK, or broadcast, fp32

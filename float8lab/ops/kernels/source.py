@@ -279,7 +279,7 @@ def amax_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return amax
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     given_ptr,  # [1] fp32: the scale, or the amax that makes it
