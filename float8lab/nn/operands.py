@@ -24,6 +24,7 @@ from float8lab.ops import (
     cast_op,
     cast_pair_of_op,
     cast_pair_op,
+    cast_unrecorded_op,
     quantize_of_op,
     quantize_op,
     quantize_pair_of_op,
