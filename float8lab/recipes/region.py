@@ -35,6 +35,7 @@ __all__ = [
     "Region",
     "advance_in_graph",
     "advance_scales",
+    "capturing",
     "come_after_in_graph",
     "in_backward",
     "set_clock",
@@ -106,6 +107,11 @@ class _State:
 STATE = _State()
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def in_backward() -> bool:
     """Whether an autograd backward pass is running on this thread, or a recomputation for one.
 
@@ -147,6 +153,10 @@ class Region:
         if torch.compiler.is_compiling():
             advance_in_graph(self.groups)
             return
+        if STATE.recorded and not capturing():
+            # Casts that a CUDA graph has replayed did not enter their packs. Without new amaxes a
+            # pack stays as it is.
+            self.packs.update(dict.fromkeys(STATE.recorded))
         advance_scales(self.packs, self.groups, agree=self.first)
 
     def discard(self) -> None:
@@ -224,11 +234,7 @@ def advance_in_graph(groups: Iterable[Any]) -> None:
 
 
 def _advance(clock: Tensor, groups: Sequence[str]) -> Tensor:
-    region, STATE.in_graph = STATE.in_graph, None
-    if region is None:
-        # No cast ran in Python: CUDA graphs that this op is no part of have replayed them.
-        region = Region()
-        region.packs.update(dict.fromkeys(STATE.recorded))
+    region, STATE.in_graph = STATE.in_graph or Region(), None
     region.groups.update(dict.fromkeys(map(group_named, groups)))
     region.close()
     return _nothing(clock)

@@ -510,3 +510,22 @@ def test_an_exception_in_a_converted_delayed_model_leaves_no_region_open():
     model(torch.full((2, 16), 2.0))
     assert history(model.inner)[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0]
     assert steps(model.inner)[0] == 1
+
+
+def test_a_region_takes_in_what_a_cuda_graph_replayed_inside_it():
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    layer = float8lab.Linear(16, 16, device="cpu")
+    with float8lab.autocast(recipe=recipe):
+        layer(torch.randn(4, 16))
+    slots = layer._fp8.slots[recipe, None]
+    STATE.recorded.add(slots.pack)  # as its casts do where a compiled graph is captured
+    state = slots.tensors()
+    state["amax"][:2] = torch.tensor([448.0, 224.0])  # as a replay does, without Python
+    with float8lab.autocast(recipe=recipe):
+        layer.eval()(torch.randn(4, 16))
+    assert state["history"][0, :2].tolist() == [448.0, 224.0]
+    assert state["scale"][:2].tolist() == [1.0, 0.5]
+    assert state["steps"].tolist() == [2, 2, 0]
+    with float8lab.autocast(recipe=recipe):  # no new amaxes: nothing to take in
+        layer(torch.randn(4, 16))
+    assert state["steps"].tolist() == [2, 2, 0]
