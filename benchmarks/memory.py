@@ -66,9 +66,8 @@ def our_layer(plain: Any, *, stored: Any = None, fp8_activation_input: bool = Fa
             D, FFN, HEADS, GROUPS, layernorm_epsilon=EPS,
             hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal", bias=False,
             normalization="RMSNorm", activation="swiglu", attn_input_format="bshd",
-            params_dtype=torch.bfloat16, device="cuda",
+            params_dtype=torch.bfloat16, device="cuda", fp8_activation_input=fp8_activation_input,
         )  # fmt: skip
-    layer.layernorm_mlp.fp8_activation_input = fp8_activation_input
     qkv, mlp = layer.self_attention.layernorm_qkv, layer.layernorm_mlp
     with torch.no_grad():
         for mine, theirs in (

@@ -80,6 +80,7 @@ class TransformerLayer(nn.Module):
         attn_input_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
+        fp8_activation_input: as in ``LayerNormMLP``.
 
     Raises:
         NotImplementedError: more than one tensor- or context-parallel rank.
@@ -133,6 +134,7 @@ class TransformerLayer(nn.Module):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
+        fp8_activation_input: bool = False,
     ) -> None:
         super().__init__()
         check_format(attn_input_format)
@@ -224,6 +226,7 @@ class TransformerLayer(nn.Module):
             activation=activation,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
+            fp8_activation_input=fp8_activation_input,
             **shared,
         )
         if output_layernorm:

@@ -301,7 +301,7 @@ def test_arguments_reach_the_parts():
         sequence_parallel=True, set_parallel_mode=True, seq_length=S, micro_batch_size=B,
         tp_group=None, tp_size=1, softmax_scale=0.3, rotary_pos_interleaved=True,
         params_dtype=torch.bfloat16, fuse_qkv_params=True, fuse_wgrad_accumulation=True,
-        output_layernorm=True,
+        output_layernorm=True, fp8_activation_input=True,
     )  # fmt: skip
     core = layer.self_attention.core_attention
     assert (core.layer_number, core.softmax_scale, core.qk_channels) == (7, 0.3, 12)
@@ -312,6 +312,7 @@ def test_arguments_reach_the_parts():
     assert layer.layernorm_mlp.zero_centered_gamma
     assert layer.self_attention.qkv.fuse_wgrad_accumulation
     assert layer.layernorm_mlp.fuse_wgrad_accumulation
+    assert layer.layernorm_mlp.fp8_activation_input
     assert all(p.dtype == torch.bfloat16 for p in layer.parameters())
     assert layer.layernorm.weight.sequence_parallel
     layer.set_tensor_parallel_group(None)
