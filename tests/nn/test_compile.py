@@ -1,5 +1,6 @@
 """torch.compile: no graph breaks, few compilations, and the numbers of eager mode."""
 
+import collections
 import copy
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn import in_graph
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
@@ -254,3 +256,23 @@ def test_layers_compiled_one_by_one_share_a_graph():
             assert torch.equal(model(x), eager(x))
     assert backend.graphs <= 2  # more would be one for each layer
     assert states(model) == states(eager)
+
+
+def test_the_ops_of_graphs_are_sound(monkeypatch):
+    layer = nn.Linear(32, 48)
+    float8lab.convert_to_float8(layer, RECIPES["delayed"])
+    layer(torch.randn(8, 32)).sum().backward()  # now every slot has a scale
+    precision, ops = layer._fp8, torch.ops.float8lab
+    # opcheck copies the arguments, and so the handle, whose address is what counts.
+    monkeypatch.setattr(in_graph, "_OWNERS", collections.defaultdict(lambda: precision))
+    clock = torch.zeros(1, dtype=torch.uint8)
+    x = torch.randn(20, 32)
+    module = (precision.handle, RECIPES["delayed"].number, "", 0, False)
+    gelu = ("gelu", [x], torch.float32, *module)
+    matrix = ("", [x], torch.bfloat16, *module)
+    for described in (matrix, gelu):
+        how = (*described, torch.float8_e4m3fn, 16)
+        torch.library.opcheck(ops.cast_in_graph.default, how)
+        torch.library.opcheck(ops.cast_pair_in_graph.default, (*how, True))
+    torch.library.opcheck(ops.come_after.default, (clock, x))
+    torch.library.opcheck(ops.advance.default, (clock, []))
