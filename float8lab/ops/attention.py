@@ -1,12 +1,12 @@
-"""Attention of FP8 operands, forward and backward; ``attention_reference.py`` specifies them."""
+"""Attention of FP8 operands, forward and backward; ``reference/attention.py`` specifies them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from float8lab.ops import attention_reference as reference
 from float8lab.ops._register import register
+from float8lab.ops.reference import attention as reference
 
 __all__ = ["fp8_attention_backward_op", "fp8_attention_op"]
 

@@ -5,7 +5,7 @@ import torch
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2
-from float8lab.ops.attention_reference import P_SCALE
+from float8lab.ops.reference.attention import P_SCALE
 
 
 def quantized(shape, fp8_dtype, device):
