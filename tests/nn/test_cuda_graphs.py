@@ -218,6 +218,26 @@ def test_graphed_weights_stored_in_fp8_and_keyword_arguments(recipe):
 
 
 @pytest.mark.gpu
+@each_recipe
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
+def test_graphed_fused_modules_equal_eager(recipe, checkpoint):
+    how = {"device": "cuda", "params_dtype": torch.bfloat16}
+    eager = nn.Sequential(
+        float8lab.LayerNormLinear(64, 64, **how),
+        float8lab.LayerNormMLP(64, 96, activation="swiglu", checkpoint=checkpoint, **how),
+    )
+    float8lab.convert_to_float8(eager, recipe)
+    model = copy.deepcopy(eager)
+    float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
+    for i in range(3):
+        xs = [batch(i).requires_grad_() for _ in range(2)]
+        assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
+        assert torch.equal(xs[0].grad, xs[1].grad)
+        assert same_gradients(model, eager)
+        assert states(model) == states(eager)
+
+
+@pytest.mark.gpu
 def test_graphed_callables_refuse_what_does_not_fit():
     layer = nn.Linear(16, 16).cuda()
     x = torch.ones(2, 16, device="cuda")
