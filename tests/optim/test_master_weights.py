@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -884,7 +885,9 @@ def live_bytes() -> dict[tuple[int, int], int]:
     for x in gc.get_objects():
         if type(x) in (Tensor, nn.Parameter):  # no wrappers, nor fakes that a compilation left
             storage = x.untyped_storage()
-            storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+            # What a compilation left otherwise has no memory, and asking for its address raises.
+            with contextlib.suppress(RuntimeError):
+                storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
     return storages
 
 
