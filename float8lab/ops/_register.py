@@ -48,13 +48,8 @@ def register(
         reference: the CPU implementation, which also specifies the op.
         fake: allocates the outputs, for fake tensors and for the CUDA launcher alike.
     """
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, reference, "CPU")
-    _LIBRARY.impl(name, _lazy(cuda) if isinstance(cuda, str) else cuda, "CUDA")
-    torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
-    overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
-    return overload
+    launcher = _lazy(cuda) if isinstance(cuda, str) else cuda
+    return _define(schema, {"CPU": reference, "CUDA": launcher}, fake)
 
 
 def register_stateful(
@@ -67,9 +62,17 @@ def register_stateful(
         implementation: called on any device, with Python's state as it is when the graph runs.
         fake: allocates the outputs, for fake tensors.
     """
+    anywhere = torch._disable_dynamo(implementation)
+    return _define(schema, {"CompositeExplicitAutograd": anywhere}, fake)
+
+
+def _define(
+    schema: str, implementations: dict[str, Callable[..., Any]], fake: Callable[..., Any]
+) -> Callable[..., Any]:
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, torch._disable_dynamo(implementation), "CompositeExplicitAutograd")
+    for key, implementation in implementations.items():
+        _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
     return overload
