@@ -39,6 +39,7 @@ class ScalePack:
         "group",
         "members",
         "amaxes",
+        "keeps_previous",
         "_live",
         "_recorded",
         "__weakref__",
@@ -47,7 +48,7 @@ class ScalePack:
     history: Tensor  # [H, S] float32, newest first
     amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
     scale: Tensor  # [S] float32 decode scales
-    previous: Tensor  # [S] float32, before the last update; what a compiled graph recomputes with
+    previous: Tensor  # [S] float32, before the last update, if ``keeps_previous``
     seeded: Tensor  # [S] bool, the scale was made from a tensor's own amax
     steps: Tensor  # [S] int32, updates that saw data; 0 means the scale was never set
     fp8_max: Tensor  # [S] float32, largest value of the slot's format
@@ -60,6 +61,7 @@ class ScalePack:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
         self.amaxes: Sequence[Tensor] = self.amax.unbind()
+        self.keeps_previous = False  # casts in compiled graphs may recompute with it
         self._live: Sequence[Tensor] | None = None
         self._recorded = False
 
@@ -103,7 +105,8 @@ class ScalePack:
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
-        self.previous.copy_(self.scale)
+        if self.keeps_previous:
+            self.previous.copy_(self.scale)
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
         else:
@@ -309,16 +312,25 @@ class DelayedSlots:
         return scale * 2.0**recipe.margin
 
 
-def merge_packs(packs: Iterable[ScalePack]) -> ScalePack:
-    """Lay the slots of several packs of one recipe and group side by side in a new one."""
-    packs = list(packs)
-    if len(packs) == 1:
-        return packs[0]
+def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
+    """Lay the slots of packs of one recipe, group and device side by side, in one pack for each.
+
+    A pack whose addresses a CUDA graph has recorded stays as it is.
+    """
+    batches: dict[Any, list[ScalePack]] = {}
+    for pack in packs:
+        alone = pack if pack.is_recorded() else None
+        batches.setdefault((pack.recipe, pack.group, pack.scale.device, alone), []).append(pack)
+    return [_merge(batch) if len(batch) > 1 else batch[0] for batch in batches.values()]
+
+
+def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]
     with _lasting(packs[0].scale.device):
         tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
     merged = ScalePack(packs[0].recipe, packs[0].group, tensors)
+    merged.keeps_previous = any(pack.keeps_previous for pack in packs)
     start = 0
     for member in members:
         member._adopt(merged, start)

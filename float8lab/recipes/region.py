@@ -176,12 +176,7 @@ def advance_scales(
             theirs.
         agree: every rank knows that some rank has new modules (see ``reduction.py``).
     """
-    batches: dict[Any, list[ScalePack]] = {}
-    for pack in packs:
-        # A pack whose addresses a CUDA graph has recorded stays as it is.
-        alone = pack if pack.is_recorded() else None
-        batches.setdefault((pack.recipe, pack.group, pack.scale.device, alone), []).append(pack)
-    due = dict.fromkeys(merge_packs(batch) for batch in batches.values())
+    due = dict.fromkeys(merge_packs(packs))
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
