@@ -24,7 +24,7 @@ from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
-from float8lab.nn.precision import Precision, precisions
+from float8lab.nn.precision import Precision, precisions, precisions_below
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
@@ -511,7 +511,7 @@ for _hook in (_CallRegion.before, _CallRegion.finished, _CallRegion.after):
 
 
 def _make_region_of_calls(model: nn.Module) -> None:
-    found = [precision.recipe for layer in model.modules() for _, precision in precisions(layer)]
+    found = [precision.recipe for precision in precisions_below(model)]
     recipes = tuple(dict.fromkeys(r for r in found if r is not None and r.linear.delayed))
     hooks = model._forward_pre_hooks.values()
     for hook in hooks:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.nn.precision import Precision, precisions
+from float8lab.nn.precision import precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region
@@ -152,13 +152,7 @@ class _Unit(nn.Module):
 
     def recipes(self) -> tuple[Recipe | None, ...]:
         """The recipe in force for each GEMM, right here."""
-        return tuple(precision.active_recipe() for precision in _precisions(self))
-
-
-def _precisions(module: nn.Module) -> Iterator[Precision]:
-    for layer in module.modules():
-        for _, precision in precisions(layer):
-            yield precision
+        return tuple(precision.active_recipe() for precision in precisions_below(self))
 
 
 @contextmanager
@@ -180,7 +174,7 @@ def _record(
     """Warm up and record; ``forward`` of each unit then replays. Returns the packs in use."""
     before = _save(units)
     if warmup:
-        _merge(_warm_up(units, samples, warmup, allow_unused))
+        merge_packs(_warm_up(units, samples, warmup, allow_unused))
         _restore(units, before)
         _warm_up(units, samples, 1, allow_unused)  # with the state where it will stay
         _restore(units, before)
@@ -220,23 +214,12 @@ def _run_once(unit: _Unit, sample: tuple[Tensor, ...], allow_unused: bool) -> No
         torch.autograd.grad(outputs, inputs, gradients, allow_unused=allow_unused)
 
 
-def _merge(packs: dict[ScalePack, None]) -> None:
-    """One pack where eager mode would have one: recorded packs are not merged any more."""
-    batches: dict[Any, list[ScalePack]] = {}
-    for pack in packs:
-        if not pack.is_recorded():
-            key = (pack.recipe, pack.group, pack.scale.device)
-            batches.setdefault(key, []).append(pack)
-    for batch in batches.values():
-        merge_packs(batch)
-
-
 _Saved = dict[DelayedSlots, dict[str, Tensor]]
 
 
 def _slots(units: Sequence[_Unit]) -> Iterator[DelayedSlots]:
     for unit in units:
-        for precision in _precisions(unit):
+        for precision in precisions_below(unit):
             yield from precision.slots.values()
 
 
@@ -255,7 +238,7 @@ def _restore(units: Sequence[_Unit], before: _Saved) -> None:
         else:
             slots.clear()
     for unit in units:
-        for precision in _precisions(unit):
+        for precision in precisions_below(unit):
             precision.weight_cast = None
 
 
@@ -272,24 +255,23 @@ def _install(
     mine = {slots.pack for slots in _slots([unit])}
     recorded = [pack for pack in packs if pack in mine]
 
-    def fits(tensors: Sequence[Any]) -> bool:
-        if mode and not torch.is_grad_enabled():
+    def fits(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        if len(args) != unit.positional or set(named) != set(unit.names):
+            return False
+        if getattr(function, "training", True) != mode or (mode and not torch.is_grad_enabled()):
+            return False
+        tensors = (*args, *(named[name] for name in unit.names))
+        if not all(isinstance(t, Tensor) for t in tensors):
             return False
         given = [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
         return given == expected and unit.recipes() == recipes
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        named = dict(kwargs)
-        if caching:
-            named.pop("is_first_microbatch", None)
-        tensors = (*args, *(named[name] for name in unit.names if name in named))
-        whole = len(args) == unit.positional and set(named) == set(unit.names)
-        same_mode = getattr(function, "training", True) == mode
-        if not (whole and same_mode and all(isinstance(t, Tensor) for t in tensors)):
+        ignored = ("is_first_microbatch",) if caching else ()
+        named = {name: value for name, value in kwargs.items() if name not in ignored}
+        if not fits(args, named):
             return plain(*args, **kwargs)
-        if not fits(tensors):
-            return plain(*args, **kwargs)
-        return _replay(unit.forward, tensors, recorded)
+        return _replay(unit.forward, (*args, *(named[name] for name in unit.names)), recorded)
 
     if not isinstance(function, nn.Module):
         return call

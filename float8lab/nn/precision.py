@@ -33,7 +33,16 @@ from float8lab.recipes.region import (
 )
 from float8lab.tensor.fsdp import MasterGather
 
-__all__ = ["DY", "Call", "Precision", "W", "X", "must_run_in_eager", "precisions"]
+__all__ = [
+    "DY",
+    "Call",
+    "Precision",
+    "W",
+    "X",
+    "must_run_in_eager",
+    "precisions",
+    "precisions_below",
+]
 
 X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
@@ -208,6 +217,7 @@ class Precision:
         """When a compiled graph casts ``x``: a scale that is the graph's own, and the amax slot."""
         inner = x.inputs[0] if isinstance(x, Source) else x
         slots = self._slots(recipe, inner.device, group)
+        slots.pack.keeps_previous = True
         if slots.pack.is_recorded():
             STATE.recorded.add(slots.pack)
         forward = slots.forward[index]
@@ -294,13 +304,14 @@ class Precision:
 
     def end(self, call: Call, y: Tensor) -> None:
         """Close a recording call, whose output is ``y``; outside regions it is one of its own."""
-        if call.record and torch.compiler.is_compiling():
-            come_after_in_graph(y)
-        if not call.record or call.fixed is not None or STATE.region is not None:
+        if not call.record:
             return
+        alone = call.fixed is None and STATE.region is None
         if torch.compiler.is_compiling():
-            advance_in_graph(())
-        elif call.slots is not None:
+            come_after_in_graph(y)
+            if alone:
+                advance_in_graph(())
+        elif alone and call.slots is not None:
             advance_scales([call.slots.pack])
 
     def to(self, device: torch.device) -> None:
@@ -346,6 +357,13 @@ class Precision:
         elif slots.pack.scale.device != device:
             slots.to(device)
         return slots
+
+
+def precisions_below(model: nn.Module) -> Iterator[Precision]:
+    """The FP8 state of every GEMM of a model."""
+    for module in model.modules():
+        for _, precision in precisions(module):
+            yield precision
 
 
 def must_run_in_eager() -> bool:
