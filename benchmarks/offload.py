@@ -5,11 +5,10 @@
 Needs a CUDA GPU. A step is forward and backward, gradients allocated before; the peak is over what
 is resident between steps. The predicted saving is the bytes that a layer moves, times the layers
 that are away at the peak: all that are offloaded but one, which is loaded for the layer that runs
-(see ``predicted``). A candidate gets no time unless its output is that without offload bit for bit,
-and each gradient as near to one without offload as repetitions without it are to each other: the
-backward of attention adds in no fixed order. Gradients that are made before it must then be equal
-bit for bit too, those of the last layer's MLP among them. Copied GB/s are the bytes moved out and
-in over the step's time: near the host link's rate it is the link that sets the time.
+(see ``predicted``). A candidate gets no time unless its output and all gradients are those without
+offload bit for bit, both with deterministic algorithms: attention's backward usually adds in no
+fixed order. Copied GB/s are the bytes moved out and in over the step's time: near the host link's
+rate it is the link that sets the time.
 """
 
 from __future__ import annotations
@@ -76,23 +75,17 @@ def counting() -> Iterator[list[int]]:
         yield moved
 
 
-REPETITIONS = 3
-"""Runs without offload, which tell how far two right answers lie apart."""
-
-
-def distances(answers: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
-    """Norms of the differences; 0 only where all values are equal."""
-    pairs = zip(answers, others, strict=True)
-    return [(a.float() - b.to(a.device).float()).norm().item() for a, b in pairs]
-
-
-def right(off: Sequence[float], spread: Sequence[float]) -> bool:
-    """Whether no answer is more than twice as far from the first one as repetitions of that are.
-
-    >>> right([0.0, 0.3], spread=[0.0, 0.2]), right([0.1, 0.3], spread=[0.0, 0.2])
-    (True, False)
-    """
-    return all(distance <= 2 * usual for distance, usual in zip(off, spread, strict=True))
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Equal bits in every run, inside."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def make_model(options: argparse.Namespace, recipe: str) -> nn.Sequential:
@@ -132,20 +125,15 @@ def measure(options: argparse.Namespace, recipe: str, samples: int = 10) -> list
     shape = (options.batch, options.sequence, options.dim)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     reference: list[Tensor] = []
-    spread: list[float] = []
     results = []
     for offloaded in [0, *options.offloaded]:
         step = make_step(model, x, offloaded)
-        for _ in range(1 if offloaded else REPETITIONS):
-            step()  # allocates, the first time
-            with counting() as moved:
-                y = step()
-            answers = [y, *(p.grad for p in model.parameters() if p.grad is not None)]
-            reference = reference or [t.cpu() for t in answers]
-            off = distances(answers, reference)
-            if not offloaded:
-                spread = [max(pair) for pair in zip(off, spread or off, strict=True)]
-        equal = right(off, spread)
+        step()  # allocates, the first time
+        with deterministic(), counting() as moved:
+            y = step()
+        answers = [y, *(p.grad for p in model.parameters() if p.grad is not None)]
+        reference = reference or [t.cpu() for t in answers]
+        equal = all(torch.equal(a.cpu(), b) for a, b in zip(answers, reference, strict=True))
         del y, answers
         torch.cuda.synchronize()
         resident = torch.cuda.memory_allocated()

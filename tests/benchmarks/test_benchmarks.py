@@ -192,21 +192,6 @@ def test_offload_is_compared_with_the_model_without_it():
     assert lines[2][5:] == ["wrong", "-", "-"]
 
 
-def test_offload_is_right_within_the_spread_of_repetitions():
-    exact, noisy = torch.randn(2, 64)
-    noise = [1e-3 * torch.randn(64) for _ in range(4)]
-    first = [exact, noisy + noise[0]]
-    repeated = [offload.distances([exact, noisy + n], first) for n in noise[1:3]]
-    spread = [max(pair) for pair in zip(*repeated, strict=True)]
-    for answers, expected in (
-        ([exact, noisy + noise[3]], True),
-        ([exact + 1e-6, noisy + noise[3]], False),  # repetitions do not differ there
-        ([exact, noisy + 4 * noise[3]], False),
-        ([exact, noisy * torch.nan], False),
-    ):
-        assert offload.right(offload.distances(answers, first), spread) is expected
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("program", [linear, offload, quantize], ids=lambda module: module.__name__)
 def test_gpu_benchmarks_say_what_they_need(program):

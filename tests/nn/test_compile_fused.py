@@ -225,7 +225,9 @@ def test_inductor(name, recipe, device):
     actual = steps(compiled, model, RECIPES[recipe])
     expected = steps(eager, eager, RECIPES[recipe])
     for (got, _), (wanted, _) in zip(actual, expected, strict=True):
+        # What is zero but for rounding, as the gradient of a key's bias, is compared with the rest.
+        noise = 2.0**-20 * max(b.norm() for b in wanted)
         for a, b in zip(got, wanted, strict=True):
             # Where a sum in another order flips the rounding of a cast, the value moves by one
             # step of FP8, at most 2**-2 of it; flips are few, and nothing else may differ.
-            assert (a - b).norm() <= 2.0**-6 * b.norm()
+            assert (a - b).norm() <= 2.0**-6 * b.norm() + noise
