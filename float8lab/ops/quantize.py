@@ -133,7 +133,7 @@ quantize_op = register(
 quantize_pair_op = register(
     "quantize_pair(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"
     " bool column_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cuda="quantize:quantize_pair",
+    cuda="pair:quantize_pair",
     reference=reference.quantize_pair,
     fake=_fake_quantize_pair,
 )
@@ -156,13 +156,13 @@ cast_unrecorded_op = register(
 cast_pair_op = register(
     "cast_pair(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align,"
     " bool column_sum) -> (Tensor, Tensor, Tensor)",
-    cuda="quantize:cast_pair",
+    cuda="pair:cast_pair",
     reference=reference.cast_pair,
     fake=_fake_cast_pair,
 )
 transpose_op = register(
     "transpose(Tensor q, int align) -> Tensor",
-    cuda="quantize:transpose",
+    cuda="pair:transpose",
     reference=reference.transpose,
     fake=_fake_transpose,
 )

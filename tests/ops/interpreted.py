@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import reference
-from float8lab.ops.kernels import norm, scaling, source
+from float8lab.ops.kernels import norm, pair, scaling, source
 from float8lab.ops.kernels import quantize as kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -88,7 +88,7 @@ def check_quantize() -> None:
         for fp8_dtype in (E4M3, E5M2):
             arguments = (fp8_dtype, block, rule, eps, align)
             all_same(kernels.quantize(x, *arguments), reference.quantize(x, *arguments))
-            *got, sums = kernels.quantize_pair(x, *arguments, True)
+            *got, sums = pair.quantize_pair(x, *arguments, True)
             *want, sums_wanted = reference.quantize_pair(x, *arguments, True)
             all_same(got, want)
             sums_close(sums, sums_wanted)
@@ -154,7 +154,7 @@ def check_cast() -> None:
             same(got, want)
     for y, align in ((x, 16), (x.t(), 1), (torch.zeros(0, 4), 16)):
         got, want = torch.full((1,), -1.0), torch.full((1,), -1.0)
-        *data, sums = kernels.cast_pair(y, torch.tensor(20.0), got, E5M2, align, True)
+        *data, sums = pair.cast_pair(y, torch.tensor(20.0), got, E5M2, align, True)
         *wanted, sums_wanted = reference.cast_pair(y, torch.tensor(20.0), want, E5M2, align, True)
         all_same(data, wanted)
         same(got, want)
@@ -165,7 +165,7 @@ def check_transpose_and_dequantize() -> None:
     q = torch.randint(0, 127, (70, 135), dtype=torch.uint8).clamp(max=120).view(E4M3)
     for one in (q, q.t(), q[:, ::2], q[:0]):
         for align in (1, 16):
-            got, want = kernels.transpose(one, align), reference.transpose(one, align)
+            got, want = pair.transpose(one, align), reference.transpose(one, align)
             same(got.view(torch.uint8), want.view(torch.uint8))
     scales = [
         (torch.tensor(0.3), (-1, -1)),

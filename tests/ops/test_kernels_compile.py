@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import kernels
-from float8lab.ops.kernels import norm, quantize, scaling, source
+from float8lab.ops.kernels import norm, pair, quantize, scaling, source
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -50,8 +50,13 @@ def quantized(block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype
     return lambda: quantize.quantize(x, fp8_dtype, block, rule, 0.0, 16)
 
 
-def both(block: tuple[int, int], rule: str = "fp32", column_sum: bool = False) -> Any:
-    return lambda: quantize.quantize_pair(x, E4M3, block, rule, 0.0, 16, column_sum)
+def both(
+    block: tuple[int, int],
+    rule: str = "fp32",
+    column_sum: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    return lambda: pair.quantize_pair(x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
 
 
 def cast(scale: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None) -> Any:
@@ -59,7 +64,7 @@ def cast(scale: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None 
 
 
 def cast_both(column_sum: bool, fp8_dtype: torch.dtype = E4M3) -> Any:
-    return lambda: quantize.cast_pair(x, one, one, fp8_dtype, 16, column_sum)
+    return lambda: pair.cast_pair(x, one, one, fp8_dtype, 16, column_sum)
 
 
 def dequantized(scale: torch.Tensor, block: tuple[int, int]) -> Any:
@@ -133,6 +138,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "1x128": quantized((1, 128)),
     "1x128-both": both((1, 128)),
     "1x128-both-pow2-sum": both((1, 128), "pow2", column_sum=True),
+    "1x128-both-float16": both((1, 128), dtype=torch.float16),
+    "1x128-both-float32": both((1, 128), dtype=torch.float32),
+    "1x32-e8m0-both-float32": both((1, 32), "e8m0", dtype=torch.float32),
+    "row-both-float32": both((1, -1), dtype=torch.float32),
     "128x128": quantized((128, 128)),
     "128x128-both": both((128, 128)),
     "1x32-e8m0": quantized((1, 32), "e8m0"),
@@ -146,7 +155,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "cast-both": cast_both(column_sum=False),
     "cast-both-sum": cast_both(column_sum=True),
     "cast-both-e5m2": cast_both(column_sum=False, fp8_dtype=E5M2),
-    "transpose": lambda: quantize.transpose(x.to(E4M3), 16),
+    "transpose": lambda: pair.transpose(x.to(E4M3), 16),
     "dequantize": dequantized(one, (-1, -1)),
     "dequantize-row": dequantized(torch.ones(256, 1), (1, -1)),
     "dequantize-1x32": dequantized(torch.ones(256, 16), (1, 32)),
@@ -291,7 +300,7 @@ def test_one_scale_for_both_orientations_of_a_float32_source_takes_two_kernels(k
             )[1:],  # after the amax
         ):
             assert first[0] is source._cast_kernel
-            assert [other[0] for other in others] == [quantize._transpose_kernel] * (not in_one)
+            assert [other[0] for other in others] == [pair._transpose_kernel] * (not in_one)
             ir = compile_launch(first, 90).asm["ttgir"]
             assert ("tt.trans" in ir) == in_one
             assert not re.search(r"convert_layout .*xf8", ir)

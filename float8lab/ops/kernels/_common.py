@@ -6,7 +6,8 @@ M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alig
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from torch import Tensor
 
 __all__ = [
     "FLOAT32_MAX",
+    "Tile",
     "abs_bits",
     "block_amax",
     "block_index",
     "encode_from_scale",
+    "grid_of",
     "load_tile",
     "on_device_of_first",
+    "pack",
     "pow2_floor",
     "pow2_reciprocal",
     "record_amax",
@@ -31,9 +35,41 @@ __all__ = [
     "store_column_sum",
     "store_tile",
     "store_transposed",
+    "store_words",
+    "widen",
 ]
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+_PACK = """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.FORMATx2.f32 low, $2, $1;
+    cvt.rn.satfinite.FORMATx2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}"""
+PACK_E4M3 = tl.constexpr(_PACK.replace("FORMAT", "e4m3"))
+PACK_E5M2 = tl.constexpr(_PACK.replace("FORMAT", "e5m2"))
+WIDEN_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+WIDEN_FP16 = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high;
+}""")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of the tile of one program, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def grid_of(shape: Sequence[int], tile: Tile) -> tuple[int]:
+    return (triton.cdiv(shape[0], tile.rows) * triton.cdiv(shape[1], tile.columns),)
 
 
 def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,24 +115,28 @@ def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
     """Decode scales and their encode factors, as ``reference`` makes them one from the other.
 
     Divisions are the costly part, since every thread of a tile repeats those of its rows and
-    columns: powers of two are inverted through their exponents.
+    columns. Powers of two need none: LIMIT is 1.75 * 2**LOG2, so the exponent of LIMIT / amax is
+    that of LIMIT less that of amax, and one less where the mantissa of amax is above 1.75. No
+    rounding of the quotient changes that.
     """
     raised = tl.where(amax < eps, eps, amax)  # NaN survives, as in torch.clamp
     usable = (raised > 0) & (raised < float("inf"))
-    if RULE == "e8m0":
-        bits = tl.div_rn(raised, LIMIT).to(tl.int32, bitcast=True)
-        exponent = tl.maximum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 1)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        encode = pow2_reciprocal(scale)
-    else:
+    if RULE == "fp32":
         encode = tl.div_rn(LIMIT, raised)
         encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
-        if RULE == "pow2":
-            encode = pow2_floor(encode)
-            scale = pow2_reciprocal(encode)
+        scale = tl.div_rn(1.0, encode)
+        encode = encode_from_scale(scale)
+    else:
+        tl.static_assert(LIMIT == 448.0 or LIMIT == 57344.0)
+        LOG2: tl.constexpr = 8 if LIMIT == 448.0 else 15
+        bits = raised.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        if RULE == "e8m0":
+            scale = (tl.maximum(exponent - LOG2, 1) << 23).to(tl.float32, bitcast=True)
+            encode = pow2_reciprocal(scale)
         else:
-            scale = tl.div_rn(1.0, encode)
-            encode = encode_from_scale(scale)
+            encode = (tl.minimum(254 + LOG2 - exponent, 254) << 23).to(tl.float32, bitcast=True)
+            scale = pow2_reciprocal(encode)
     return tl.where(usable, scale, 1.0), tl.where(usable, encode, 1.0)
 
 
@@ -110,6 +150,45 @@ def saturate(x, dtype: tl.constexpr):
     wrong (https://github.com/triton-lang/triton/issues/11111).
     """
     return x.to(dtype)
+
+
+@triton.jit
+def pack(x0, x1, x2, x3, dtype: tl.constexpr):
+    """Four float32 cast to FP8, in the bytes of an int32, the first in the lowest."""
+    if INTERPRETED:
+        word = saturate(x0, dtype).to(tl.uint8, bitcast=True).to(tl.int32)
+        word |= saturate(x1, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        word |= saturate(x2, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+        word |= saturate(x3, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 24
+    else:
+        # What is above, in three instructions; and Triton 3.6 gets the above wrong where the same
+        # values are cast for another use.
+        word = tl.inline_asm_elementwise(
+            PACK_E4M3 if dtype == tl.float8e4nv else PACK_E5M2,
+            "=r,f,f,f,f",
+            [x0, x1, x2, x3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return word
+
+
+@triton.jit
+def widen(x):
+    """Float32 of a tile. Of 2-byte values anew in every call: registers hold 2 bytes between."""
+    if x.dtype == tl.float32 or INTERPRETED:
+        wide = x.to(tl.float32)
+    else:
+        wide = tl.inline_asm_elementwise(
+            WIDEN_BF16 if x.dtype == tl.bfloat16 else WIDEN_FP16,
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=2,
+        )
+    return wide
 
 
 @triton.jit
@@ -132,6 +211,15 @@ def store_transposed(q_ptr, q, rows, columns, ROWS, COLUMNS):
     """Store the same tile into the contiguous [COLUMNS, ROWS] transpose, coalesced along rows."""
     mask = (columns < COLUMNS)[:, None] & (rows < ROWS)[None, :]
     tl.store(q_ptr + columns[:, None] * ROWS + rows[None, :], tl.trans(q), mask=mask)
+
+
+@triton.jit
+def store_words(q_ptr, word, words, columns, ROWS, COLUMNS):
+    """Store words of four rows each into the contiguous [COLUMNS, ROWS] transpose."""
+    mask = (columns < COLUMNS)[:, None] & (words * 4 < ROWS)[None, :]
+    pointer = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    offsets = columns[:, None] * (ROWS // 4) + words[None, :]
+    tl.store(pointer + offsets, tl.trans(word), mask=mask)
 
 
 @triton.jit

@@ -19,9 +19,11 @@ from torch import Tensor
 from float8lab.formats import largest
 from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
+    Tile,
     abs_bits,
     block_amax,
     encode_from_scale,
+    grid_of,
     on_device_of_first,
     record_amax,
     saturate,
@@ -32,7 +34,7 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels.activation import apply_activation, derivative_of_activation
 from float8lab.ops.kernels.norm import triton_dtype
-from float8lab.ops.kernels.quantize import Tile, transpose
+from float8lab.ops.kernels.pair import transpose
 from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import ACTIVATIONS, round_up, source_shape
 
@@ -180,10 +182,6 @@ def _one_tile(kind: str) -> Tile:
     return _ONE_OF_THREE if _of_three(kind) else _ONE
 
 
-def _grid(shape: Sequence[int], tile: Tile) -> tuple[int]:
-    return (triton.cdiv(shape[0], tile.rows) * triton.cdiv(shape[1], tile.columns),)
-
-
 def _on_device_of_source(launcher: Any) -> Any:
     """Run a launcher on the GPU of the source."""
 
@@ -238,7 +236,7 @@ def value_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     y = inputs[0].new_empty(shape, dtype=dtype)
     tile = _one_tile(kind)
     tensors, constants = _arguments(kind, inputs, dtype, tile)
-    _value_kernel[_grid(shape, tile)](*tensors, y, *shape, **constants)
+    _value_kernel[grid_of(shape, tile)](*tensors, y, *shape, **constants)
     return y
 
 
@@ -274,7 +272,7 @@ def amax_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     amax = inputs[0].new_zeros((1, 1), dtype=torch.float32)
     tile = _one_tile(kind)
     tensors, constants = _arguments(kind, inputs, dtype, tile)
-    programs = min(_grid(shape, tile)[0], _AMAX_PROGRAMS)
+    programs = min(grid_of(shape, tile)[0], _AMAX_PROGRAMS)
     _amax_kernel[(programs,)](*tensors, amax, *shape, **constants)
     return amax
 
@@ -344,7 +342,7 @@ class _Outputs:
         tiles = triton.cdiv(self.shape[0], tile.rows) if column_sum else 0
         size = (tiles, self.shape[1] if column_sum else 0)
         self.sums = first.new_empty(size, dtype=torch.float32)
-        self.grid = _grid((self.rows, self.columns), tile)
+        self.grid = grid_of((self.rows, self.columns), tile)
         self.flags = {"WRITE": write, "TRANSPOSE": transpose, "COLUMN_SUM": column_sum}
 
     @property

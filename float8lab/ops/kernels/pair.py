@@ -1,0 +1,520 @@
+"""Quantize, cast and transpose matrices on the GPU: both orientations from one read.
+
+M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment. A program
+reads its tile as four tiles, of every fourth row each. The four values in one place become four
+bytes of one column of the input, a word of the transpose: it is words that are transposed, not
+bytes. So ROWS must be divisible by 4; where it is not, each orientation has its own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.formats import largest
+from float8lab.ops import reference
+from float8lab.ops.kernels._common import (
+    Tile,
+    abs_bits,
+    block_amax,
+    encode_from_scale,
+    grid_of,
+    load_tile,
+    on_device_of_first,
+    pack,
+    record_amax,
+    saturate,
+    scale_from_amax,
+    scale_tile,
+    store_column_sum,
+    store_tile,
+    store_transposed,
+    store_words,
+    widen,
+)
+from float8lab.ops.kernels.quantize import (
+    AMAX_PROGRAMS,
+    cast,
+    empty_output,
+    partial_amax,
+    quantize,
+    scale_of_tensor,
+)
+from float8lab.ops.quantize import empty_scale
+from float8lab.ops.reference import round_up
+
+__all__ = ["cast_pair", "quantize_pair", "transpose"]
+
+_TILE = Tile(rows=128, columns=64, warps=4)
+"""A column of it is 128 bytes of the transpose, a cache line."""
+_AMAX = Tile(rows=64, columns=64, warps=4)
+_BYTES = Tile(rows=64, columns=64, warps=4)
+_REGISTERS = 168
+"""Of a thread, so that three programs of 128 threads share a multiprocessor."""
+_SCALES = 256
+"""Scales that one program makes."""
+
+
+def _column_sums(x: Tensor, tile: Tile, wanted: bool) -> Tensor:
+    """Room for one row of partial column sums per row of tiles."""
+    rows = triton.cdiv(x.shape[0], tile.rows) if wanted else 0
+    return x.new_empty((rows, x.shape[1] if wanted else 0), dtype=torch.float32)
+
+
+def _total(sums: Tensor) -> Tensor:
+    return sums.sum(0) if sums.numel() else sums.view(-1)
+
+
+@triton.jit
+def _load_rows(x_ptr, tile_m, columns, M, K, stride_m, stride_k, TILE_M: tl.constexpr):
+    """Rows 0, 4, 8 ... of a tile, rows 1, 5, 9 ..., and so on."""
+    rows = 4 * (tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4))
+    x0 = load_tile(x_ptr, rows, columns, M, K, stride_m, stride_k)
+    x1 = load_tile(x_ptr, rows + 1, columns, M, K, stride_m, stride_k)
+    x2 = load_tile(x_ptr, rows + 2, columns, M, K, stride_m, stride_k)
+    x3 = load_tile(x_ptr, rows + 3, columns, M, K, stride_m, stride_k)
+    return rows, x0, x1, x2, x3
+
+
+@triton.jit
+def _largest_bits(x0, x1, x2, x3):
+    upper = tl.maximum(abs_bits(widen(x0)), abs_bits(widen(x1)))
+    return tl.maximum(upper, tl.maximum(abs_bits(widen(x2)), abs_bits(widen(x3))))
+
+
+@triton.jit
+def _pack_scaled(x0, x1, x2, x3, encode, dtype: tl.constexpr):
+    return pack(
+        widen(x0) * encode, widen(x1) * encode, widen(x2) * encode, widen(x3) * encode, dtype
+    )
+
+
+@triton.jit
+def _sum_of_rows(x0, x1, x2, x3):
+    return (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
+
+
+# One scale per tensor, or one per row and one per column.
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+def _cast_pair_kernel(
+    x_ptr,  # [M, K] any float
+    scale_ptr,  # [1], or [ROWS] if PER_ROW, fp32
+    scale_t_ptr,  # [1], or [COLUMNS] if PER_ROW, fp32
+    partial_ptr,  # [programs] fp32 partial amaxes, from which RULE makes the scales
+    slot_ptr,  # [1] fp32
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    q_t_ptr,  # [COLUMNS, ROWS] fp8
+    sum_ptr,  # [row tiles, K] fp32
+    M,
+    K,
+    ROWS,
+    COLUMNS,
+    stride_xm,
+    stride_xk,
+    programs,
+    eps,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,  # "" where scales are given
+    PER_ROW: tl.constexpr,
+    HAS_SLOT: tl.constexpr,
+    COLUMN_SUM: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    tile = tl.program_id(0)
+    if RULE != "":
+        # From the end: of what the amax has read, the last part is in the cache.
+        tile = tl.num_programs(0) - 1 - tile
+    tile_m = (tile // tiles_k).to(tl.int64)
+    columns = (tile % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+    rows, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
+    if HAS_SLOT:
+        record_amax(slot_ptr, _largest_bits(x0, x1, x2, x3))
+    if COLUMN_SUM:
+        store_column_sum(sum_ptr, _sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    if PER_ROW:
+        scale_t = tl.load(scale_t_ptr + columns, mask=columns < COLUMNS, other=1.0)
+        encode_t = encode_from_scale(scale_t)[None, :]
+        words = _pack_scaled(x0, x1, x2, x3, encode_t, dtype)
+        for row in tl.static_range(4):
+            x = widen((x0, x1, x2, x3)[row])
+            scale = tl.load(scale_ptr + rows + row, mask=rows + row < ROWS, other=1.0)
+            q = saturate(x * encode_from_scale(scale)[:, None], dtype)
+            store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
+    else:
+        if RULE == "":
+            encode = encode_from_scale(tl.load(scale_ptr))
+        else:
+            scale, encode, _ = scale_of_tensor(partial_ptr, programs, eps, LIMIT, RULE, PROGRAMS)
+            if tl.program_id(0) == 0:
+                tl.store(scale_ptr, scale)
+                tl.store(scale_t_ptr, scale)
+        words = _pack_scaled(x0, x1, x2, x3, encode, dtype)
+        for row in tl.static_range(4):
+            q = saturate(widen((x0, x1, x2, x3)[row]) * encode, dtype)
+            store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
+    store_words(q_t_ptr, words, rows // 4, columns, ROWS, COLUMNS)
+
+
+def _cast_pair(
+    x: Tensor,
+    scales: tuple[Tensor, Tensor],
+    fp8_dtype: torch.dtype,
+    align: int,
+    column_sum: bool,
+    *,
+    slot: Tensor | None = None,
+    partial: Tensor | None = None,
+    rule: str = "",
+    eps: float = 0.0,
+    per_row: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = empty_output(x, fp8_dtype, align)
+    q_t = q.new_empty((q.shape[1], q.shape[0]))
+    sums = _column_sums(x, _TILE, column_sum)
+    _cast_pair_kernel[grid_of(q.shape, _TILE)](
+        x,
+        *scales,
+        scales[0] if partial is None else partial,
+        scales[0] if slot is None else slot,
+        q,
+        q_t,
+        sums,
+        *x.shape,
+        *q.shape,
+        *x.stride(),
+        0 if partial is None else partial.numel(),
+        eps,
+        LIMIT=largest(fp8_dtype),
+        RULE=rule,
+        PER_ROW=per_row,
+        HAS_SLOT=slot is not None,
+        COLUMN_SUM=column_sum,
+        PROGRAMS=AMAX_PROGRAMS,
+        TILE_M=_TILE.rows,
+        TILE_K=_TILE.columns,
+        num_warps=_TILE.warps,
+    )
+    return q, q_t, _total(sums)
+
+
+@triton.jit
+def _amax_rows_columns_kernel(
+    x_ptr,  # [M, K] any float
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, zero at first
+    M,
+    K,
+    ROWS,
+    stride_xm,
+    stride_xk,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tiles_k = tl.cdiv(K, TILE_K)
+    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
+    bits = abs_bits(x)
+    tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
+    tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
+
+
+@triton.jit
+def _scales_kernel(
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns
+    scale_ptr,  # [ROWS] fp32
+    scale_t_ptr,  # [COLUMNS] fp32
+    ROWS,
+    COLUMNS,
+    eps,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
+    eps = tl.cast(eps, tl.float32)
+    scale, _ = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
+    tl.store(scale_ptr + index, scale, mask=index < ROWS)
+    column = index - ROWS
+    tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
+
+
+def _quantize_rows_pair(
+    x: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, column_sum: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = (round_up(size, align) for size in x.shape)
+    amaxes = x.new_zeros(rows + columns, dtype=torch.int32)
+    _amax_rows_columns_kernel[grid_of(x.shape, _AMAX)](
+        x,
+        amaxes,
+        *x.shape,
+        rows,
+        *x.stride(),
+        TILE_M=_AMAX.rows,
+        TILE_K=_AMAX.columns,
+        num_warps=_AMAX.warps,
+    )
+    scale = x.new_empty((rows, 1), dtype=torch.float32)
+    scale_t = x.new_empty((columns, 1), dtype=torch.float32)
+    _scales_kernel[(triton.cdiv(rows + columns, _SCALES),)](
+        amaxes, scale, scale_t, rows, columns, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+    )  # fmt: skip
+    how = (fp8_dtype, align, column_sum)
+    q, q_t, total = _cast_pair(x, (scale, scale_t), *how, per_row=True)
+    return q, scale, q_t, scale_t, total
+
+
+def _quantize_tensor_pair(
+    x: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, column_sum: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    scales = x.new_empty((1, 1), dtype=torch.float32), x.new_empty((1, 1), dtype=torch.float32)
+    how = (fp8_dtype, align, column_sum)
+    q, q_t, total = _cast_pair(x, scales, *how, partial=partial_amax(x), rule=rule, eps=eps)
+    return q, scales[0], q_t, scales[1], total
+
+
+# Blocks of one row.
+
+
+@triton.jit
+def _quantize_blocks_pair_kernel(
+    x_ptr,  # [M, K] any float
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    q_t_ptr,  # [COLUMNS, ROWS] fp8
+    scale_ptr,  # [ROWS, ceil COLUMNS / BLOCK] fp32
+    scale_t_ptr,  # [COLUMNS, ceil ROWS / BLOCK] fp32
+    sum_ptr,  # [row tiles, K] fp32
+    M,
+    K,
+    ROWS,
+    COLUMNS,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sk,
+    stride_tk,
+    stride_tm,
+    eps,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMN_SUM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Every thread of a tile holds values of many blocks, so it would divide for each of them.
+
+    The amaxes go where the scales will be, and from there back, one to a thread.
+    """
+    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    rows, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
+    if COLUMN_SUM:
+        store_column_sum(sum_ptr, _sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+
+    WORDS: tl.constexpr = TILE_M // 4
+    ACROSS: tl.constexpr = TILE_K // BLOCK  # blocks side by side in a tile
+    DOWN: tl.constexpr = TILE_M // BLOCK
+    k = tile_k * ACROSS + tl.arange(0, ACROSS)
+    for row in tl.static_range(4):
+        amaxes = block_amax(abs_bits(widen((x0, x1, x2, x3)[row])), 1, BLOCK)
+        mask = (rows + row < ROWS)[:, None] & (k * BLOCK < COLUMNS)[None, :]
+        offsets = (rows + row)[:, None] * stride_sm + k[None, :] * stride_sk
+        tl.store(scale_ptr + offsets, amaxes, mask=mask)
+    m = tile_m * DOWN + tl.arange(0, DOWN)
+    amaxes = block_amax(_largest_bits(x0, x1, x2, x3), BLOCK // 4, 1)
+    mask = (m * BLOCK < ROWS)[:, None] & (columns < COLUMNS)[None, :]
+    offsets = m[:, None] * stride_tm + columns[None, :] * stride_tk
+    tl.store(scale_t_ptr + offsets, amaxes, mask=mask)
+    tl.debug_barrier()
+
+    eps = tl.cast(eps, tl.float32)
+    index = tl.arange(0, TILE_M * ACROSS)
+    m, k = tile_m * TILE_M + index // ACROSS, tile_k * ACROSS + index % ACROSS
+    pointers = scale_ptr + m * stride_sm + k * stride_sk
+    mask = (m < ROWS) & (k * BLOCK < COLUMNS)
+    scale, encode = scale_from_amax(tl.load(pointers, mask=mask, other=0.0), eps, LIMIT, RULE)
+    index = tl.arange(0, TILE_K * DOWN)
+    m, k = tile_m * DOWN + index // TILE_K, tile_k * TILE_K + index % TILE_K
+    pointers_t = scale_t_ptr + k * stride_tk + m * stride_tm
+    mask_t = (m * BLOCK < ROWS) & (k < COLUMNS)
+    amaxes = tl.load(pointers_t, mask=mask_t, other=0.0)
+    scale_t, encode_t = scale_from_amax(amaxes, eps, LIMIT, RULE)
+    tl.debug_barrier()
+    tl.store(pointers, scale, mask=mask)
+    tl.store(pointers_t, scale_t, mask=mask_t)
+
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    even, odd = tl.split(tl.permute(tl.reshape(encode, [WORDS, 2, 2, ACROSS]), [0, 3, 1, 2]))
+    encode0, encode2 = tl.split(even)
+    encode1, encode3 = tl.split(odd)
+    for row in tl.static_range(4):
+        factor = (encode0, encode1, encode2, encode3)[row]
+        q = saturate(scale_tile(widen((x0, x1, x2, x3)[row]), factor, 1, BLOCK), dtype)
+        store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
+    factor = tl.reshape(encode_t, [DOWN, 1, TILE_K])
+    factor = tl.reshape(tl.broadcast_to(factor, [DOWN, BLOCK // 4, TILE_K]), [WORDS, TILE_K])
+    words = _pack_scaled(x0, x1, x2, x3, factor, dtype)
+    store_words(q_t_ptr, words, rows // 4, columns, ROWS, COLUMNS)
+
+
+def _quantize_blocks_pair(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    columns = max(_TILE.columns, block[1])
+    tile = Tile(rows=128, columns=columns, warps=4 if x.element_size() == 2 else 8)
+    q = empty_output(x, fp8_dtype, align)
+    q_t = q.new_empty((q.shape[1], q.shape[0]))
+    scale = empty_scale(x, q.shape, block)
+    scale_t = empty_scale(x, q_t.shape, block)
+    sums = _column_sums(x, tile, column_sum)
+    _quantize_blocks_pair_kernel[grid_of(q.shape, tile)](
+        x,
+        q,
+        q_t,
+        scale,
+        scale_t,
+        sums,
+        *x.shape,
+        *q.shape,
+        *x.stride(),
+        *scale.stride(),
+        *scale_t.stride(),
+        eps,
+        LIMIT=largest(fp8_dtype),
+        RULE=rule,
+        BLOCK=block[1],
+        COLUMN_SUM=column_sum,
+        TILE_M=tile.rows,
+        TILE_K=tile.columns,
+        num_warps=tile.warps,
+        maxnreg=_REGISTERS,
+    )
+    return q, scale, q_t, scale_t, _total(sums)
+
+
+# The ops. A matrix of one column takes the reference, for ptxas crashes (CUDA 12.8's, in triton
+# 3.6).
+
+
+def _one_pass(x: Tensor, block: Sequence[int], align: int) -> bool:
+    if round_up(x.shape[0], align) % 4:
+        return False
+    return tuple(block) in ((-1, -1), (1, -1)) or (
+        block[0] == 1 and block[1] in (4, 8, 16, 32, 64, 128)
+    )
+
+
+@on_device_of_first
+def quantize_pair(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = tuple(block)
+    if x.numel() == 0 or x.shape[1] == 1:
+        return reference.quantize_pair(x, fp8_dtype, block, rule, eps, align, column_sum)
+    if _one_pass(x, shape, align):
+        if shape == (-1, -1):
+            return _quantize_tensor_pair(x, fp8_dtype, rule, eps, align, column_sum)
+        if shape == (1, -1):
+            return _quantize_rows_pair(x, fp8_dtype, rule, eps, align, column_sum)
+        return _quantize_blocks_pair(x, fp8_dtype, block, rule, eps, align, column_sum)
+    total = reference.sum_of_rows(x, column_sum)
+    q, scale, _ = quantize(x, fp8_dtype, block, rule, eps, align)
+    if shape[0] == shape[1]:
+        scale_t = scale.t().clone(memory_format=torch.contiguous_format)
+        return q, scale, transpose(q, 1), scale_t, total
+    q_t, scale_t, _ = quantize(x.t(), fp8_dtype, block, rule, eps, align)
+    return q, scale, q_t, scale_t, total
+
+
+@on_device_of_first
+def cast_pair(
+    x: Tensor,
+    scale: Tensor,
+    amax_slot: Tensor | None,
+    fp8_dtype: torch.dtype,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.numel() == 0 or x.shape[1] == 1:
+        return reference.cast_pair(x, scale, amax_slot, fp8_dtype, align, column_sum)
+    if not _one_pass(x, (-1, -1), align):
+        q = cast(x, scale, amax_slot, fp8_dtype, (-1, -1), align)
+        return q, transpose(q, 1), reference.sum_of_rows(x, column_sum)
+    return _cast_pair(x, (scale, scale), fp8_dtype, align, column_sum, slot=amax_slot)
+
+
+# One-byte transpose.
+
+
+@triton.jit
+def _transpose_kernel(
+    q_ptr,  # [M, K] one byte
+    q_t_ptr,  # [COLUMNS, ROWS] one byte
+    M,
+    K,
+    ROWS,
+    COLUMNS,
+    stride_qm,
+    stride_qk,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    offsets = rows[:, None] * stride_qm + columns[None, :] * stride_qk
+    q = tl.load(q_ptr + offsets, mask=mask, other=0)
+    store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
+
+
+@on_device_of_first
+def transpose(q: Tensor, align: int) -> Tensor:
+    tile = _BYTES
+    rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)
+    q_t = q.new_empty((columns, rows))
+    if q.numel() == 0:
+        return q_t
+    _transpose_kernel[grid_of((rows, columns), tile)](
+        q.view(torch.uint8),
+        q_t.view(torch.uint8),
+        *q.shape,
+        rows,
+        columns,
+        *q.stride(),
+        TILE_M=tile.rows,
+        TILE_K=tile.columns,
+        num_warps=tile.warps,
+    )
+    return q_t
