@@ -214,12 +214,17 @@ def store_transposed(q_ptr, q, rows, columns, ROWS, COLUMNS):
 
 
 @triton.jit
-def store_words(q_ptr, word, words, columns, ROWS, COLUMNS):
-    """Store words of four rows each into the contiguous [COLUMNS, ROWS] transpose."""
-    mask = (columns < COLUMNS)[:, None] & (words * 4 < ROWS)[None, :]
+def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS):
+    """Store words of four rows each into the contiguous [COLUMNS, ROWS] transpose.
+
+    Indices and mask are of words, not of rows over or times 4, which would hide from the compiler
+    that they are neighbours: it would store one word at a time.
+    """
+    WORDS = ROWS // 4
+    mask = (columns < COLUMNS)[:, None] & (words < WORDS)[None, :]
     pointer = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    offsets = columns[:, None] * (ROWS // 4) + words[None, :]
-    tl.store(pointer + offsets, tl.trans(word), mask=mask)
+    offsets = columns[:, None] * WORDS + words[None, :]
+    tl.store(pointer + offsets, tl.trans(packed), mask=mask)
 
 
 @triton.jit

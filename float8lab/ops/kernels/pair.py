@@ -51,7 +51,7 @@ __all__ = ["cast_pair", "quantize_pair", "transpose"]
 
 _TILE = Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
-_AMAX = Tile(rows=64, columns=64, warps=4)
+_AMAX = Tile(rows=128, columns=64, warps=4)
 _BYTES = Tile(rows=64, columns=64, warps=4)
 _REGISTERS = 168
 """Of a thread, so that three programs of 128 threads share a multiprocessor."""
@@ -71,13 +71,14 @@ def _total(sums: Tensor) -> Tensor:
 
 @triton.jit
 def _load_rows(x_ptr, tile_m, columns, M, K, stride_m, stride_k, TILE_M: tl.constexpr):
-    """Rows 0, 4, 8 ... of a tile, rows 1, 5, 9 ..., and so on."""
-    rows = 4 * (tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4))
+    """Which words of a column a tile has; its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on."""
+    words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    rows = 4 * words
     x0 = load_tile(x_ptr, rows, columns, M, K, stride_m, stride_k)
     x1 = load_tile(x_ptr, rows + 1, columns, M, K, stride_m, stride_k)
     x2 = load_tile(x_ptr, rows + 2, columns, M, K, stride_m, stride_k)
     x3 = load_tile(x_ptr, rows + 3, columns, M, K, stride_m, stride_k)
-    return rows, x0, x1, x2, x3
+    return words, x0, x1, x2, x3
 
 
 @triton.jit
@@ -135,7 +136,8 @@ def _cast_pair_kernel(
         tile = tl.num_programs(0) - 1 - tile
     tile_m = (tile // tiles_k).to(tl.int64)
     columns = (tile % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
-    rows, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
+    words, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
+    rows = 4 * words
     if HAS_SLOT:
         record_amax(slot_ptr, _largest_bits(x0, x1, x2, x3))
     if COLUMN_SUM:
@@ -145,7 +147,7 @@ def _cast_pair_kernel(
     if PER_ROW:
         scale_t = tl.load(scale_t_ptr + columns, mask=columns < COLUMNS, other=1.0)
         encode_t = encode_from_scale(scale_t)[None, :]
-        words = _pack_scaled(x0, x1, x2, x3, encode_t, dtype)
+        packed = _pack_scaled(x0, x1, x2, x3, encode_t, dtype)
         for row in tl.static_range(4):
             x = widen((x0, x1, x2, x3)[row])
             scale = tl.load(scale_ptr + rows + row, mask=rows + row < ROWS, other=1.0)
@@ -159,11 +161,11 @@ def _cast_pair_kernel(
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
                 tl.store(scale_t_ptr, scale)
-        words = _pack_scaled(x0, x1, x2, x3, encode, dtype)
+        packed = _pack_scaled(x0, x1, x2, x3, encode, dtype)
         for row in tl.static_range(4):
             q = saturate(widen((x0, x1, x2, x3)[row]) * encode, dtype)
             store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
-    store_words(q_t_ptr, words, rows // 4, columns, ROWS, COLUMNS)
+    store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
 
 
 def _cast_pair(
@@ -324,7 +326,8 @@ def _quantize_blocks_pair_kernel(
     tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    rows, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
+    words, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
+    rows = 4 * words
     if COLUMN_SUM:
         store_column_sum(sum_ptr, _sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
 
@@ -370,8 +373,8 @@ def _quantize_blocks_pair_kernel(
         store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
     factor = tl.reshape(encode_t, [DOWN, 1, TILE_K])
     factor = tl.reshape(tl.broadcast_to(factor, [DOWN, BLOCK // 4, TILE_K]), [WORDS, TILE_K])
-    words = _pack_scaled(x0, x1, x2, x3, factor, dtype)
-    store_words(q_t_ptr, words, rows // 4, columns, ROWS, COLUMNS)
+    packed = _pack_scaled(x0, x1, x2, x3, factor, dtype)
+    store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
 
 
 def _quantize_blocks_pair(

@@ -52,7 +52,7 @@ __all__ = [
 # multiprocessor: one loads while another stores. A tile of blocks holds whole blocks.
 _TILE = Tile(rows=64, columns=128, warps=4)
 _LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
-_FLAT = Tile(rows=1, columns=8192, warps=8)
+_FLAT = Tile(rows=1, columns=4096, warps=8)
 _COLUMN_MAJOR = Tile(rows=64, columns=64, warps=4)
 
 AMAX_PROGRAMS = 512
