@@ -37,7 +37,7 @@ from float8lab.ops.kernels._common import (
     widen,
 )
 from float8lab.ops.kernels.quantize import (
-    AMAX_PROGRAMS,
+    PARTIALS,
     cast,
     empty_output,
     partial_amax,
@@ -54,7 +54,7 @@ _TILE = Tile(rows=128, columns=64, warps=4)
 _AMAX = Tile(rows=128, columns=64, warps=4)
 _BYTES = Tile(rows=64, columns=64, warps=4)
 _REGISTERS = 168
-"""Of a thread, so that three programs of 128 threads share a multiprocessor."""
+"""Of a thread whose tile is 128 x 128: three programs of 128 threads share a multiprocessor."""
 _SCALES = 256
 """Scales that one program makes."""
 
@@ -125,7 +125,7 @@ def _cast_pair_kernel(
     PER_ROW: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     COLUMN_SUM: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -157,7 +157,7 @@ def _cast_pair_kernel(
         if RULE == "":
             encode = encode_from_scale(tl.load(scale_ptr))
         else:
-            scale, encode, _ = scale_of_tensor(partial_ptr, programs, eps, LIMIT, RULE, PROGRAMS)
+            scale, encode, _ = scale_of_tensor(partial_ptr, programs, eps, LIMIT, RULE, PARTIALS)
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
                 tl.store(scale_t_ptr, scale)
@@ -202,7 +202,7 @@ def _cast_pair(
         PER_ROW=per_row,
         HAS_SLOT=slot is not None,
         COLUMN_SUM=column_sum,
-        PROGRAMS=AMAX_PROGRAMS,
+        PARTIALS=PARTIALS,
         TILE_M=_TILE.rows,
         TILE_K=_TILE.columns,
         num_warps=_TILE.warps,
@@ -413,7 +413,7 @@ def _quantize_blocks_pair(
         TILE_M=tile.rows,
         TILE_K=tile.columns,
         num_warps=tile.warps,
-        maxnreg=_REGISTERS,
+        maxnreg=_REGISTERS if tile.columns == 128 else None,
     )
     return q, scale, q_t, scale_t, _total(sums)
 

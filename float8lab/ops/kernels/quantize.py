@@ -37,7 +37,7 @@ from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import round_up
 
 __all__ = [
-    "AMAX_PROGRAMS",
+    "PARTIALS",
     "amax",
     "cast",
     "dequantize",
@@ -55,8 +55,9 @@ _LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
 _FLAT = Tile(rows=1, columns=4096, warps=8)
 _COLUMN_MAJOR = Tile(rows=64, columns=64, warps=4)
 
-AMAX_PROGRAMS = 512
-"""Partial amaxes of a tensor: about four programs per multiprocessor of an H200, all resident."""
+_AMAX_PROGRAMS = 6 * 132
+"""Partial amaxes of a tensor: six programs per multiprocessor of an H200, all resident."""
+PARTIALS = triton.next_power_of_2(_AMAX_PROGRAMS)
 
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers between its amax and its cast."""
@@ -95,7 +96,7 @@ def _amax_kernel(
 
 
 def partial_amax(x: Tensor) -> Tensor:
-    """The amax of a matrix that is not empty, as at most ``AMAX_PROGRAMS`` partial ones."""
+    """The amax of a matrix that is not empty, as at most ``PARTIALS`` partial ones."""
     if x.stride(0) < x.stride(1):
         x = x.t()
     if x.is_contiguous():
@@ -103,7 +104,7 @@ def partial_amax(x: Tensor) -> Tensor:
     else:
         tile = _TILE
     (tiles,) = grid_of(x.shape, tile)
-    partial = x.new_empty(min(tiles, AMAX_PROGRAMS), dtype=torch.float32)
+    partial = x.new_empty(min(tiles, _AMAX_PROGRAMS), dtype=torch.float32)
     _amax_kernel[(partial.numel(),)](
         x, partial, *x.shape, *x.stride(), tile.rows, tile.columns, num_warps=tile.warps
     )
@@ -123,10 +124,10 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
 @triton.jit
 def scale_of_tensor(
-    partial_ptr, programs, eps, LIMIT: tl.constexpr, RULE: tl.constexpr, PROGRAMS: tl.constexpr
+    partial_ptr, programs, eps, LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr
 ):
     """Decode scale, encode factor and amax of a tensor from its partial amaxes."""
-    index = tl.arange(0, PROGRAMS)
+    index = tl.arange(0, PARTIALS)
     partial = tl.load(partial_ptr + index, mask=index < programs, other=0.0)
     amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
@@ -150,7 +151,7 @@ def _quantize_tensor_kernel(
     eps,
     LIMIT: tl.constexpr,
     RULE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
@@ -160,7 +161,7 @@ def _quantize_tensor_kernel(
     rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     columns = (tile % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
-    scale, encode, amax = scale_of_tensor(partial_ptr, programs, eps, LIMIT, RULE, PROGRAMS)
+    scale, encode, amax = scale_of_tensor(partial_ptr, programs, eps, LIMIT, RULE, PARTIALS)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
         tl.store(amax_ptr, amax)
@@ -188,7 +189,7 @@ def _quantize_tensor(
         eps,
         LIMIT=largest(fp8_dtype),
         RULE=rule,
-        PROGRAMS=AMAX_PROGRAMS,
+        PARTIALS=PARTIALS,
         TILE_M=tile.rows,
         TILE_K=tile.columns,
         num_warps=tile.warps,
