@@ -9,6 +9,7 @@ bytes. So ROWS must be divisible by 4; where it is not, each orientation has its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -52,6 +53,7 @@ __all__ = ["cast_pair", "quantize_pair", "transpose"]
 _TILE = Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
 _AMAX = Tile(rows=128, columns=64, warps=4)
+_AMAX_OF_FLOAT32 = Tile(rows=64, columns=64, warps=4)
 _BYTES = Tile(rows=64, columns=64, warps=4)
 _REGISTERS = 168
 """Of a thread whose tile is 128 x 128: three programs of 128 threads share a multiprocessor."""
@@ -259,15 +261,16 @@ def _quantize_rows_pair(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, columns = (round_up(size, align) for size in x.shape)
     amaxes = x.new_zeros(rows + columns, dtype=torch.int32)
-    _amax_rows_columns_kernel[grid_of(x.shape, _AMAX)](
+    tile = _AMAX if x.element_size() == 2 else _AMAX_OF_FLOAT32
+    _amax_rows_columns_kernel[grid_of(x.shape, tile)](
         x,
         amaxes,
         *x.shape,
         rows,
         *x.stride(),
-        TILE_M=_AMAX.rows,
-        TILE_K=_AMAX.columns,
-        num_warps=_AMAX.warps,
+        TILE_M=tile.rows,
+        TILE_K=tile.columns,
+        num_warps=tile.warps,
     )
     scale = x.new_empty((rows, 1), dtype=torch.float32)
     scale_t = x.new_empty((columns, 1), dtype=torch.float32)
@@ -328,8 +331,6 @@ def _quantize_blocks_pair_kernel(
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     words, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
     rows = 4 * words
-    if COLUMN_SUM:
-        store_column_sum(sum_ptr, _sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
 
     WORDS: tl.constexpr = TILE_M // 4
     ACROSS: tl.constexpr = TILE_K // BLOCK  # blocks side by side in a tile
@@ -345,6 +346,8 @@ def _quantize_blocks_pair_kernel(
     mask = (m * BLOCK < ROWS)[:, None] & (columns < COLUMNS)[None, :]
     offsets = m[:, None] * stride_tm + columns[None, :] * stride_tk
     tl.store(scale_t_ptr + offsets, amaxes, mask=mask)
+    if COLUMN_SUM:
+        store_column_sum(sum_ptr, _sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
     tl.debug_barrier()
 
     eps = tl.cast(eps, tl.float32)
@@ -386,8 +389,9 @@ def _quantize_blocks_pair(
     align: int,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    columns = max(_TILE.columns, block[1])
-    tile = Tile(rows=128, columns=columns, warps=4 if x.element_size() == 2 else 8)
+    tile = Tile(rows=128, columns=max(_TILE.columns, block[1]), warps=4)
+    if x.element_size() == 4 or (column_sum and rule != "fp32"):
+        tile = replace(tile, warps=8)  # or it spills registers
     q = empty_output(x, fp8_dtype, align)
     q_t = q.new_empty((q.shape[1], q.shape[0]))
     scale = empty_scale(x, q.shape, block)
