@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from float8lab.nn.operands import (
-    cast,
     cast_gradient,
-    cast_pair,
     cast_weight,
     compress,
     dgrad,
@@ -24,7 +22,8 @@ from float8lab.nn.operands import (
     same_when_transposed,
     wgrad,
 )
-from float8lab.nn.precision import Call, X
+from float8lab.nn.precision import Call
+from float8lab.nn.shared_cast import cast_input
 from float8lab.recipes.region import STATE
 
 __all__ = ["linear", "output_dtype"]
@@ -67,15 +66,8 @@ class _Linear(torch.autograd.Function):
         keep_x_t = needs_dw and plan.wgrad
         keep_w = needs_dx and plan.dgrad and same_when_transposed(plan.w)
 
-        x_q = x_t = w_q = None
-        if plan.fprop and keep_x_t:
-            x_q, x_t, _ = cast_pair(x2, plan.x, X, call)
-        elif plan.fprop:
-            x_q = cast(x2, plan.x, X, call)
-        elif keep_x_t:
-            x_t = cast(x2.t(), plan.x, X, call)
-        if plan.fprop or keep_w:
-            w_q = cast_weight(weight, call)
+        x_q, x_t = cast_input(x, x2, call, straight=plan.fprop, transposed=keep_x_t)
+        w_q = cast_weight(weight, call) if plan.fprop or keep_w else None
         y = fprop(x2, x_q, weight, w_q, bias, call, features=N, dtype=dtype)
 
         saved_x: tuple[Tensor | None, Tensor | None] = (None, None)

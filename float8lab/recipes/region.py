@@ -74,6 +74,7 @@ class _State:
         "group",
         "in_graph",
         "init",
+        "last_cast",
         "onnx",
         "recipe",
         "recorded",
@@ -91,6 +92,7 @@ class _State:
         self.group: Any = None
         self.region: Region | None = None
         self.init: ModelInit | None = None
+        self.last_cast: Any = None  # of an input that several layers may have, see shared_cast.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
         self.recorded: weakref.WeakSet[ScalePack] = (
             weakref.WeakSet()

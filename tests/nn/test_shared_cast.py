@@ -1,0 +1,134 @@
+"""Layers with the same input share its cast, and nothing else changes."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn import shared_cast
+from float8lab.recipes.region import STATE
+
+RECIPES = {
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """The inputs of linear layers that are cast, one entry a cast."""
+    cast = shared_cast.cast_pair
+    made = []
+
+    def cast_pair(x, *args, **kwargs):
+        made.append(tuple(x.shape))
+        return cast(x, *args, **kwargs)
+
+    monkeypatch.setattr(shared_cast, "cast_pair", cast_pair)
+    return made
+
+
+def layers(recipe, device="cpu", count=3):
+    torch.manual_seed(0)
+    found = [nn.Linear(64, 48, device=device) for _ in range(count)]
+    for layer in found:
+        float8lab.convert_to_float8(layer, recipe)
+    return found
+
+
+def activation(device="cpu"):
+    leaf = torch.randn(5, 7, 64, device=device, requires_grad=True)
+    return leaf, leaf * 2
+
+
+def run(found, x, leaf):
+    sum(layer(x).square().sum() for layer in found).backward()
+    return [leaf.grad, *(p.grad for layer in found for p in layer.parameters())]
+
+
+@each_recipe
+def test_one_cast_serves_all_layers_with_the_same_input(recipe, casts, device, monkeypatch):
+    leaf, x = activation(device)
+    shared = run(layers(recipe, device), x, leaf)
+    assert casts == [(35, 64)]
+    monkeypatch.setattr(shared_cast, "_may_share", lambda x, call: False)
+    other, y = leaf.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    y = other * 2
+    alone = run(layers(recipe, device), y, other)
+    assert len(casts) == 4
+    assert all(map(torch.equal, shared, alone))
+
+
+def test_delayed_scaling_has_a_scale_for_each_layer(casts):
+    leaf, x = activation()
+    run(layers(recipes.DelayedScaling()), x, leaf)
+    assert len(casts) == 3
+
+
+def test_an_input_that_has_changed_is_cast_again(casts):
+    first, second = layers(RECIPES["current"], count=2)
+    _, x = activation()
+    first(x)
+    with torch.no_grad():
+        x.mul_(3)
+    y = second(x)
+    assert len(casts) == 2
+    assert torch.equal(y, second(x.detach().clone().requires_grad_() * 1))
+
+
+def test_an_input_that_somebody_made_is_cast_every_time(casts):
+    x = torch.randn(4, 64, requires_grad=True)
+    for layer in layers(RECIPES["current"]):
+        layer(x)
+    assert len(casts) == 3
+
+
+def test_other_recipes_cast_anew(casts):
+    _, x = activation()
+    (a,), (b,) = layers(RECIPES["current"], count=1), layers(RECIPES["rowwise"], count=1)
+    for layer in (a, b, a):
+        layer(x)
+    assert len(casts) == 3
+
+
+def test_a_cast_goes_with_its_input():
+    (layer,) = layers(RECIPES["current"], count=1)
+    _, x = activation()
+    layer(x)
+    assert STATE.last_cast is not None
+    del x
+    gc.collect()
+    assert STATE.last_cast is None
+
+
+@pytest.mark.gpu
+def test_another_stream_casts_anew(casts):
+    first, second = layers(RECIPES["current"], "cuda", count=2)
+    _, x = activation("cuda")
+    first(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        second(x)
+    torch.cuda.synchronize()
+    assert len(casts) == 2
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_holds_its_casts(casts):
+    first, second = layers(RECIPES["current"], "cuda", count=2)
+    _, x = activation("cuda")
+    for _ in range(2):
+        first(x), second(x)
+    del casts[:]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        first(x), second(x)
+    assert len(casts) == 2
