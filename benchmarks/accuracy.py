@@ -11,9 +11,8 @@ M tokens, K input features, N output features.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +20,11 @@ from torch import Tensor, nn
 
 import float8lab
 from benchmarks import common
+from benchmarks.recipes import RECIPES
 from float8lab import recipes
 
 __all__ = ["DATA", "RECIPES", "linear_reference", "linear_results", "main", "make_problem"]
 
-RECIPES: dict[str, Callable[[], recipes.Recipe]] = {
-    "delayed": partial(recipes.DelayedScaling, amax_history_len=16, amax_compute_algo="max"),
-    "current": recipes.Float8CurrentScaling,
-    "rowwise": recipes.Float8RowwiseScaling,
-    "block": recipes.Float8BlockScaling,
-    "mx": recipes.MXFP8BlockScaling,
-}
 WARM_UP_STEPS = 2
 """Steps before the one that is measured, for delayed scaling to have a history."""
 

@@ -229,16 +229,30 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
-def header() -> dict[str, str]:
-    """What a reader needs to know to repeat the measurement."""
+def _command() -> str:
+    """The command line, without the files that it writes."""
+    words, options = [f"python -m benchmarks.{Path(sys.argv[0]).stem}"], iter(sys.argv[1:])
+    for word in options:
+        if word in ("--json", "--plot", "--commit"):
+            next(options, None)
+        else:
+            words.append(word)
+    return " ".join(words)
+
+
+def header(commit: str | None = None) -> dict[str, str]:
+    """What a reader needs to know to repeat the measurement.
+
+    Args:
+        commit: what is measured, where git cannot tell.
+    """
     cuda = torch.cuda.is_available()
     machine = _gpu() if cuda else {"CPU": f"{torch.get_num_threads()} threads, no GPU"}
-    program = Path(sys.argv[0]).stem
     return machine | {
         "torch": torch.__version__,
         "triton": _triton_version(),
-        "commit": _commit(),
-        "command": " ".join([f"python -m benchmarks.{program}", *sys.argv[1:]]),
+        "commit": commit or _commit(),
+        "command": _command(),
     }
 
 
@@ -270,7 +284,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def append_json(path: Path | None, facts: Mapping[str, str], rows: Sequence[object]) -> None:
-    """Add one line with a whole measurement to a history of such lines."""
+    """Add a line of rows to a history of such lines; those of one run have equal headers."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -283,6 +297,7 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the numbers, as one line")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     return parser
 

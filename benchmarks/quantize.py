@@ -3,32 +3,48 @@
     python -m benchmarks.quantize [--model llama-8b] [--dtype bfloat16]
 
 Needs a CUDA GPU. Each op is first compared with its reference in plain PyTorch, run on the same
-GPU tensors: bytes and scales must be equal bit for bit, or no time is printed. Bytes are counted as
-each input read once and each output written once, so an op that has to read its input twice (a
-scale per tensor from the tensor's own amax) cannot reach 100 %. M rows, K columns.
+GPU tensors: bytes and scales must be equal bit for bit, or no time is printed; other libraries'
+casts are compared by their values. The bytes are those
+that must move: each output written once, and each input read once, or twice where a scale depends
+on a whole column or the whole tensor and is not given. The floor is these bytes at the rate of a
+large copy. ``copy`` is a copy of this very matrix.
+
+M rows, K columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import common
+from benchmarks import common, report
+from benchmarks.peers import OtherCast, quantize_peers
+from benchmarks.report import Row, Setting, Subject, Target
 from benchmarks.shapes import MODELS, select
 from float8lab import ops
-from float8lab.formats import E4M3, E5M2
+from float8lab.formats import E4M3, E5M2, largest
 from float8lab.ops import reference
 
-__all__ = ["Case", "cases", "compare", "main"]
+__all__ = ["SUBJECT", "Case", "cases", "compare", "main", "measure", "rows"]
 
 ALIGN = 16
-COPY_BYTES = 2 * 2**30
-"""Bytes of the tensor whose copy gives the bandwidth that the ops are compared with."""
+_FAST = (Target("% of copy", ">=", 92.0),)
+_CURRENT = (Target("% of copy", ">=", 90.0),)
+TARGETS = {
+    "cast tensor": _FAST,
+    "cast pair": _FAST,
+    "quantize 1x128": _FAST,
+    "quantize pair 1x128": _FAST,
+    "quantize tensor": _CURRENT,
+    "quantize pair tensor": _CURRENT,
+}
+"""Delayed scaling casts, block scaling and current scaling quantize; a pair is with transpose."""
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -43,14 +59,16 @@ class Case:
     arguments: tuple[Any, ...]
     inexact: tuple[int, ...] = ()
     """Outputs that are sums, whose order is free: compared by SQNR instead of bit for bit."""
+    passes: int = 1
+    """How often the inputs must be read."""
 
     def run(self) -> Outputs:
         return self.op(*self.arguments)
 
     def bytes_moved(self, outputs: Outputs) -> int:
-        """Each input tensor once and each output once."""
+        """Each input tensor ``passes`` times and each output once."""
         inputs = (argument for argument in self.arguments if isinstance(argument, Tensor))
-        return sum(t.numel() * t.element_size() for t in (*inputs, *_each(outputs)))
+        return self.passes * sum(t.nbytes for t in inputs) + sum(t.nbytes for t in _each(outputs))
 
 
 def _each(outputs: Outputs) -> tuple[Tensor, ...]:
@@ -59,6 +77,8 @@ def _each(outputs: Outputs) -> tuple[Tensor, ...]:
 
 SUM_FLOOR_DB = 90.0
 """For float32 sums in another order."""
+VALUES_FLOOR_DB = 25.0
+"""For other libraries' casts, whose bytes may differ: e4m3 leaves 31.5 dB."""
 
 
 def compare(case: Case) -> str | None:
@@ -82,22 +102,32 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def cases(x: Tensor) -> Iterable[Case]:
-    """Every cast on one matrix."""
+    """Every cast on one matrix, after a copy."""
+    yield Case("copy", torch.clone, torch.clone, (x,))
     per_tensor, rule = (-1, -1), "fp32"
     blocks = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
     for name, block in blocks.items():
         arguments = (x, E4M3, block, rule, 0.0, ALIGN)
-        yield Case(f"quantize {name}", ops.quantize_op, reference.quantize, arguments)
+        passes = 2 if name == "tensor" else 1
+        yield Case(
+            f"quantize {name}", ops.quantize_op, reference.quantize, arguments, passes=passes
+        )
     yield Case(
         "quantize MX 1x32", ops.quantize_op, reference.quantize, (x, E4M3, (1, 32), "e8m0", 0.0, 32)
     )
     pair = partial(Case, op=ops.quantize_pair_op, reference=reference.quantize_pair, inexact=(4,))
     for name, block in blocks.items():
-        yield pair(f"quantize pair {name}", arguments=(x, E4M3, block, rule, 0.0, ALIGN, False))
+        passes = 2 if -1 in block else 1
+        yield pair(
+            f"quantize pair {name}",
+            arguments=(x, E4M3, block, rule, 0.0, ALIGN, False),
+            passes=passes,
+        )
     yield pair("quantize pair MX 1x32", arguments=(x, E4M3, (1, 32), "e8m0", 0.0, 32, False))
     yield pair(
         "quantize pair tensor + column sums",
         arguments=(x, E5M2, per_tensor, rule, 0.0, ALIGN, True),
+        passes=2,
     )
     scale = reference.scale_from_amax(reference.amax(x, per_tensor), E4M3, "pow2")
     slot = torch.full((1,), ops.NO_DATA, device=x.device)
@@ -122,62 +152,99 @@ def cases(x: Tensor) -> Iterable[Case]:
     yield Case("amax tensor", ops.amax_op, reference.amax, (x, per_tensor))
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a large copy on the device."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / (1e-3 * common.time_device(lambda: target.copy_(source)).median)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was measured of one op on one matrix."""
-
-    op: str
-    shape: tuple[int, int]
-    refusal: str | None
-    bytes_moved: int = 0
-    device_ms: tuple[float, ...] = ()
-
-    def format_row(self, bandwidth: float) -> list[str]:
-        """One line of the table; a wrong op gets its error and no time."""
-        if self.refusal is not None:
-            return [self.op, self.refusal, "-", "-"]
-        timing = common.Timing(self.device_ms)
-        rate = self.bytes_moved / (1e-3 * timing.median)
-        return [self.op, timing.describe(), f"{rate / 1e12:.2f}", f"{100 * rate / bandwidth:.0f}"]
-
-
-def measure(case: Case, shape: tuple[int, int]) -> Result:
+def measure(setting: Setting, table: str, case: Case) -> Row:
     """Check an op, then time it."""
     if refusal := compare(case):
-        return Result(case.name, shape, refusal)
-    moved = case.bytes_moved(case.run())
-    return Result(case.name, shape, None, moved, common.time_device(case.run).samples)
+        return setting.row(table, case.name, refusal=refusal)
+    return setting.row(
+        table,
+        case.name,
+        ms=setting.time(case.run).samples,
+        floor_ms=setting.floor.move_ms(case.bytes_moved(case.run())),
+        bytes=case.bytes_moved(case.run()),
+        targets=TARGETS.get(case.name, ()),
+    )
 
 
-def main(argv: Sequence[str] | None = None) -> list[Result]:
-    """Measure and print."""
-    parser = common.new_parser(__doc__.split("\n\n")[0] if __doc__ else None)
+def amax_and_cast(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What one writes in plain PyTorch: e4m3 per tensor, and the decode scale."""
+    scale = x.abs().amax().float() / largest(E4M3)
+    return (x.float() / scale).to(E4M3), scale
+
+
+def measure_other(setting: Setting, table: str, name: str, x: Tensor, other: OtherCast) -> Row:
+    """Check a cast of another library by its values, then time it."""
+    gate = common.Gate({"values": x.float()}, VALUES_FLOOR_DB)
+    cast = other.make()
+    db = gate.measure({"values": other.values(cast(x))})
+    if refusal := gate.refusal(db):
+        return setting.row(table, name, refusal=refusal)
+    moved = x.numel() * (other.passes * x.element_size() + other.written)
+    return setting.row(
+        table,
+        name,
+        ms=setting.time(lambda: cast(x)).samples,
+        floor_ms=setting.floor.move_ms(moved),
+        bytes=moved,
+    )
+
+
+def others(setting: Setting) -> dict[str, OtherCast]:
+    """Casts that are not ours."""
+    found = {}
+    if setting.compile:
+        found["torch.compile of amax and cast"] = OtherCast(
+            lambda: torch.compile(amax_and_cast),
+            lambda result: result[0].float() * result[1],
+            passes=2,
+        )
+    return found | quantize_peers(setting.device)
+
+
+def rows(setting: Setting, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Iterator[Row]:
+    """Every cast on every matrix, after a copy of it."""
+    generator = setting.generator()
+    for M, K in sizes:
+        x = torch.randn(M, K, generator=generator, device=setting.device).to(dtype)
+        table = f"{M} x {K}, {str(dtype).removeprefix('torch.')}"
+        for case in cases(x):
+            yield setting.attempt(table, case.name, partial(measure, setting, table, case))
+        for name, other in others(setting).items():
+            run = partial(measure_other, setting, table, name, x, other)
+            yield setting.attempt(table, name, run)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    args = parser.parse_args(argv)
-    common.require_cuda("benchmarks.quantize")
-    bandwidth = copy_bandwidth()
-    facts = common.header() | {"copy": f"{bandwidth / 1e12:.2f} TB/s, read and written"}
-    print(common.describe_header(facts))
-    generator = torch.Generator("cuda").manual_seed(args.seed)
-    everything = []
-    for M, K in dict.fromkeys((shape.M, shape.K) for shape in select(args.model)):
-        x = torch.randn(M, K, generator=generator, device="cuda").to(getattr(torch, args.dtype))
-        results = [measure(case, (M, K)) for case in cases(x)]
-        rows = [result.format_row(bandwidth) for result in results]
-        columns = ["op", "ms (quartiles)", "TB/s", "% of copy"]
-        print(f"\n{M} x {K}, {args.dtype}\n\n{common.table(columns, rows)}", flush=True)
-        everything += results
-    common.append_json(args.json, facts, [asdict(result) for result in everything])
-    return everything
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    sizes = dict.fromkeys((shape.M, shape.K) for shape in select(options.model))
+    return rows(setting, list(sizes), getattr(torch, options.dtype))
+
+
+SUBJECT = Subject(
+    "quantize",
+    "Quantize",
+    __doc__,
+    (
+        report.NAME,
+        report.TIME,
+        report.FLOOR,
+        report.Column("TB/s"),
+        report.Column("% of copy", 0),
+        report.TARGET,
+    ),
+    _rows,
+    _options,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    return report.main(SUBJECT, argv)
 
 
 if __name__ == "__main__":
-    main()
+    report.finish(main())

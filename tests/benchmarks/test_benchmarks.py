@@ -1,4 +1,4 @@
-"""What of the benchmarks runs without a GPU: statistics, header, tables, gates, accuracy."""
+"""What all benchmarks share: statistics, header, tables, gates; and the accuracy."""
 
 import doctest
 import json
@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
 
-from benchmarks import accuracy, common, linear, offload, quantize, shapes
+from benchmarks import accuracy, common, floor, linear, offload, quantize, report, shapes
 
 
 def test_timing_gives_median_and_quartiles():
@@ -93,65 +92,9 @@ def test_gate_refuses_a_wrong_answer(answer):
     assert "below 20 dB" in refusal
 
 
-class _Halved(nn.Linear):
-    def forward(self, x):
-        return 0.5 * super().forward(x)
-
-
-def _problem():
-    return accuracy.make_problem("gaussian", 64, 48, 32, seed=0, dtype=torch.bfloat16, device="cpu")
-
-
-def test_linear_benchmark_prints_no_time_for_a_wrong_layer():
-    problem = _problem()
-    layer = _Halved(48, 32, bias=False, dtype=torch.bfloat16)
-    layer.load_state_dict(accuracy.make_linear(problem).state_dict())
-    gate = common.Gate(accuracy.linear_reference(problem), linear.FLOOR_DB)
-    result = linear.measure("halved", linear.Candidate(layer), problem, gate, "tiny")
-    assert result.device_ms == ()
-    row = linear.format_row(result, result, flops=1)
-    assert len(row) == len(linear.COLUMNS)
-    assert row[2].startswith("wrong: y 6.0 dB")
-    assert set(row[3:]) == {"-"}
-
-
-@pytest.mark.parametrize("recipe", accuracy.RECIPES)
-def test_every_recipe_passes_the_gate_of_the_linear_benchmark(recipe):
-    problem = _problem()
-    gate = common.Gate(accuracy.linear_reference(problem), linear.FLOOR_DB)
-    layer = accuracy.convert(accuracy.make_linear(problem), accuracy.RECIPES[recipe]())
-    assert gate.refusal(gate.measure(accuracy.linear_results(layer, problem, steps=3))) is None
-
-
-def test_saved_bytes_count_activations_and_not_parameters():
-    layer = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
-    x = torch.randn(64, 48, dtype=torch.bfloat16)
-    assert linear.saved_bytes(linear.Candidate(layer), x) == x.numel() * 2
-    memory = linear.Memory.measure(linear.saved_bytes, linear.Candidate(layer), x)
-    assert memory == linear.Memory(activations=x.numel() * 2, constant=0)
-
-
-@pytest.mark.parametrize("case", list(quantize.cases(torch.randn(64, 128))), ids=lambda c: c.name)
-def test_cast_cases_equal_their_references(case):
-    assert quantize.compare(case) is None
-    assert case.bytes_moved(case.run()) > 0
-
-
-def test_cast_gate_refuses_one_wrong_byte():
-    def off_by_one(q, align):
-        wrong = q.view(torch.uint8).t().contiguous()
-        wrong[0, 0] ^= 1
-        return wrong.view(q.dtype)
-
-    good = next(case for case in quantize.cases(torch.randn(64, 128)) if case.name == "transpose")
-    bad = quantize.Case("bad", off_by_one, good.reference, good.arguments)
-    refusal = quantize.compare(bad)
-    assert refusal == f"wrong: output 0, 1 of {64 * 128} bytes"
-    row = quantize.Result("bad", (64, 128), refusal).format_row(bandwidth=1.0)
-    assert row == ["bad", refusal, "-", "-"]
-
-
-@pytest.mark.parametrize("module", [common, offload, shapes], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [common, floor, offload, report, shapes], ids=lambda module: module.__name__
+)
 def test_docstring_examples_run(module):
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -193,7 +136,7 @@ def test_offload_is_compared_with_the_model_without_it():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("program", [linear, offload, quantize], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("program", [linear, offload, quantize], ids=lambda m: m.__name__)
 def test_gpu_benchmarks_say_what_they_need(program):
     with pytest.raises(SystemExit, match="measures a CUDA GPU"):
         program.main([])

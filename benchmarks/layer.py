@@ -1,0 +1,209 @@
+"""Forward and backward of one Llama-3-8B decoder layer: plain ``torch.nn`` and ours by recipe.
+
+    python -m benchmarks.layer [--compile] [--batch 4] [--sequence 4096]
+
+Needs a CUDA GPU. The baseline is plain bfloat16 under ``torch.compile``. ``TransformerLayer`` is
+ours; ``converted`` is the plain layer after ``convert_to_float8``. All have the same weights, and
+output and input gradient, without the residual stream, must be the plain layer's.
+
+The floor: the layer's GEMMs, the fastest bfloat16 attention of torch, and the bytes of casts,
+norms, rotary embedding, activation and residual sums, each as one pass fused with the cast that
+reads it; gradients of the weights are written by the GEMMs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import float8lab
+from benchmarks import common, report
+from benchmarks.floor import Floor, cast_bytes
+from benchmarks.models import (
+    LLAMA,
+    Candidate,
+    LayerSize,
+    Trial,
+    our_layer,
+    plain_layer,
+    training_results,
+)
+from benchmarks.peers import layer_peers
+from benchmarks.recipes import RECIPES
+from benchmarks.report import Row, Setting, Subject, Target
+from float8lab.recipes import Recipe
+
+__all__ = ["SUBJECT", "attention_ms", "candidates", "floor_ms", "main", "rows"]
+
+FLOOR_DB = 15.0
+"""Four GEMMs in a row of 25 to 28 dB each, added up, and room for the gradient's e5m2."""
+TARGETS = {
+    "TransformerLayer, delayed, eager": (Target("x bf16", ">=", 1.60),),
+    "TransformerLayer, current, eager": (Target("x bf16", ">=", 1.55),),
+    "TransformerLayer, block, eager": (Target("x bf16", ">=", 1.40),),
+    "converted, current, eager": (Target("x bf16", ">=", 1.42),),
+    "converted, current, compile": (Target("x bf16", ">=", 1.54),),
+}
+"""Against compiled bfloat16."""
+CUDA_ATTENTION = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+"""Torch's fused kernels with a backward that is not slow."""
+
+
+def attention_ms(setting: Setting, size: LayerSize) -> float:
+    """Forward and backward of causal attention, by the fastest of torch's bfloat16 backends."""
+    head = size.D // size.H
+    shape = (size.batch, size.sequence, size.H, head)
+    generator = setting.generator()
+
+    def normal() -> Tensor:
+        x = torch.randn(shape, generator=generator, device=setting.device)
+        return x.bfloat16().transpose(1, 2).detach().requires_grad_()
+
+    q, k, v = normal(), normal(), normal()
+    dout = normal().detach()
+
+    def step() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    times = []
+    for backend in CUDA_ATTENTION if setting.device.type == "cuda" else (SDPBackend.MATH,):
+        with sdpa_kernel(backend):
+            times.append(setting.time(step).median)
+    return min(times)
+
+
+def moved_bytes(size: LayerSize, recipe: Recipe | None) -> float:
+    """Bytes that everything but GEMMs and attention moves, forward and backward."""
+    M, D, MLP, KV = size.tokens, size.D, size.F, size.D // size.H * size.G
+    width = {"hidden": M * D, "kv": M * KV, "mlp": M * MLP}
+    residual = 4 * 6.0 * width["hidden"]  # two sums each way: read two, write one
+    rotary = 2 * 4.0 * (width["hidden"] + width["kv"])  # q and k, each way
+    norm_backward = 2 * 6.0 * width["hidden"]  # read the gradient and the input, write one
+    if recipe is None:
+        norms = 2 * 4.0 * width["hidden"]
+        activation = (6.0 + 10.0) * width["mlp"]  # read 2, write 1; read 3, write 2
+        return residual + rotary + norm_backward + norms + activation
+    weights = sum(shape.N * shape.K for shape in size.linears())
+    # Inputs of the linear layers: two norms', attention's output; activation apart.
+    inputs = cast_bytes(recipe, 3 * width["hidden"])
+    activation = cast_bytes(recipe, width["mlp"], read=4.0)
+    # Gradients of the outputs of qkv, attention out and down; of gate and up, from three tensors.
+    grads = cast_bytes(recipe, width["hidden"] + 2 * width["kv"] + 2 * width["hidden"])
+    activation += cast_bytes(recipe, 2 * width["mlp"], read=3.0)
+    return (
+        residual
+        + rotary
+        + norm_backward
+        + inputs
+        + grads
+        + activation
+        + cast_bytes(recipe, weights)
+    )
+
+
+def floor_ms(
+    floor: Floor, size: LayerSize, attention: float, recipe: Recipe | None
+) -> float | None:
+    """GEMMs, attention and bytes."""
+    gemms = floor.gemms_ms(size.linears(), recipe)
+    if gemms is None:
+        return None
+    return gemms + attention + floor.move_ms(moved_bytes(size, recipe))
+
+
+def converted(plain: nn.Module, recipe: Recipe) -> nn.Module:
+    """A copy of the plain layer with its linear layers in FP8."""
+    model = copy.deepcopy(plain)
+    float8lab.convert_to_float8(model, recipe, strict=True)
+    return model
+
+
+PLAIN = {"dWo": "o.weight", "dWdown": "down.weight"}
+OURS = {
+    "dWo": "module.self_attention.proj.weight",
+    "dWdown": "module.layernorm_mlp.fc2_weight",
+}
+"""Names of weights whose gradients are compared."""
+
+
+def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candidate]:
+    """The baselines, ours by recipe, and other libraries."""
+    same = partial(copy.deepcopy, plain)
+    yield Candidate("plain bfloat16, eager", same, PLAIN)
+    yield Candidate("plain bfloat16, compile", same, PLAIN, baseline=True, compiled=True)
+    for mode in setting.modes:
+        compiled = mode == "compile"
+        ours = partial(our_layer, plain, size)
+        yield Candidate(f"TransformerLayer, bfloat16, {mode}", ours, OURS, compiled=compiled)
+        for name in setting.recipes:
+            recipe = RECIPES[name]()
+            shared: dict[str, Any] = {"recipe": recipe, "compiled": compiled, "fp8": True}
+            own = partial(our_layer, plain, size, recipe)
+            yield Candidate(f"TransformerLayer, {name}, {mode}", own, OURS, **shared)
+            yield Candidate(
+                f"converted, {name}, {mode}", partial(converted, plain, recipe), PLAIN, **shared
+            )
+    yield from layer_peers(plain, size, setting.modes, PLAIN, OURS)
+
+
+def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
+    """All candidates on one size."""
+    plain = plain_layer(size, setting.device, setting.seed)
+    data = x, dy = size.input(setting.device, setting.generator())
+    right = training_results(plain, x, dy, PLAIN, steps=1)
+    less = (x.detach(), dy)
+    right["y"], right["dX"] = right["y"] - less[0], right["dX"] - less[1]
+    gate = common.Gate(right, FLOOR_DB)
+    floor = partial(floor_ms, setting.floor, size, attention_ms(setting, size))
+    trial = Trial(size.describe(), data, gate, size.flops(), floor, less)
+    made = candidates(setting, plain, size)
+    yield from trial.rows(setting, made, TARGETS if size == LLAMA else {})
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Options for the tokens of a layer."""
+    parser.add_argument("--batch", type=int, default=LLAMA.batch)
+    parser.add_argument("--sequence", type=int, default=LLAMA.sequence)
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    return rows(setting, LLAMA._replace(batch=options.batch, sequence=options.sequence))
+
+
+SUBJECT = Subject(
+    "layer",
+    "Transformer layer: forward and backward",
+    __doc__,
+    (
+        report.NAME,
+        report.decibels("y", "dX", "dWo", "dWdown"),
+        report.TIME,
+        report.WALL,
+        report.FLOOR,
+        report.TIMES_FLOOR,
+        report.SPEED_UP,
+        report.FLOPS,
+        report.CEILING,
+        report.TARGET,
+    ),
+    _rows,
+    add_sizes,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    return report.main(SUBJECT, argv)
+
+
+if __name__ == "__main__":
+    report.finish(main())

@@ -1,0 +1,192 @@
+"""Forward and backward of a norm and an MLP: ``LayerNormMLP`` by recipe, gated and not.
+
+    python -m benchmarks.mlp [--compile] [--tokens 16384]
+
+Needs a CUDA GPU. Hidden size 4096, 14336 features inside, SwiGLU and GELU. The baseline is plain
+``torch.nn`` in bfloat16; all are compared with that in float32. The floor: the six GEMMs, and the
+bytes of norm, activation and casts, each elementwise function fused with the cast that reads it.
+
+M tokens, D hidden size, F features between the linear layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import float8lab
+from benchmarks import common, report
+from benchmarks.floor import Floor, cast_bytes
+from benchmarks.models import (
+    EPS,
+    Candidate,
+    InContext,
+    PlainMlp,
+    Trial,
+    our_context,
+    training_results,
+)
+from benchmarks.peers import mlp_peers
+from benchmarks.recipes import RECIPES
+from benchmarks.report import Row, Setting, Subject
+from benchmarks.shapes import LinearShape
+from float8lab.recipes import Recipe
+
+__all__ = ["SUBJECT", "MlpSize", "candidates", "floor_ms", "main", "rows"]
+
+FLOOR_DB = 15.0
+"""Two GEMMs in a row of 25 to 28 dB, a gate, and room for the gradient's e5m2."""
+PLAIN = {"dgamma": "norm.weight", "dW1": "fc1.weight", "dW2": "fc2.weight"}
+OURS = {
+    "dgamma": "module.layer_norm_weight",
+    "dW1": "module.fc1_weight",
+    "dW2": "module.fc2_weight",
+}
+
+
+class MlpSize(NamedTuple):
+    """Of an MLP and its input."""
+
+    D: int
+    F: int
+    M: int
+    activation: str
+
+    def describe(self) -> str:
+        """As tables name it."""
+        return f"{self.activation}, {self.M} tokens, {self.D} -> {self.F} -> {self.D}"
+
+    @property
+    def inner(self) -> int:
+        """Features that the first linear layer gives."""
+        return 2 * self.F if self.activation == "swiglu" else self.F
+
+    def linears(self) -> list[LinearShape]:
+        """The two linear layers."""
+        fc1 = LinearShape("fc1", self.M, self.D, self.inner)
+        return [fc1, LinearShape("fc2", self.M, self.F, self.D)]
+
+
+def floor_ms(floor: Floor, size: MlpSize, recipe: Recipe | None) -> float | None:
+    """GEMMs and bytes."""
+    linears = size.linears()
+    gemms = floor.gemms_ms(linears, recipe)
+    if gemms is None:
+        return None
+    hidden, mlp, inner = size.M * size.D, size.M * size.F, size.M * size.inner
+    moved = 6.0 * hidden  # the norm's backward
+    if recipe is None:
+        # The norm; the activation; its backward reads its input and a gradient, writes a gradient.
+        moved += 4.0 * hidden + 2.0 * (inner + mlp) + 2.0 * (2 * inner + mlp)
+    else:
+        weights = sum(shape.N * shape.K for shape in linears)
+        moved += cast_bytes(recipe, 2 * hidden + weights)  # the norm's output, dy, the weights
+        moved += cast_bytes(recipe, mlp, read=2.0 * inner / mlp)
+        moved += cast_bytes(recipe, inner, read=2.0 * (inner + mlp) / inner)
+    return gemms + floor.move_ms(moved)
+
+
+def ours(plain: PlainMlp, recipe: Recipe | None = None) -> InContext:
+    """``LayerNormMLP`` with the weights of the plain one."""
+    D, F = plain.fc2.weight.shape
+    layer = float8lab.LayerNormMLP(
+        D, F, eps=EPS, bias=False, normalization="RMSNorm",
+        activation="swiglu" if plain.gated else "gelu", params_dtype=torch.bfloat16,
+        device=plain.fc2.weight.device,
+    )  # fmt: skip
+    weights: dict[str, Tensor] = {"layer_norm_weight": plain.norm.weight}
+    weights |= {"fc1_weight": plain.fc1.weight, "fc2_weight": plain.fc2.weight}
+    layer.load_state_dict(weights, strict=False)
+    return InContext(layer, our_context(recipe))
+
+
+def candidates(setting: Setting, plain: PlainMlp) -> Iterator[Candidate]:
+    """The baselines, ours by recipe, and other libraries."""
+    for mode in setting.modes:
+        compiled = mode == "compile"
+        same = partial(copy.deepcopy, plain)
+        yield Candidate(
+            f"plain bfloat16, {mode}", same, PLAIN, baseline=not compiled, compiled=compiled
+        )
+        yield Candidate(
+            f"LayerNormMLP, bfloat16, {mode}", partial(ours, plain), OURS, compiled=compiled
+        )
+        for name in setting.recipes:
+            recipe = RECIPES[name]()
+            yield Candidate(
+                f"LayerNormMLP, {name}, {mode}",
+                partial(ours, plain, recipe),
+                OURS,
+                recipe=recipe,
+                compiled=compiled,
+                fp8=True,
+            )
+    yield from mlp_peers(plain, setting.modes)
+
+
+def rows(setting: Setting, sizes: Sequence[MlpSize]) -> Iterator[Row]:
+    """All candidates on every size."""
+    for size in sizes:
+        torch.manual_seed(setting.seed)
+        with setting.device:
+            plain = PlainMlp(size.D, size.F, size.activation).bfloat16()
+        generator = setting.generator()
+        x, dy = (
+            torch.randn(size.M, size.D, generator=generator, device=setting.device).bfloat16()
+            for _ in range(2)
+        )
+        exact = copy.deepcopy(plain).float()
+        right = training_results(exact, x.float(), dy.float(), PLAIN, steps=1)
+        trial = Trial(
+            size.describe(),
+            (x, dy),
+            common.Gate(right, FLOOR_DB),
+            sum(shape.flops() for shape in size.linears()),
+            partial(floor_ms, setting.floor, size),
+        )
+        del exact, right
+        yield from trial.rows(setting, candidates(setting, plain))
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, metavar="M", default=16384)
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    sizes = [MlpSize(4096, 14336, options.tokens, name) for name in ("swiglu", "gelu")]
+    return rows(setting, sizes)
+
+
+SUBJECT = Subject(
+    "mlp",
+    "Norm and MLP: forward and backward",
+    __doc__,
+    (
+        report.NAME,
+        report.decibels("y", "dX", "dgamma", "dW1", "dW2"),
+        report.TIME,
+        report.WALL,
+        report.FLOOR,
+        report.TIMES_FLOOR,
+        report.SPEED_UP,
+        report.FLOPS,
+        report.CEILING,
+    ),
+    _rows,
+    _options,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    return report.main(SUBJECT, argv)
+
+
+if __name__ == "__main__":
+    report.finish(main())

@@ -1,0 +1,347 @@
+"""The modules that benchmarks compare: plain ``torch.nn``, and ours with the same weights.
+
+B sequences, S positions, D width, H heads, G key-value heads, F features between the MLP's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import float8lab
+from benchmarks import common
+from benchmarks.fsdp import Layer
+from benchmarks.report import Row, Setting, Target
+from benchmarks.shapes import LinearShape
+from float8lab.recipes import Recipe
+
+__all__ = [
+    "LLAMA",
+    "Candidate",
+    "InContext",
+    "LayerSize",
+    "PlainMlp",
+    "PlainNormLinear",
+    "Trial",
+    "attention_flops",
+    "copy_layer_weights",
+    "our_context",
+    "our_layer",
+    "plain_layer",
+    "train_step",
+    "training_results",
+]
+
+ROTARY_BASE = 500000.0
+EPS = 1e-6
+WARM_UP_STEPS = 2
+"""Steps before the one that is compared, for delayed scaling to have a history."""
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class LayerSize(NamedTuple):
+    """Of a decoder layer and its input."""
+
+    D: int
+    H: int
+    G: int
+    F: int
+    batch: int
+    sequence: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def describe(self) -> str:
+        """As tables name it."""
+        return f"{self.batch} x {self.sequence} tokens, width {self.D}, MLP {self.F}"
+
+    def linears(self) -> list[LinearShape]:
+        """The layer's GEMMs, with those that share an input as one."""
+        M, D, K = self.tokens, self.D, self.D // self.H * self.G
+        return [
+            LinearShape("qkv", M, D, D + 2 * K),
+            LinearShape("attention out", M, D, D),
+            LinearShape("gate and up", M, D, 2 * self.F),
+            LinearShape("down", M, self.F, D),
+        ]
+
+    def flops(self) -> float:
+        """Of forward and backward."""
+        causal = attention_flops(self.batch, self.H, self.sequence, self.D // self.H, causal=True)
+        return sum(shape.flops() for shape in self.linears()) + 3.5 * causal
+
+    def input(self, device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """An input that requires a gradient, and a gradient of the output."""
+        shape = (self.batch, self.sequence, self.D)
+        x, dy = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
+        return x.bfloat16().requires_grad_(), dy.bfloat16()
+
+
+LLAMA = LayerSize(D=4096, H=32, G=8, F=14336, batch=4, sequence=4096)
+
+
+def attention_flops(B: int, H: int, S: int, D: int, *, causal: bool) -> float:
+    """Of the forward; the backward has two and a half times as many."""
+    return 4.0 * B * H * S * S * D * (0.5 if causal else 1.0)
+
+
+class InContext(nn.Module):
+    """A module whose forward runs in a context, such as an autocast."""
+
+    def __init__(self, module: nn.Module, context: Context, **arguments: Any) -> None:
+        super().__init__()
+        self.module, self.context, self.arguments = module, context, arguments
+
+    def forward(self, *args: Tensor) -> Tensor:
+        with self.context():
+            y: Tensor = self.module(*args, **self.arguments)
+        return y
+
+
+def our_context(recipe: Recipe | None) -> Context:
+    """The autocast of a recipe; none without one."""
+    return nullcontext if recipe is None else partial(float8lab.autocast, recipe=recipe)
+
+
+class Candidate(NamedTuple):
+    """A module with its place in a table."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    parameters: Mapping[str, str] = {}
+    """The module's names of the parameters whose gradients are compared, by the gate's names."""
+    baseline: bool = False
+    recipe: Recipe | None = None
+    """None for bfloat16, and for other libraries."""
+    compiled: bool = False
+    fp8: bool = False
+    has_floor: bool = True
+
+
+# Training steps
+
+
+def train_step(module: nn.Module, x: Tensor, dy: Tensor) -> None:
+    """Forward and backward, gradients overwritten rather than accumulated.
+
+    The tensors count as changed since the last step, as they are in training: a cast of the weight
+    that is kept as long as the weight is the same must not be kept here.
+    """
+    changed = [x, *module.parameters()]
+    for tensor in changed:
+        tensor.grad = None
+    torch.autograd.graph.increment_version(changed)
+    module(x).backward(dy)
+
+
+def training_results(
+    module: nn.Module,
+    x: Tensor,
+    dy: Tensor,
+    parameters: Mapping[str, str],
+    *,
+    steps: int = WARM_UP_STEPS + 1,
+) -> dict[str, Tensor]:
+    """Output and gradients of the last of ``steps`` equal training steps."""
+    x = x.detach().clone().requires_grad_()
+    found = dict(module.named_parameters())
+    for _ in range(steps):
+        x.grad = None
+        module.zero_grad()
+        y = module(x)
+        y.backward(dy)
+    grads = {"dX": x.grad, **{name: found[own].grad for name, own in parameters.items()}}
+    return {"y": y.detach()} | {name: g for name, g in grads.items() if g is not None}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One problem that modules are trained on for a step: the right answers, and what it takes.
+
+    Attributes:
+        case: of its rows.
+        data: the input and the gradient of the output.
+        gate: the right answers.
+        flops: of a step.
+        floor_ms: of a recipe.
+        less: what is taken off output and input gradient before they are compared, such as the
+            residual stream, which would hide a wrong layer.
+        extra: further numbers of a module and its input.
+    """
+
+    case: str
+    data: tuple[Tensor, Tensor]
+    gate: common.Gate
+    flops: float
+    floor_ms: Callable[[Recipe | None], float | None]
+    less: tuple[Tensor, Tensor] | None = None
+    extra: Callable[[nn.Module, Tensor], dict[str, float]] = lambda module, x: {}
+
+    def rows(
+        self,
+        setting: Setting,
+        candidates: Iterable[Candidate],
+        targets: Mapping[str, tuple[Target, ...]] = {},
+    ) -> Iterator[Row]:
+        """Check and time each candidate; ``targets`` by name."""
+        for candidate in candidates:
+            run = partial(self._row, setting, candidate, targets.get(candidate.name, ()))
+            yield setting.attempt(self.case, candidate.name, run)
+
+    def _row(self, setting: Setting, candidate: Candidate, targets: tuple[Target, ...]) -> Row:
+        x, dy = self.data
+        module = candidate.make()
+        if candidate.compiled:
+            module.compile()
+        db = self._check(module, candidate.parameters)
+        if refusal := self.gate.refusal(db):
+            return setting.row(self.case, candidate.name, sqnr_db=db, refusal=refusal)
+        leaf = x.detach().clone().requires_grad_()
+        step = partial(train_step, module, leaf, dy)
+        return setting.row(
+            self.case,
+            candidate.name,
+            sqnr_db=db,
+            ms=setting.time(step).samples,
+            wall_ms=setting.wall(step).samples,
+            floor_ms=self.floor_ms(candidate.recipe) if candidate.has_floor else None,
+            flops=self.flops,
+            fp8=candidate.fp8,
+            baseline=candidate.baseline,
+            values=self.extra(module, x),
+            targets=targets,
+        )
+
+    def _check(self, module: nn.Module, parameters: Mapping[str, str]) -> dict[str, float]:
+        results = training_results(module, *self.data, parameters)
+        if self.less is not None:
+            results["y"] = results["y"] - self.less[0]
+            results["dX"] = results["dX"] - self.less[1]
+        return self.gate.measure(results)
+
+
+# Modules
+
+
+class PlainNormLinear(nn.Module):
+    """RMSNorm, its weight not all ones, and a linear layer, in ``torch.nn``."""
+
+    def __init__(self, K: int, N: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(K, eps=EPS)
+        nn.init.normal_(self.norm.weight, mean=1.0, std=0.1)
+        self.linear = nn.Linear(K, N, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.norm(x))
+        return y
+
+
+class PlainMlp(nn.Module):
+    """RMSNorm, a linear layer, an activation, a linear layer, in ``torch.nn``."""
+
+    def __init__(self, D: int, F_: int, activation: str) -> None:
+        super().__init__()
+        self.gated = activation == "swiglu"
+        self.norm = nn.RMSNorm(D, eps=EPS)
+        self.fc1 = nn.Linear(D, 2 * F_ if self.gated else F_, bias=False)
+        self.fc2 = nn.Linear(F_, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(self.norm(x))
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+        else:
+            h = F.gelu(h, approximate="tanh")
+        y: Tensor = self.fc2(h)
+        return y
+
+
+def plain_layer(size: LayerSize, device: torch.device, seed: int = 0) -> Any:
+    """A Llama decoder layer in ``torch.nn``, bfloat16."""
+    torch.manual_seed(seed)
+    with device:
+        layer = Layer(size.D, size.H, size.G, size.F, nn.Linear)
+    layer.attention_norm.eps = layer.mlp_norm.eps = EPS
+    return layer.bfloat16()
+
+
+def layer_arguments(size: LayerSize, device: torch.device) -> dict[str, Any]:
+    """Of ``TransformerLayer``, ours and TransformerEngine's, to be that layer."""
+    return {
+        "hidden_size": size.D,
+        "ffn_hidden_size": size.F,
+        "num_attention_heads": size.H,
+        "num_gqa_groups": size.G,
+        "layernorm_epsilon": EPS,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "self_attn_mask_type": "causal",
+        "bias": False,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "attn_input_format": "bshd",
+        "params_dtype": torch.bfloat16,
+        "device": device,
+    }
+
+
+def rotary_angles(size: LayerSize, device: torch.device) -> Tensor:
+    """Of all positions of a sequence."""
+    rotary: Any = float8lab.RotaryPositionEmbedding(
+        size.D // size.H, rotary_base=ROTARY_BASE, device=device
+    )
+    angles: Tensor = rotary(size.sequence)
+    return angles
+
+
+def our_layer(
+    plain: Any,
+    size: LayerSize,
+    recipe: Recipe | None = None,
+    *,
+    stored: bool = False,
+    **arguments: Any,
+) -> InContext:
+    """``TransformerLayer`` with the weights of the plain layer.
+
+    Args:
+        plain: from ``plain_layer``.
+        size: of it.
+        recipe: of the FP8 GEMMs; None is bfloat16.
+        stored: keep the weights in FP8 only.
+        arguments: of ``TransformerLayer``, in addition.
+    """
+    device = plain.o.weight.device
+    with float8lab.fp8_model_init(recipe=recipe) if stored else nullcontext():
+        layer: Any = float8lab.TransformerLayer(**layer_arguments(size, device), **arguments)
+    copy_layer_weights(layer, plain)
+    return InContext(layer, our_context(recipe), rotary_pos_emb=rotary_angles(size, device))
+
+
+def copy_layer_weights(layer: Any, plain: Any) -> None:
+    """Give a ``TransformerLayer`` the weights of the plain layer."""
+    qkv, mlp = layer.self_attention.layernorm_qkv, layer.layernorm_mlp
+    with torch.no_grad():
+        for own, theirs in (
+            (qkv.layer_norm_weight, plain.attention_norm.weight),
+            (qkv.query_weight, plain.q.weight),
+            (qkv.key_weight, plain.k.weight),
+            (qkv.value_weight, plain.v.weight),
+            (layer.self_attention.proj.weight, plain.o.weight),
+            (mlp.layer_norm_weight, plain.mlp_norm.weight),
+            (mlp.fc1_weight, torch.cat((plain.gate.weight, plain.up.weight))),
+            (mlp.fc2_weight, plain.down.weight),
+        ):
+            own.copy_(theirs)

@@ -1,0 +1,156 @@
+"""Forward and backward of an RMSNorm and a linear layer: ``LayerNormLinear`` by recipe.
+
+    python -m benchmarks.norm_linear [--compile] [--model llama-8b]
+
+Needs a CUDA GPU. The baseline is ``torch.nn.RMSNorm`` and ``torch.nn.Linear`` in bfloat16; all are
+compared with the same two in float32. The floor: the three GEMMs, the norm's input cast in both
+orientations as it is normalized, w and dy cast in both, and the norm's backward, which reads its
+input and a gradient and writes a gradient.
+
+M tokens, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+import float8lab
+from benchmarks import common, report
+from benchmarks.floor import Floor, cast_bytes
+from benchmarks.models import (
+    EPS,
+    Candidate,
+    InContext,
+    PlainNormLinear,
+    Trial,
+    our_context,
+    training_results,
+)
+from benchmarks.peers import norm_linear_peers
+from benchmarks.recipes import RECIPES
+from benchmarks.report import Row, Setting, Subject
+from benchmarks.shapes import MODELS, LinearShape, select
+from float8lab.recipes import Recipe
+
+__all__ = ["SUBJECT", "candidates", "floor_ms", "main", "rows"]
+
+FLOOR_DB = 20.0
+"""As for a linear layer."""
+PLAIN = {"dgamma": "norm.weight", "dW": "linear.weight"}
+OURS = {"dgamma": "module.layer_norm_weight", "dW": "module.weight"}
+
+
+def floor_ms(floor: Floor, shape: LinearShape, recipe: Recipe | None) -> float | None:
+    """GEMMs and bytes."""
+    gemms = floor.gemms_ms([shape], recipe)
+    if gemms is None:
+        return None
+    M, K, N = shape.M, shape.K, shape.N
+    norm = (4.0 if recipe is None else 0.0) * M * K + 6.0 * M * K
+    return gemms + floor.move_ms(norm + cast_bytes(recipe, M * K + N * K + M * N))
+
+
+def ours(plain: PlainNormLinear, recipe: Recipe | None = None) -> InContext:
+    """``LayerNormLinear`` with the weights of the plain modules."""
+    norm, linear = plain.norm, plain.linear
+    layer = float8lab.LayerNormLinear(
+        linear.in_features, linear.out_features, eps=EPS, bias=False, normalization="RMSNorm",
+        params_dtype=torch.bfloat16, device=linear.weight.device,
+    )  # fmt: skip
+    layer.load_state_dict({"layer_norm_weight": norm.weight, "weight": linear.weight}, strict=False)
+    return InContext(layer, our_context(recipe))
+
+
+def candidates(setting: Setting, plain: PlainNormLinear) -> Iterator[Candidate]:
+    """The baselines, ours by recipe, and other libraries."""
+    for mode in setting.modes:
+        compiled = mode == "compile"
+        yield Candidate(
+            f"plain bfloat16, {mode}",
+            partial(copy.deepcopy, plain),
+            PLAIN,
+            baseline=not compiled,
+            compiled=compiled,
+        )
+        yield Candidate(
+            f"LayerNormLinear, bfloat16, {mode}", partial(ours, plain), OURS, compiled=compiled
+        )
+        for name in setting.recipes:
+            recipe = RECIPES[name]()
+            yield Candidate(
+                f"LayerNormLinear, {name}, {mode}",
+                partial(ours, plain, recipe),
+                OURS,
+                recipe=recipe,
+                compiled=compiled,
+                fp8=True,
+            )
+    yield from norm_linear_peers(plain, setting.modes)
+
+
+def rows(setting: Setting, shapes: Sequence[LinearShape]) -> Iterator[Row]:
+    """All candidates on every shape."""
+    for shape in shapes:
+        torch.manual_seed(setting.seed)
+        with setting.device:
+            plain = PlainNormLinear(shape.K, shape.N).bfloat16()
+        generator = setting.generator()
+        x, dy = (
+            torch.randn(shape.M, n, generator=generator, device=setting.device).bfloat16()
+            for n in (shape.K, shape.N)
+        )
+        exact = copy.deepcopy(plain).float()
+        right = training_results(exact, x.float(), dy.float(), PLAIN, steps=1)
+        trial = Trial(
+            shape.describe(),
+            (x, dy),
+            common.Gate(right, FLOOR_DB),
+            shape.flops(),
+            partial(floor_ms, setting.floor, shape),
+        )
+        del exact, right
+        yield from trial.rows(setting, candidates(setting, plain))
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="llama-8b")
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    # A norm stands before what reads the residual stream: the attention's and the MLP's input.
+    names = ("up", "qkv")
+    return rows(setting, [shape for shape in select(options.model) if shape.name in names])
+
+
+SUBJECT = Subject(
+    "norm_linear",
+    "Norm and linear layer: forward and backward",
+    __doc__,
+    (
+        report.NAME,
+        report.decibels("y", "dX", "dgamma", "dW"),
+        report.TIME,
+        report.WALL,
+        report.FLOOR,
+        report.TIMES_FLOOR,
+        report.SPEED_UP,
+        report.FLOPS,
+        report.CEILING,
+    ),
+    _rows,
+    _options,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    return report.main(SUBJECT, argv)
+
+
+if __name__ == "__main__":
+    report.finish(main())

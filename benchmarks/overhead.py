@@ -1,0 +1,313 @@
+"""What a call costs the CPU: small layers, autocast regions, kernel launches.
+
+    python -m benchmarks.overhead
+
+Needs a CUDA GPU, which has next to nothing to do here. Wall times are of a program that calls and
+does not wait, in microseconds:
+
+- one ``Linear`` 128 to 128 on 32 tokens, forward, and forward and backward; ``launches`` are the
+  kernels, copies and fills that torch's profiler sees of one forward and backward;
+- ``autocast`` entered and left, with that many FP8 modules alive which have run before, and left
+  after all of them have run: then delayed scaling advances their scales;
+- a training step of a GPT of 50 million parameters, where FP8 never wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import float8lab
+from benchmarks import common, report
+from benchmarks.accuracy import convert, linear_reference, make_linear, make_problem
+from benchmarks.fsdp import Layer
+from benchmarks.models import Candidate, train_step, training_results
+from benchmarks.peers import linear_peers
+from benchmarks.recipes import RECIPES
+from benchmarks.report import Row, Setting, Subject, Target
+from float8lab.recipes import Recipe
+
+__all__ = ["SUBJECT", "count_launches", "main", "rows"]
+
+FLOOR_DB = 20.0
+SAME_LOSS = 0.01
+"""How far, relative to bfloat16's, the loss of the first step may be off."""
+FORWARD, BOTH = "forward us", "forward + backward us"
+FORWARD_RATIO, BOTH_RATIO = "forward, of bf16 both", "both, of bf16 both"
+ENTER_EXIT, EXIT = "enter + exit us", "exit after all ran us"
+
+
+class GptSize(NamedTuple):
+    """Of a small GPT and its batch."""
+
+    D: int = 512
+    H: int = 8
+    F: int = 1536
+    layers: int = 8
+    vocabulary: int = 50304
+    batch: int = 16
+    sequence: int = 1024
+
+
+SMALL = GptSize()
+
+
+class Gpt(nn.Module):
+    """Tokens in, the mean cross-entropy of the next tokens out."""
+
+    def __init__(self, size: GptSize) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.D)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        layers = (Layer(size.D, size.H, size.H, size.F, nn.Linear) for _ in range(size.layers))
+        self.layers = nn.Sequential(*layers)
+        self.norm = nn.RMSNorm(size.D)
+        self.lm_head = nn.Linear(size.D, size.vocabulary, bias=False)
+        self.lm_head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.norm(self.layers(self.tokens(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def microseconds(setting: Setting, fn: Callable[[], object], calls: int = 100) -> float:
+    """The median wall time of one of ``calls`` calls."""
+    samples = 5 if setting.device.type == "cuda" else 1
+    calls = calls if setting.device.type == "cuda" else 2
+    return 1e3 * common.time_wall(fn, warm_up=3, samples=samples, calls=calls).median
+
+
+def count_launches(fn: Callable[[], object]) -> int | None:
+    """Kernels, copies and fills that a call puts on the GPU; None where no profiler sees them."""
+    if not torch.cuda.is_available():
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    fn()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own, which differ between versions
+        with torch.profiler.profile(activities=activities) as profile:
+            fn()
+            torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    events = [event for event in profile.events() if event.device_type == on_gpu]
+    return sum(not event.is_user_annotation for event in events) or None
+
+
+# One small linear layer
+
+
+def linear_rows(setting: Setting) -> Iterator[Row]:
+    """A layer of 128 features on 32 tokens."""
+    case = "Linear 128 -> 128, 32 tokens"
+    problem = make_problem(
+        "gaussian", 32, 128, 128, seed=setting.seed, dtype=torch.bfloat16,
+        device=setting.device.type,
+    )  # fmt: skip
+    plain = make_linear(problem)
+    gate = common.Gate(linear_reference(problem), FLOOR_DB)
+    names = {"dW": "weight"}
+    candidates = [Candidate("bfloat16", lambda: plain, names, baseline=True)]
+    for mode in setting.modes:
+        for name in setting.recipes:
+            candidates.append(
+                Candidate(
+                    f"{name}, {mode}", partial(convert, plain, RECIPES[name]()), names,
+                    compiled=mode == "compile",
+                )
+            )  # fmt: skip
+    candidates += linear_peers(plain, setting.modes)
+    base: float | None = None
+    for candidate in candidates:
+        measure = partial(measure_linear, setting, case, candidate, problem.x, problem.dy, gate)
+        row = setting.attempt(case, candidate.name, partial(measure, base))
+        if candidate.baseline:
+            base = row.values.get(BOTH)
+        yield row
+
+
+def measure_linear(
+    setting: Setting,
+    case: str,
+    candidate: Candidate,
+    x: Tensor,
+    dy: Tensor,
+    gate: common.Gate,
+    base: float | None,
+) -> Row:
+    """Check a layer, then time it; ``base`` is the baseline's forward and backward."""
+    module = candidate.make()
+    if candidate.compiled:
+        module.compile()
+    db = gate.measure(training_results(module, x, dy, candidate.parameters))
+    if refusal := gate.refusal(db):
+        return setting.row(case, candidate.name, sqnr_db=db, refusal=refusal)
+    leaf = x.clone().requires_grad_()
+    step = partial(train_step, module, leaf, dy)
+    values = {
+        FORWARD: microseconds(setting, partial(module, leaf)),
+        BOTH: microseconds(setting, step),
+    }
+    base = values[BOTH] if candidate.baseline else base
+    if base is not None:
+        values |= {FORWARD_RATIO: values[FORWARD] / base, BOTH_RATIO: values[BOTH] / base}
+    launches = count_launches(step)
+    if launches is not None:
+        values["launches"] = launches
+    targets = [Target(FORWARD_RATIO, "<=", 0.65), Target(BOTH_RATIO, "<=", 2.3)]
+    ours = candidate.name.split(",")[0] in RECIPES
+    return setting.row(
+        case,
+        candidate.name,
+        sqnr_db=db,
+        values=values,
+        baseline=candidate.baseline,
+        targets=tuple(targets) if ours else (),
+    )
+
+
+# Autocast regions
+
+
+def autocast_rows(setting: Setting, counts: Sequence[int] = (0, 10, 100)) -> Iterator[Row]:
+    """Entry and exit with several numbers of modules."""
+    for count in counts:
+        case = f"autocast, {count} modules"
+        for name in setting.recipes:
+            run = partial(measure_autocast, setting, case, name, RECIPES[name](), count)
+            yield setting.attempt(case, name, run)
+
+
+def measure_autocast(setting: Setting, case: str, name: str, recipe: Recipe, count: int) -> Row:
+    """Time an empty region, and the exit of one in which all modules ran."""
+    modules = [
+        float8lab.Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device=setting.device)
+        for _ in range(count)
+    ]
+    x = torch.randn(32, 128, device=setting.device, dtype=torch.bfloat16)
+    cuda = setting.device.type == "cuda"
+
+    def region() -> None:
+        with float8lab.autocast(recipe=recipe):
+            pass
+
+    def run() -> float:
+        context: Any = float8lab.autocast(recipe=recipe)
+        context.__enter__()
+        for module in modules:
+            module(x)
+        if cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        context.__exit__(None, None, None)
+        return 1e6 * (time.perf_counter() - began)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of regions without an FP8 module
+        exits = [run() for _ in range(10 if cuda else 2)]
+        values = {ENTER_EXIT: microseconds(setting, region, calls=1000)}
+    if count:
+        values[EXIT] = sorted(exits[1:])[len(exits[1:]) // 2]
+    return setting.row(case, name, values=values, targets=(Target(ENTER_EXIT, "<=", 3.0),))
+
+
+# A small model
+
+
+def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Iterator[Row]:
+    """Forward and backward of a small GPT."""
+    torch.manual_seed(setting.seed)
+    plain = Gpt(size).to(setting.device, torch.bfloat16)
+    millions = sum(p.numel() for p in plain.parameters()) / 1e6
+    case = f"GPT of {millions:.0f}M parameters, {size.batch} x {size.sequence} tokens"
+    tokens = torch.randint(size.vocabulary, (size.batch, size.sequence), device=setting.device)
+    targets = tokens.roll(-1, dims=1)
+    with torch.no_grad():
+        right = float(plain(tokens, targets))
+    names: list[tuple[str, Recipe | None, str]] = [("bfloat16", None, "eager")]
+    if setting.compile:
+        names.append(("bfloat16", None, "compile"))
+    names += [(name, RECIPES[name](), mode) for mode in setting.modes for name in setting.recipes]
+
+    def measure(name: str, recipe: Recipe | None, mode: str) -> Row:
+        model = copy.deepcopy(plain)
+        if recipe is not None:
+            float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+        if mode == "compile":
+            model.compile()
+
+        def step() -> Tensor:
+            model.zero_grad()
+            torch.autograd.graph.increment_version(list(model.parameters()))
+            loss: Tensor = model(tokens, targets)
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(warm_up):
+            step()
+        loss = float(step())
+        label = f"{name}, {mode}"
+        if not abs(loss - right) <= SAME_LOSS * right:
+            return setting.row(case, label, refusal=f"wrong: loss {loss:.4f}, not {right:.4f}")
+        return setting.row(
+            case,
+            label,
+            ms=setting.time(step).samples,
+            wall_ms=setting.wall(step).samples,
+            baseline=recipe is None and mode == "eager",
+        )
+
+    for name, recipe, mode in names:
+        yield setting.attempt(case, f"{name}, {mode}", partial(measure, name, recipe, mode))
+
+
+def rows(setting: Setting) -> Iterator[Row]:
+    """Layer, regions, model."""
+    yield from linear_rows(setting)
+    yield from autocast_rows(setting)
+    yield from gpt_rows(setting)
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    return rows(setting)
+
+
+SUBJECT = Subject(
+    "overhead",
+    "CPU overhead",
+    __doc__,
+    (
+        report.NAME,
+        report.decibels("y", "dX", "dW"),
+        report.TIME,
+        report.WALL,
+        report.SPEED_UP,
+        report.Column(FORWARD, 1),
+        report.Column(BOTH, 1),
+        report.Column(FORWARD_RATIO),
+        report.Column(BOTH_RATIO),
+        report.Column("launches", 0),
+        report.Column(ENTER_EXIT, 1),
+        report.Column(EXIT, 1),
+        report.TARGET,
+    ),
+    _rows,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    return report.main(SUBJECT, argv)
+
+
+if __name__ == "__main__":
+    report.finish(main())

@@ -1,0 +1,270 @@
+"""Other FP8 libraries, measured where they are installed: torchao and TransformerEngine.
+
+Nothing is imported before it is asked for. Each function gives the candidates of one subject, none
+where the library is not there. torchao is measured eager and, with ``--compile``, compiled;
+TransformerEngine is eager.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models import (
+    Candidate,
+    Context,
+    InContext,
+    LayerSize,
+    PlainNormLinear,
+    copy_layer_weights,
+    layer_arguments,
+    rotary_angles,
+)
+
+__all__ = [
+    "OtherCast",
+    "attention_peers",
+    "installed",
+    "layer_peers",
+    "linear_peers",
+    "mlp_peers",
+    "norm_linear_peers",
+    "quantize_peers",
+    "te_context",
+    "torchao_converted",
+    "versions",
+]
+
+TORCHAO_RECIPES = ("tensorwise", "rowwise")
+TE_RECIPES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+}
+
+_TE_TENSORS = {
+    "delayed": "float8_tensor",
+    "current": "float8_tensor",
+    "block": "float8_blockwise_tensor",
+}
+
+
+def installed(library: str) -> bool:
+    """Whether a library can be imported, without importing it."""
+    return importlib.util.find_spec(library) is not None
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that are there, for the header."""
+    there = [name for name in ("torchao", "transformer_engine") if installed(name)]
+    found = {name: getattr(importlib.import_module(name), "__version__", "?") for name in there}
+    return {name: str(version) for name, version in found.items()}
+
+
+def torchao_converted(model: nn.Module, recipe: str) -> nn.Module:
+    """A copy whose linear layers are torchao's; the model itself must not be one."""
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    converted: nn.Module = float8.convert_to_float8_training(copy.deepcopy(model), config=config)
+    return converted
+
+
+def _torchao(
+    model: nn.Module, modes: Sequence[str], parameters: dict[str, str]
+) -> Iterator[Candidate]:
+    if not installed("torchao"):
+        return
+    for recipe in TORCHAO_RECIPES:
+        for mode in modes:
+            yield Candidate(
+                f"torchao {recipe}, {mode}",
+                partial(torchao_converted, model, recipe),
+                parameters,
+                compiled=mode == "compile",
+                fp8=True,
+                has_floor=False,
+            )
+
+
+def te_context(recipe: str | None, **fields: Any) -> Context:
+    """TransformerEngine's autocast of one of ``TE_RECIPES``; with None it is off."""
+    te = importlib.import_module("transformer_engine.pytorch")
+    made = None
+    if recipe is not None:
+        module = importlib.import_module("transformer_engine.common.recipe")
+        made = getattr(module, TE_RECIPES[recipe])(**fields)
+    if hasattr(te, "autocast"):
+        return partial(te.autocast, enabled=recipe is not None, recipe=made)
+    return partial(te.fp8_autocast, enabled=recipe is not None, fp8_recipe=made)
+
+
+def _te(name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(importlib.import_module("transformer_engine.pytorch"), name)(*args, **kwargs)
+
+
+def _copied(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
+    return module
+
+
+def _te_candidates(
+    make: Any, parameters: dict[str, str], *, bf16: bool = False
+) -> Iterator[Candidate]:
+    """``make()`` in the autocast of each recipe; in bfloat16, too, if asked."""
+    if not installed("transformer_engine"):
+        return
+    prefixed = {name: f"module.{own}" for name, own in parameters.items()}
+    for recipe in [*([None] if bf16 else []), *TE_RECIPES]:
+        yield Candidate(
+            f"TE {recipe or 'bfloat16'}",
+            partial(_in_te_context, make, recipe),
+            prefixed,
+            fp8=recipe is not None,
+            has_floor=False,
+        )
+
+
+def _in_te_context(make: Any, recipe: str | None) -> nn.Module:
+    return InContext(make(), te_context(recipe))
+
+
+class OtherCast(NamedTuple):
+    """A cast to e4m3 that is not ours."""
+
+    make: Callable[[], Callable[[Tensor], Any]]
+    values: Callable[[Any], Tensor]
+    """Of its result, dequantized to float32."""
+    passes: int = 1
+    """How often the input must be read."""
+    written: int = 1
+    """Bytes that are written for each element."""
+
+
+def quantize_peers(device: torch.device) -> dict[str, OtherCast]:
+    """TransformerEngine's quantizers, with and without the transpose."""
+    if not installed("transformer_engine"):
+        return {}
+
+    def make(kind: str, transposed: bool) -> Callable[[Tensor], Any]:
+        tensors = importlib.import_module(f"transformer_engine.pytorch.tensor.{_TE_TENSORS[kind]}")
+        e4m3 = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
+        both = {"rowwise": True, "columnwise": transposed}
+        if kind == "delayed":
+            scale, amax = torch.ones(1, device=device), torch.zeros(1, device=device)
+            quantizer = tensors.Float8Quantizer(scale, amax, e4m3, **both)
+        elif kind == "current":
+            quantizer = tensors.Float8CurrentScalingQuantizer(e4m3, device, **both)
+        else:
+            quantizer = tensors.Float8BlockQuantizer(e4m3, block_scaling_dim=1, **both)
+        called: Callable[[Tensor], Any] = quantizer
+        return called
+
+    return {
+        f"TE {kind}{', pair' if transposed else ''}": OtherCast(
+            partial(make, kind, transposed),
+            lambda result: result.dequantize().float(),
+            passes=2 if kind == "current" else 1,
+            written=1 + transposed,
+        )
+        for kind in _TE_TENSORS
+        for transposed in (False, True)
+    }
+
+
+def linear_peers(plain: nn.Linear, modes: Sequence[str]) -> Iterator[Candidate]:
+    """Of a linear layer without bias."""
+
+    def make() -> nn.Module:
+        N, K = plain.weight.shape
+        layer = _te("Linear", K, N, bias=False, params_dtype=plain.weight.dtype)
+        return _copied(layer, {"weight": plain.weight})
+
+    yield from _torchao(nn.Sequential(plain), modes, {"dW": "0.weight"})
+    yield from _te_candidates(make, {"dW": "weight"})
+
+
+def norm_linear_peers(plain: PlainNormLinear, modes: Sequence[str]) -> Iterator[Candidate]:
+    """Of an RMSNorm and a linear layer without bias."""
+    norm, linear = plain.norm, plain.linear
+
+    def make() -> nn.Module:
+        layer = _te(
+            "LayerNormLinear", linear.in_features, linear.out_features, eps=norm.eps, bias=False,
+            normalization="RMSNorm", params_dtype=linear.weight.dtype,
+        )  # fmt: skip
+        return _copied(layer, {"layer_norm_weight": norm.weight, "weight": linear.weight})
+
+    yield from _torchao(plain, modes, {"dgamma": "norm.weight", "dW": "linear.weight"})
+    yield from _te_candidates(make, {"dgamma": "layer_norm_weight", "dW": "weight"})
+
+
+def mlp_peers(plain: Any, modes: Sequence[str]) -> Iterator[Candidate]:
+    """Of a ``PlainMlp``."""
+
+    def make() -> nn.Module:
+        D, F = plain.fc2.weight.shape
+        activation = "swiglu" if plain.gated else "gelu"
+        layer = _te(
+            "LayerNormMLP", D, F, eps=plain.norm.eps, bias=False, normalization="RMSNorm",
+            activation=activation, params_dtype=plain.fc2.weight.dtype,
+        )  # fmt: skip
+        weights = {"layer_norm_weight": plain.norm.weight}
+        weights |= {"fc1_weight": plain.fc1.weight, "fc2_weight": plain.fc2.weight}
+        return _copied(layer, weights)
+
+    names = {"dgamma": "norm.weight", "dW1": "fc1.weight", "dW2": "fc2.weight"}
+    yield from _torchao(plain, modes, names)
+    names = {"dgamma": "layer_norm_weight", "dW1": "fc1_weight", "dW2": "fc2_weight"}
+    yield from _te_candidates(make, names)
+
+
+def layer_peers(
+    plain: nn.Module,
+    size: LayerSize,
+    modes: Sequence[str],
+    parameters: dict[str, str],
+    fused: dict[str, str],
+) -> Iterator[Candidate]:
+    """Of the decoder layer of ``models.plain_layer``.
+
+    Args:
+        plain: that layer.
+        size: of it.
+        modes: of torchao.
+        parameters: the names of compared weights in it.
+        fused: their names in ``models.our_layer``, which has TransformerEngine's.
+    """
+
+    def make() -> nn.Module:
+        device = next(plain.parameters()).device
+        layer = _te("TransformerLayer", **layer_arguments(size, device))
+        copy_layer_weights(layer, plain)
+        # The recipe's autocast is entered around it.
+        return InContext(layer, nullcontext, rotary_pos_emb=rotary_angles(size, device))
+
+    yield from _torchao(plain, modes, parameters)
+    yield from _te_candidates(make, fused, bf16=True)
+
+
+def attention_peers(H: int, D: int, *, causal: bool) -> Iterator[tuple[str, bool, nn.Module]]:
+    """TransformerEngine's attention as name, whether it is FP8, and a module of q, k and v."""
+    if not installed("transformer_engine"):
+        return
+    mask = "causal" if causal else "no_mask"
+    for name, context in (
+        ("TE bfloat16", te_context(None)),
+        ("TE delayed, FP8", te_context("delayed", fp8_dpa=True)),
+    ):
+        module = _te("DotProductAttention", H, D, qkv_format="bshd", attn_mask_type=mask)
+        yield name, "FP8" in name, InContext(module, context)
