@@ -123,7 +123,8 @@ class _Attention(torch.autograd.Function):
         *operands, out, lse = ctx.saved_tensors
         call, bias = ctx.call, operands[6]
         dout8, dout_scale = _cast(dout, call.plan.dy.fp8_dtype, DOUT, call)
-        # Of the rounded gradient, as dp is: the rows of the scores' gradient then sum to 0.
+        # Of the rounded gradient, as dp is: the rows of the scores' gradient then sum to 0, but for
+        # the rounding of the probabilities that made the output.
         delta = (out.float() * dout8.float() * dout_scale.view(1)).sum(-1)
         needs = ctx.needs_input_grad
         dq, dk, dv, dbias = fp8_attention_backward_op(
