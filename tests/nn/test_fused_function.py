@@ -122,14 +122,18 @@ def floors(recipe: Any, layers: int, gated: bool) -> tuple[float, float]:
     return tuple(10 * torch.tensor(1 / n).log10().item() - 2.0 for n in (out, back))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @each_recipe
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("kind", ["linear", "gelu", "swiglu"])
-def test_against_float64(kind: str, recipe: Any, dtype: torch.dtype, device: Any) -> None:
+def test_against_float64(
+    kind: str, normalization: str, recipe: Any, dtype: torch.dtype, device: Any
+) -> None:
+    how = {"normalization": normalization, "params_dtype": dtype, "device": device}
     if kind == "linear":
-        fused = float8lab.LayerNormLinear(128, 128, params_dtype=dtype, device=device)
+        fused = float8lab.LayerNormLinear(128, 128, **how)
     else:
-        fused = float8lab.LayerNormMLP(128, 128, activation=kind, params_dtype=dtype, device=device)
+        fused = float8lab.LayerNormMLP(128, 128, activation=kind, **how)
     perturb(fused)
     x = torch.randn(256, 128, device=device, dtype=dtype)
     dy = torch.randn(256, 128, device=device, dtype=dtype)
