@@ -295,16 +295,20 @@ def test_dtypes(dtype, mask_type):
 
 @pytest.mark.parametrize(("sq", "sk"), [(0, 3), (3, 0), (1, 1), (1, 9), (9, 1)], ids=str)
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
-def test_edge_lengths(sq, sk, mask_type):
+def test_edge_lengths(sq, sk, mask_type, device):
     module = DotProductAttention(
         H, D, num_gqa_groups=G, qkv_format="bshd", attn_mask_type=mask_type
     )
-    check(module, make(sq, sk), visible_of(mask_type, None, sq, sk))
+    check(module, make(sq, sk, device=device), visible_of(mask_type, None, sq, sk))
 
 
-def test_no_batch():
+def test_no_batch(device):
     module = DotProductAttention(2, 4)
-    assert module(*torch.randn(3, 5, 0, 2, 4)).shape == (5, 0, 8)
+    q, k, v = oracle.leaves(*torch.randn(3, 5, 0, 2, 4, device=device))
+    y = module(q, k, v)
+    assert y.shape == (5, 0, 8)
+    dy = torch.randn(5, 0, 8, device=device)
+    assert all(g.shape == q.shape for g in oracle.gradients(y, [q, k, v], dy))
 
 
 def test_softmax_scale_and_its_default():

@@ -77,11 +77,13 @@ def test_sqnr_of_output_and_gradients(name, variant, device):
     assert min(measured) < 40  # it did run in FP8
 
 
+@each_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype):
+def test_half_precision(dtype, name, device):
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
-    tensors = make(dtype=dtype)
-    recipe, stated = RECIPES["current"]
+    tensors = make(device=device, dtype=dtype)
+    recipe, stated = RECIPES[name]
+    run(module, tensors, recipe)
     results = run(module, tensors, recipe)
     exact = run(module, [t.double() for t in tensors], None)
     assert all(t.dtype == dtype for t in results)
@@ -109,10 +111,13 @@ def test_gradient_of_a_bias(shape):
 
 
 @each_recipe
-@pytest.mark.parametrize(("sq", "sk"), [(0, 3), (3, 0), (1, 1), (5, 9)], ids=str)
-def test_edge_lengths(name, sq, sk):
+@pytest.mark.parametrize(
+    ("b", "sq", "sk"), [(1, 0, 3), (1, 3, 0), (1, 1, 1), (1, 5, 9), (0, 3, 3)], ids=str
+)
+def test_edge_lengths(name, b, sq, sk, device):
     module = DotProductAttention(2, 4, attn_mask_type="causal_bottom_right", qkv_format="bshd")
-    tensors = [torch.randn(s) for s in ((1, sq, 2, 4), (1, sk, 2, 4), (1, sk, 2, 4), (1, sq, 8))]
+    shapes = (b, sq, 2, 4), (b, sk, 2, 4), (b, sk, 2, 4), (b, sq, 8)
+    tensors = [torch.randn(shape, device=device) for shape in shapes]
     results = run(module, tensors, RECIPES[name][0])
     exact = run(module, [t.double() for t in tensors], None)
     for a, e in zip(results, exact, strict=True):
