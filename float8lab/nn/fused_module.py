@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from float8lab.distributed.fsdp import store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.linear import (
-    check_parallel_arguments,
-    default_device,
-    initialise,
-    keep_initial_values,
-)
+from float8lab.nn.linear import default_device, initialise, keep_initial_values
 from float8lab.nn.norm import mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
 from float8lab.nn.operands import plain
+from float8lab.nn.parallel import TensorParallelGroup
 from float8lab.nn.precision import Call, Precision, precisions
 from float8lab.tensor import Float8Tensor
 
@@ -27,7 +23,7 @@ __all__ = ["FusedModule"]
 _Init = Callable[[Tensor], Any]
 
 
-class FusedModule(nn.Module):
+class FusedModule(nn.Module, TensorParallelGroup):
     """A norm with parameters ``layer_norm_weight`` and ``layer_norm_bias``, and GEMMs."""
 
     layer_norm_weight: nn.Parameter
@@ -98,10 +94,6 @@ class FusedModule(nn.Module):
             return weights[0], biases[0]
         whole = torch.cat([plain(weight) for weight in weights])
         return whole, None if biases[0] is None else torch.cat(biases)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only one of a single rank is supported."""
-        check_parallel_arguments(1, tp_group, None)
 
     def _checked(self, inp: Tensor, features: int, argument: str) -> Tensor:
         """The input in high precision; raises if it has another size."""

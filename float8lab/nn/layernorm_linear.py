@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.linear import check_parallel_arguments, sizes_of_split, store_in_fp8
+from float8lab.nn.linear import sizes_of_split, store_in_fp8
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain
+from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, must_run_in_eager
 
 __all__ = ["LayerNormLinear"]

@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.linear import check_parallel_arguments, store_in_fp8
+from float8lab.nn.linear import store_in_fp8
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain
+from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, must_run_in_eager
 from float8lab.recipes.region import STATE
 

@@ -13,13 +13,13 @@ from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.operands import plain
+from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, must_run_in_eager
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
 
 __all__ = [
     "Linear",
-    "check_parallel_arguments",
     "default_device",
     "initialise",
     "keep_initial_values",
@@ -42,20 +42,6 @@ def _default_device_was_set() -> bool:
         isinstance(m, torch.utils._device.DeviceContext)
         for m in torch.overrides._get_current_function_mode_stack()
     )
-
-
-def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
-    """Raise unless the tensor-parallel arguments mean a single rank."""
-    if parallel_mode not in (None, "column", "row", "Column", "Row"):
-        raise ValueError(
-            f"parallel_mode must be None, 'column' or 'row'; got {parallel_mode!r}. Choose one."
-        )
-    size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
-    if size != 1:
-        raise NotImplementedError(
-            f"tp_size must be 1; got {size}. Tensor parallelism is not available yet: use FSDP2 or "
-            "data parallelism."
-        )
 
 
 def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
@@ -136,7 +122,7 @@ def normal_init(weight: Tensor) -> None:
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, TensorParallelGroup):
     """``y = x @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
     Shape: input ``[..., in_features]`` of any leading dimensions and any size, zero and multiples
@@ -244,10 +230,6 @@ class Linear(nn.Linear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._hook_shard()
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only one of a single rank is supported."""
-        check_parallel_arguments(1, tp_group, None)
 
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
         self, inp: Tensor, is_first_microbatch: bool | None = None

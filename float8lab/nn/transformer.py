@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.nn.attention.dot_product import check_context_group
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
@@ -19,13 +18,13 @@ from float8lab.nn.attention.multihead import (
     ignore_extra_state,
 )
 from float8lab.nn.layernorm_mlp import LayerNormMLP
-from float8lab.nn.linear import check_parallel_arguments
 from float8lab.nn.norm import LayerNorm, RMSNorm
+from float8lab.nn.parallel import ContextParallelGroup
 
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(nn.Module, ContextParallelGroup):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
@@ -240,20 +239,6 @@ class TransformerLayer(nn.Module):
                 device=device,
             )
         self.register_load_state_dict_pre_hook(ignore_extra_state)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only one of a single rank is supported."""
-        check_parallel_arguments(1, tp_group, None)
-
-    def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: Sequence[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Set the context-parallel group; only one of a single rank is supported."""
-        check_context_group(cp_group)
 
     def forward(
         self,

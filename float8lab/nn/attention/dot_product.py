@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,23 +25,16 @@ from float8lab.nn.attention.masks import (
     split_padding_mask,
     window_of,
 )
-from float8lab.nn.linear import check_parallel_arguments
+from float8lab.nn.parallel import (
+    ContextParallelGroup,
+    check_context_group,
+    check_parallel_arguments,
+)
 from float8lab.nn.precision import must_run_in_eager
 from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["DotProductAttention", "check_context_group"]
-
-
-def check_context_group(cp_group: Any) -> None:
-    """Raise unless a context-parallel group means a single rank."""
-    groups = cp_group if isinstance(cp_group, list) else [cp_group]
-    sizes = [1 if g is None else torch.distributed.get_world_size(g) for g in groups]
-    if math.prod(sizes) != 1:
-        raise NotImplementedError(
-            f"cp_group must be None or of one rank; got {math.prod(sizes)} ranks. Context "
-            "parallelism is not available yet: use FSDP2 or data parallelism."
-        )
+__all__ = ["DotProductAttention"]
 
 
 class _Request(NamedTuple):
@@ -57,7 +49,7 @@ class _Request(NamedTuple):
     tokens: int
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(nn.Module, ContextParallelGroup):
     """``dropout(softmax(q @ k.T * scale + bias)) @ v`` with masks, grouped heads and FP8.
 
     Shape: query ``[S, B, H, D]`` (sbhd), ``[B, S, H, D]`` (bshd) or ``[T, H, D]`` (thd); key and
@@ -167,20 +159,6 @@ class DotProductAttention(nn.Module):
         self.softmax_scale = pair[0] ** -0.5 if softmax_scale is None else softmax_scale
         self.backends = tuple(backends)
         self._fp8 = AttentionPrecision()
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only one of a single rank is supported."""
-        check_parallel_arguments(1, tp_group, None)
-
-    def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: Sequence[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Set the context-parallel group; only one of a single rank is supported."""
-        check_context_group(cp_group)
 
     def forward(
         self,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8lab.nn.attention.dot_product import DotProductAttention, check_context_group
+from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import apply_rotary_pos_emb
 from float8lab.nn.layernorm_linear import LayerNormLinear
-from float8lab.nn.linear import Linear, check_parallel_arguments
+from float8lab.nn.linear import Linear
+from float8lab.nn.parallel import ContextParallelGroup
 
 __all__ = ["MultiheadAttention", "RotaryArgument", "ignore_extra_state"]
 
@@ -33,7 +34,7 @@ def ignore_extra_state(
         del state_dict[key]
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(nn.Module, ContextParallelGroup):
     """Query, key and value projections, attention, output projection; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
@@ -219,20 +220,6 @@ class MultiheadAttention(nn.Module):
             **common,
         )  # fmt: skip
         self.register_load_state_dict_pre_hook(ignore_extra_state)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only one of a single rank is supported."""
-        check_parallel_arguments(1, tp_group, None)
-
-    def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: Sequence[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Set the context-parallel group; only one of a single rank is supported."""
-        check_context_group(cp_group)
 
     def forward(
         self,

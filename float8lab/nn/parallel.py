@@ -1,0 +1,63 @@
+"""Tensor- and context-parallel arguments of modules: for now they must mean a single rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "ContextParallelGroup",
+    "TensorParallelGroup",
+    "check_context_group",
+    "check_parallel_arguments",
+]
+
+
+def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
+    """Raise unless the tensor-parallel arguments mean a single rank."""
+    if parallel_mode not in (None, "column", "row", "Column", "Row"):
+        raise ValueError(
+            f"parallel_mode must be None, 'column' or 'row'; got {parallel_mode!r}. Choose one."
+        )
+    size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+    if size != 1:
+        raise NotImplementedError(
+            f"tp_size must be 1; got {size}. Tensor parallelism is not available yet: use FSDP2 or "
+            "data parallelism."
+        )
+
+
+def check_context_group(cp_group: Any) -> None:
+    """Raise unless a context-parallel group means a single rank."""
+    groups = cp_group if isinstance(cp_group, list) else [cp_group]
+    sizes = [1 if g is None else torch.distributed.get_world_size(g) for g in groups]
+    if math.prod(sizes) != 1:
+        raise NotImplementedError(
+            f"cp_group must be None or of one rank; got {math.prod(sizes)} ranks. Context "
+            "parallelism is not available yet: use FSDP2 or data parallelism."
+        )
+
+
+class TensorParallelGroup:
+    """What modules with a tensor-parallel group share."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only one of a single rank is supported."""
+        check_parallel_arguments(1, tp_group, None)
+
+
+class ContextParallelGroup(TensorParallelGroup):
+    """What modules with a context-parallel group too share."""
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Set the context-parallel group; only one of a single rank is supported."""
+        check_context_group(cp_group)
