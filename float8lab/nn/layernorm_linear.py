@@ -15,7 +15,7 @@ from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, must_run_in_eager
+from float8lab.nn.precision import Precision, eager_while_calibrating
 
 __all__ = ["LayerNormLinear"]
 
@@ -121,6 +121,7 @@ class LayerNormLinear(FusedModule):
         self._reset_norm()
         self._initialise(self._prefixes, self._init_method)
 
+    @eager_while_calibrating
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the linear layer.
 
@@ -133,8 +134,6 @@ class LayerNormLinear(FusedModule):
             output if ``return_layernorm_output``.
         """
         x = self._checked(inp, self.in_features, "in_features")
-        if must_run_in_eager():
-            return self._forward_in_eager(inp, is_first_microbatch)
         weight, bias = self._whole(self._prefixes)
         added = None if self.return_bias else bias
         call = self._begin(self._fp8, x, weight, is_first_microbatch)
@@ -148,10 +147,6 @@ class LayerNormLinear(FusedModule):
             self._fp8.end(call, results[0])
         normed = results[1] if self.return_layernorm_output else None
         return self._outputs(results[0], bias, normed, return_bias=self.return_bias)
-
-    @torch._disable_dynamo
-    def _forward_in_eager(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        return self.forward(inp, is_first_microbatch)
 
     def _forward_in_high_precision(
         self, x: Tensor, weight: Tensor, bias: Tensor | None

@@ -17,7 +17,7 @@ from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, must_run_in_eager
+from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.recipes.region import STATE
 
 __all__ = ["LayerNormMLP"]
@@ -147,6 +147,7 @@ class LayerNormMLP(FusedModule):
         self._initialise(["fc1_"], self._init_methods[0])
         self._initialise(["fc2_"], self._init_methods[1])
 
+    @eager_while_calibrating
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the MLP.
 
@@ -159,8 +160,6 @@ class LayerNormMLP(FusedModule):
             output if ``return_layernorm_output``.
         """
         x = self._checked(inp, self.hidden_size, "hidden_size")
-        if must_run_in_eager():
-            return self._forward_in_eager(inp, is_first_microbatch)
         added = None if self.return_bias else self.fc2_bias
         fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch)
         fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch)
@@ -187,10 +186,6 @@ class LayerNormMLP(FusedModule):
             results = self._forward_in_high_precision(x, added)
         normed = results[1] if self.return_layernorm_output else None
         return self._outputs(results[0], self.fc2_bias, normed, return_bias=self.return_bias)
-
-    @torch._disable_dynamo
-    def _forward_in_eager(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        return self.forward(inp, is_first_microbatch)
 
     def _forward_in_high_precision(
         self, x: Tensor, bias: Tensor | None

@@ -14,7 +14,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.operands import plain
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
-from float8lab.nn.precision import Precision, must_run_in_eager
+from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
 
@@ -231,6 +231,7 @@ class Linear(nn.Linear, TensorParallelGroup):
         super()._load_from_state_dict(*args, **kwargs)
         self._hook_shard()
 
+    @eager_while_calibrating
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -251,8 +252,6 @@ class Linear(nn.Linear, TensorParallelGroup):
                 f"inp must have {self.in_features} as its last dimension (in_features); got shape "
                 f"{tuple(inp.shape)}. Reshape it, or build the layer with that in_features."
             )
-        if must_run_in_eager():
-            return self._forward_in_eager(inp, is_first_microbatch)
         weight, bias = self._whole_parameters()
         added = None if self.return_bias else bias
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
@@ -266,12 +265,6 @@ class Linear(nn.Linear, TensorParallelGroup):
             y = linear(x, weight, added, call)
             self._fp8.end(call, y)
         return (y, bias) if self.return_bias else y
-
-    @torch._disable_dynamo
-    def _forward_in_eager(
-        self, inp: Tensor, is_first_microbatch: bool | None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        return self.forward(inp, is_first_microbatch)
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
         if self._split is None:

@@ -7,10 +7,11 @@ and its backward uses what the forward was given.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ __all__ = [
     "Precision",
     "W",
     "X",
-    "must_run_in_eager",
+    "eager_while_calibrating",
     "precisions",
     "precisions_below",
 ]
@@ -366,9 +367,20 @@ def precisions_below(model: nn.Module) -> Iterator[Precision]:
             yield precision
 
 
-def must_run_in_eager() -> bool:
-    """Whether a graph is traced where calls calibrate, which a graph cannot hold."""
-    return STATE.calibrating and torch.compiler.is_compiling()
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+
+
+def eager_while_calibrating(forward: _Forward) -> _Forward:
+    """Leave a module's ``forward`` out of graphs where it calibrates, which a graph cannot hold."""
+    in_eager = torch._disable_dynamo(forward)
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if STATE.calibrating and torch.compiler.is_compiling():
+            return in_eager(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return call  # type: ignore[return-value]  # forward's signature, by functools.wraps
 
 
 def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:

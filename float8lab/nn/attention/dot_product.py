@@ -30,7 +30,7 @@ from float8lab.nn.parallel import (
     check_context_group,
     check_parallel_arguments,
 )
-from float8lab.nn.precision import must_run_in_eager
+from float8lab.nn.precision import eager_while_calibrating
 from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
 
@@ -160,6 +160,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self.backends = tuple(backends)
         self._fp8 = AttentionPrecision()
 
+    @eager_while_calibrating
     def forward(
         self,
         query_layer: Tensor,
@@ -218,14 +219,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         Returns:
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
         """
-        if must_run_in_eager():
-            return self._forward_in_eager(
-                query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
-                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-                checkpoint_core_attention, core_attention_bias_type, core_attention_bias,
-                alibi_slopes, fast_zero_fill, inference_params,
-                cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            )  # fmt: skip
         if STATE.onnx is not None:
             _check_export(inference_params, qkv_format or self.qkv_format)
         request = self._resolve(
@@ -243,10 +236,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         if request.packed is not None:
             return request.packed.pack(out, request.tokens)
         return from_heads_first(out, request.qkv_format)
-
-    @torch._disable_dynamo
-    def _forward_in_eager(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.forward(*args, **kwargs)
 
     def explain(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **kwargs: Any
