@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,49 +48,60 @@ def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch
     return params_dtype or dtype or torch.get_default_dtype()
 
 
-class _Norm:
-    """What the two norms share."""
+class _Norm(nn.Module):
+    """What the two norms share; they differ in ``_center``."""
 
+    _center: ClassVar[bool]
     normalized_shape: tuple[int, ...]
-    weight: nn.Parameter
-    sequence_parallel: bool
-    _kind: NormKind
+    eps: Any  # torch's norms declare it differently
 
-    def _set_up(
+    def __init__(
         self,
-        kind: NormKind,
-        shape: tuple[int, ...],
+        hidden_size: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
         *,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        normalized_shape: int | Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        where = torch.device(device) if device is not None else default_device()
+        nn.Module.__init__(self)  # not torch's norm's: it makes its own parameters
+        shape = normalized_size(hidden_size, normalized_shape)
         self.normalized_shape = shape
+        self.eps = eps
         self.elementwise_affine = True
-        self.zero_centered_gamma = kind.zero_centered
+        self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
-        self._kind = kind
-        self.weight = nn.Parameter(torch.empty(shape, device=where, dtype=dtype))
-        if kind.center:
-            self.bias = nn.Parameter(torch.empty(shape, device=where, dtype=dtype))
+        self._kind = NormKind(center=self._center, eps=eps, zero_centered=zero_centered_gamma)
+        where = torch.device(device) if device is not None else default_device()
+        how: Any = {"device": where, "dtype": _dtype(params_dtype, dtype)}
+        self.weight = nn.Parameter(torch.empty(shape, **how))
+        if self._center:
+            self.bias = nn.Parameter(torch.empty(shape, **how))
         self.reset_parameters()
         mark_sequence_parallel(sequence_parallel, self.weight, getattr(self, "bias", None))
 
     def reset_parameters(self) -> None:
         """Make gamma 1 (0 if it is zero-centered) and the bias 0."""
         nn.init.constant_(self.weight, 0.0 if self._kind.zero_centered else 1.0)
-        if self._kind.center:
+        if self._center:
             nn.init.zeros_(self.bias)
 
-    def _normalize(self, x: Tensor) -> Tensor:
-        shape = self.normalized_shape
+    def forward(self, inp: Tensor) -> Tensor:
+        """Apply the norm.
+
+        Args:
+            inp: ``[..., hidden_size]``.
+        """
+        x, shape = inp, self.normalized_shape
         if x.shape[x.ndim - len(shape) :] != torch.Size(shape):
             raise ValueError(
                 f"inp must have {shape} as its last dimensions (hidden_size); got shape "
                 f"{tuple(x.shape)}. Reshape it, or build the norm with that hidden_size."
             )
-        bias = self.bias.flatten() if self._kind.center else None
+        bias = self.bias.flatten() if self._center else None
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
         return y.reshape(x.shape)
@@ -124,35 +136,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
     tensor([[-1., -1.,  1.,  1.]], grad_fn=<RoundBackward1>)
     """
 
-    def __init__(
-        self,
-        hidden_size: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
-        *,
-        normalized_shape: int | Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.eps = eps
-        self._set_up(
-            NormKind(center=True, eps=eps, zero_centered=zero_centered_gamma),
-            normalized_size(hidden_size, normalized_shape),
-            sequence_parallel=sequence_parallel,
-            dtype=_dtype(params_dtype, dtype),
-            device=device,
-        )
-
-    def forward(self, inp: Tensor) -> Tensor:
-        """Apply the norm.
-
-        Args:
-            inp: ``[..., hidden_size]``.
-        """
-        return self._normalize(inp)
+    _center = True
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
@@ -180,32 +164,4 @@ class RMSNorm(_Norm, nn.RMSNorm):
     tensor([[ 1., -1.,  1., -1.]], grad_fn=<RoundBackward1>)
     """
 
-    def __init__(
-        self,
-        hidden_size: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
-        *,
-        normalized_shape: int | Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.eps = eps
-        self._set_up(
-            NormKind(center=False, eps=eps, zero_centered=zero_centered_gamma),
-            normalized_size(hidden_size, normalized_shape),
-            sequence_parallel=sequence_parallel,
-            dtype=_dtype(params_dtype, dtype),
-            device=device,
-        )
-
-    def forward(self, inp: Tensor) -> Tensor:
-        """Apply the norm.
-
-        Args:
-            inp: ``[..., hidden_size]``.
-        """
-        return self._normalize(inp)
+    _center = False
