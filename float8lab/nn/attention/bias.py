@@ -10,7 +10,7 @@ from torch import Tensor
 
 from float8lab.nn.attention.masks import distances
 
-__all__ = ["BIAS_TYPES", "Alibi", "alibi_slopes", "check_bias"]
+__all__ = ["BIAS_TYPES", "Alibi", "alibi_slopes", "check_bias", "slopes_of"]
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
@@ -30,6 +30,11 @@ def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
     slopes = [2.0 ** (-8.0 * (h + 1) / n) for h in range(n)]
     slopes += [2.0 ** (-4.0 * (2 * h + 1) / n) for h in range(heads - n)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def slopes_of(given: Tensor | None, heads: int, device: torch.device) -> Tensor:
+    """The given slopes, or the default ones."""
+    return alibi_slopes(heads, device) if given is None else given.to(device, torch.float32)
 
 
 class Alibi(NamedTuple):

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from float8lab.nn.attention.arguments import (
+    Request,
+    check_export,
+    lengths_of_packed,
+    mask_of,
+    tensors_of,
+)
 from float8lab.nn.attention.backends import BACKENDS, Explanation, Problem, attend, explain
-from float8lab.nn.attention.bias import Alibi, alibi_slopes, check_bias
+from float8lab.nn.attention.bias import Alibi, check_bias, slopes_of
 from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import Packed, check_format, from_heads_first, to_heads_first
 from float8lab.nn.attention.masks import (
-    AttentionMask,
     MaskArgument,
     canonical_mask_type,
     diagonal_of,
     make_mask,
-    padding_from_lengths,
-    split_padding_mask,
     window_of,
 )
 from float8lab.nn.parallel import (
@@ -32,21 +36,8 @@ from float8lab.nn.parallel import (
 )
 from float8lab.nn.precision import eager_while_calibrating
 from float8lab.recipes.region import STATE, in_backward
-from float8lab.tensor import Float8Tensor
 
 __all__ = ["DotProductAttention"]
-
-
-class _Request(NamedTuple):
-    """A call of ``DotProductAttention``, its arguments resolved and heads first."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    problem: Problem
-    packed: Packed | None
-    qkv_format: str
-    tokens: int
 
 
 class DotProductAttention(nn.Module, ContextParallelGroup):
@@ -220,7 +211,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
         """
         if STATE.onnx is not None:
-            _check_export(inference_params, qkv_format or self.qkv_format)
+            check_export(inference_params, qkv_format or self.qkv_format)
         request = self._resolve(
             query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
             cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
@@ -331,7 +322,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         inference_params: InferenceParams | None = None,
         cu_seqlens_q_padded: Tensor | None = None,
         cu_seqlens_kv_padded: Tensor | None = None,
-    ) -> _Request:
+    ) -> Request:
         """Check the arguments of a call and bring them to one form."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format(qkv_format)
@@ -342,12 +333,17 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         check_bias(
             core_attention_bias_type, core_attention_bias, alibi_slopes, self.num_attention_heads
         )
-        query, key, value = self._inputs(query, key, value, qkv_format)
+        sizes = [
+            (self.num_attention_heads, self.qk_channels),
+            (self.num_gqa_groups, self.qk_channels),
+            (self.num_gqa_groups, self.v_channels),
+        ]
+        query, key, value = tensors_of((query, key, value), sizes, qkv_format)
         packed = None
         tokens = query.shape[0]
         if qkv_format == "thd":
-            cu_seqlens_q, cu_seqlens_kv = self._check_packed(
-                mask_type, cu_seqlens_q, cu_seqlens_kv, inference_params
+            cu_seqlens_q, cu_seqlens_kv = lengths_of_packed(
+                mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
             packed = Packed.of(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
             packed_kv = Packed.of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
@@ -361,66 +357,18 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             q, k, v = (to_heads_first(x, qkv_format) for x in (query, key, value))
             if inference_params is not None:
                 k, v = inference_params.append(self._required_layer_number(), k, v)
-            mask, spans = self._mask(
-                q, k, mask_type, window, attention_mask, cu_seqlens_q, cu_seqlens_kv,
-                inference_params,
+            mask, spans = mask_of(
+                q, k, mask_type, window, self.attention_type, attention_mask, cu_seqlens_q,
+                cu_seqlens_kv, inference_params,
             )  # fmt: skip
         bias, alibi = core_attention_bias, None
         if core_attention_bias_type == "pre_scale_bias" and bias is not None:
             bias = bias * self.softmax_scale
         if core_attention_bias_type == "alibi":
-            alibi = Alibi(_slopes(alibi_slopes, self.num_attention_heads, q.device), spans)
+            alibi = Alibi(slopes_of(alibi_slopes, self.num_attention_heads, q.device), spans)
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(mask, self.softmax_scale, bias, alibi, dropout)
-        return _Request(q, k, v, problem, packed, qkv_format, tokens)
-
-    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) -> list[Tensor]:
-        """Ordinary tensors of one dtype, that of torch.autocast if it is active."""
-        ndim = 3 if qkv_format == "thd" else 4
-        wanted = (
-            ("query_layer", q, (self.num_attention_heads, self.qk_channels)),
-            ("key_layer", k, (self.num_gqa_groups, self.qk_channels)),
-            ("value_layer", v, (self.num_gqa_groups, self.v_channels)),
-        )
-        for name, x, (heads, channels) in wanted:
-            if x.ndim != ndim or x.shape[-2:] != (heads, channels):
-                raise ValueError(
-                    f"{name} must have {ndim} dimensions for {qkv_format}, the last two "
-                    f"[{heads}, {channels}]; got shape {tuple(x.shape)}. Reshape it, or build the "
-                    "module with those heads and channels."
-                )
-        dtype = q.dtype
-        device_type = q.device.type
-        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device_type)
-        plain = [x.dequantize() if isinstance(x, Float8Tensor) else x for x in (q, k, v)]
-        return [x.to(dtype) for x in plain]
-
-    def _check_packed(
-        self,
-        mask_type: str,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_kv: Tensor | None,
-        inference_params: InferenceParams | None,
-    ) -> tuple[Tensor, Tensor]:
-        if "padding" not in mask_type:
-            raise ValueError(
-                "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
-                f"qkv_format='thd'; got {mask_type!r}. Sequences of several lengths lie in it."
-            )
-        if inference_params is not None:
-            raise NotImplementedError(
-                "qkv_format must be 'sbhd' or 'bshd' with inference_params; got 'thd'. Pad the "
-                "sequences and tell InferenceParams.pre_step their lengths."
-            )
-        if cu_seqlens_kv is None and self.attention_type == "self":
-            cu_seqlens_kv = cu_seqlens_q
-        if cu_seqlens_q is None or cu_seqlens_kv is None:
-            raise ValueError(
-                "cu_seqlens_q and cu_seqlens_kv must be given for qkv_format='thd'; got None. Pass "
-                "the cumulative lengths of the sequences, [B + 1]."
-            )
-        return cu_seqlens_q, cu_seqlens_kv
+        return Request(q, k, v, problem, packed, qkv_format, tokens)
 
     def _required_layer_number(self) -> int:
         if self.layer_number is None:
@@ -429,88 +377,3 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 "number in the constructor."
             )
         return self.layer_number
-
-    def _mask(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask_type: str,
-        window: tuple[int, int],
-        attention_mask: MaskArgument,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_kv: Tensor | None,
-        inference_params: InferenceParams | None,
-    ) -> tuple[AttentionMask, int | Tensor]:
-        """The mask of an sbhd or bshd call, and the ``Sk - Sq`` of each sequence."""
-        Sq, Sk = q.shape[2], k.shape[2]
-        step = None if inference_params is None else inference_params.step
-        if step is not None:
-            if mask_type == "arbitrary" or attention_mask is not None or cu_seqlens_q is not None:
-                raise NotImplementedError(
-                    "attention_mask and cu_seqlens must be None, and attn_mask_type not "
-                    "'arbitrary', after InferenceParams.pre_step; its lengths are the mask. "
-                    f"Got attn_mask_type={mask_type!r}. Leave them out."
-                )
-            lengths = torch.tensor(step.lengths, device=q.device)
-            totals = torch.tensor(step.totals, device=q.device)
-            padding = (padding_from_lengths(lengths, Sq), padding_from_lengths(totals, Sk))
-            before = totals - lengths
-            return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=before), before
-        # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
-        diagonal = None if inference_params is None else Sk - Sq
-        if "padding" in mask_type:
-            if cu_seqlens_q is not None:
-                padding = self._padding_of_lengths(cu_seqlens_q, cu_seqlens_kv, Sq, Sk)
-            elif diagonal is not None and isinstance(attention_mask, Tensor):
-                whole = split_padding_mask(attention_mask, "self", Sk, Sk)[0]
-                padding = (whole[:, Sk - Sq :], whole)
-            else:
-                padding = split_padding_mask(attention_mask, self.attention_type, Sq, Sk)
-            spans = diagonal_of(padding, Sq, Sk) if diagonal is None else diagonal
-            return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
-        arbitrary = None
-        if mask_type == "arbitrary":
-            if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.bool:
-                raise ValueError(
-                    "attention_mask must be a bool tensor for attn_mask_type='arbitrary', True "
-                    f"where masked out; got {type(attention_mask).__name__}. Pass one that "
-                    "broadcasts to [B, H, Sq, Sk]."
-                )
-            arbitrary = attention_mask.view((1,) * (4 - attention_mask.ndim) + attention_mask.shape)
-        elif attention_mask is not None:
-            raise ValueError(
-                f"attention_mask must be None for attn_mask_type={mask_type!r}; got a mask. Use a "
-                "padding mask type or 'arbitrary'."
-            )
-        mask = make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
-        return mask, Sk - Sq
-
-    def _padding_of_lengths(
-        self, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
-    ) -> tuple[Tensor, Tensor]:
-        if cu_seqlens_kv is None:
-            if self.attention_type == "cross":
-                raise ValueError(
-                    "cu_seqlens_kv must be given with cu_seqlens_q in cross attention; got None. "
-                    "Pass the cumulative lengths of the other sequences."
-                )
-            cu_seqlens_kv = cu_seqlens_q
-        q, kv = (c[1:] - c[:-1] for c in (cu_seqlens_q, cu_seqlens_kv))
-        return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
-
-
-def _check_export(inference_params: InferenceParams | None, qkv_format: str) -> None:
-    """Raise for what cannot be written to ONNX: shapes that depend on values."""
-    if inference_params is not None:
-        raise NotImplementedError(
-            "inference_params must be None inside onnx_export; got a cache. Pass whole sequences."
-        )
-    if qkv_format == "thd":
-        raise NotImplementedError(
-            "qkv_format must be 'sbhd' or 'bshd' inside onnx_export; got 'thd'. Pass padded "
-            "sequences and a padding mask."
-        )
-
-
-def _slopes(given: Tensor | None, heads: int, device: torch.device) -> Tensor:
-    return alibi_slopes(heads, device) if given is None else given.to(device, torch.float32)
