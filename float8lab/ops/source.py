@@ -177,7 +177,7 @@ amax_of_op = register(
 cast_of_op = register(
     "cast_of(str kind, Tensor[] inputs, ScalarType dtype, bool transposed, Tensor scale,"
     " Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align) -> Tensor",
-    cuda="source:cast_of",
+    cuda="source_cast:cast_of",
     reference=reference.cast_of,
     fake=_fake_cast_of,
 )
@@ -192,7 +192,7 @@ cast_pair_of_op = register(
     "cast_pair_of(str kind, Tensor[] inputs, ScalarType dtype, Tensor scale,"
     " Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align, bool column_sum)"
     " -> (Tensor, Tensor, Tensor)",
-    cuda="source:cast_pair_of",
+    cuda="source_cast:cast_pair_of",
     reference=reference.cast_pair_of,
     fake=_fake_cast_pair_of,
 )
@@ -200,7 +200,7 @@ quantize_of_op = register(
     "quantize_of(str kind, Tensor[] inputs, ScalarType dtype, bool transposed,"
     " Tensor? known_amax, ScalarType fp8_dtype, int[] block, str rule, float eps, int align)"
     " -> (Tensor, Tensor)",
-    cuda="source:quantize_of",
+    cuda="source_quantize:quantize_of",
     reference=reference.quantize_of,
     fake=_fake_quantize_of,
 )
@@ -208,7 +208,7 @@ quantize_pair_of_op = register(
     "quantize_pair_of(str kind, Tensor[] inputs, ScalarType dtype, ScalarType fp8_dtype,"
     " int[] block, str rule, float eps, int align, bool column_sum)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cuda="source:quantize_pair_of",
+    cuda="source_quantize:quantize_pair_of",
     reference=reference.quantize_pair_of,
     fake=_fake_quantize_pair_of,
 )

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import reference
-from float8lab.ops.kernels import norm, pair, scaling, source
+from float8lab.ops.kernels import norm, pair, scaling, source, source_cast, source_quantize
 from float8lab.ops.kernels import quantize as kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -266,11 +266,11 @@ def check_sources() -> None:
         for transposed in (False, True):
             got, want = torch.full((1,), -1.0), torch.full((1,), -1.0)
             same(
-                source.cast_of(kind, inputs, FP32, transposed, scale, got, E4M3, 16),
+                source_cast.cast_of(kind, inputs, FP32, transposed, scale, got, E4M3, 16),
                 reference.cast_of(kind, inputs, FP32, transposed, scale, want, E4M3, 16),
             )
             same(got, want)
-        *got, sums = source.cast_pair_of(kind, inputs, FP32, scale, None, E5M2, 16, True)
+        *got, sums = source_cast.cast_pair_of(kind, inputs, FP32, scale, None, E5M2, 16, True)
         *want, sums_wanted = reference.cast_pair_of(kind, inputs, FP32, scale, None, E5M2, 16, True)
         all_same(got, want)
         sums_close(sums, sums_wanted)
@@ -280,15 +280,15 @@ def check_sources() -> None:
         for block, rule in blocks:
             for transposed in (False, True):
                 arguments = (kind, inputs, FP32, transposed, None, E4M3, block, rule, 0.0, 16)
-                all_same(source.quantize_of(*arguments), reference.quantize_of(*arguments))
+                all_same(source_quantize.quantize_of(*arguments), reference.quantize_of(*arguments))
             arguments = (kind, inputs, FP32, E4M3, block, rule, 1e-3, 1, True)
-            *got, sums = source.quantize_pair_of(*arguments)
+            *got, sums = source_quantize.quantize_pair_of(*arguments)
             *want, sums_wanted = reference.quantize_pair_of(*arguments)
             all_same(got, want)
             sums_close(sums, sums_wanted)
         known = reference.amax_of(kind, inputs, FP32) * 1.5
         arguments = (kind, inputs, FP32, True, known, E4M3, (-1, -1), "fp32", 0.0, 16)
-        all_same(source.quantize_of(*arguments), reference.quantize_of(*arguments))
+        all_same(source_quantize.quantize_of(*arguments), reference.quantize_of(*arguments))
 
 
 def check_activations() -> None:

@@ -27,7 +27,15 @@ from triton.runtime.jit import JITFunction
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import kernels
-from float8lab.ops.kernels import norm, pair, quantize, scaling, source
+from float8lab.ops.kernels import (
+    norm,
+    pair,
+    quantize,
+    scaling,
+    source,
+    source_cast,
+    source_quantize,
+)
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -85,24 +93,24 @@ WIDE = ("geglu_backward", [x.float(), x[:, :256].float()])
 
 def cast_of(name: str, transposed: bool = False, slot: torch.Tensor | None = None) -> Any:
     arguments = (*SOURCES[name], torch.bfloat16)
-    return lambda: source.cast_of(*arguments, transposed, one, slot, E4M3, 16)
+    return lambda: source_cast.cast_of(*arguments, transposed, one, slot, E4M3, 16)
 
 
 def pair_of(name: str, slot: torch.Tensor | None = None) -> Any:
     arguments = (*SOURCES[name], torch.bfloat16)
-    return lambda: source.cast_pair_of(*arguments, one, slot, E5M2, 16, True)
+    return lambda: source_cast.cast_pair_of(*arguments, one, slot, E5M2, 16, True)
 
 
 def quantized_of(
     name: str, block: tuple[int, int], transposed: bool = False, rule: str = "fp32"
 ) -> Any:
     arguments = (*SOURCES[name], torch.bfloat16, transposed, None)
-    return lambda: source.quantize_of(*arguments, E4M3, block, rule, 0.0, 16)
+    return lambda: source_quantize.quantize_of(*arguments, E4M3, block, rule, 0.0, 16)
 
 
 def both_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
     arguments = (*SOURCES[name], torch.bfloat16)
-    return lambda: source.quantize_pair_of(*arguments, E4M3, block, rule, 0.0, 16, True)
+    return lambda: source_quantize.quantize_pair_of(*arguments, E4M3, block, rule, 0.0, 16, True)
 
 
 def normed(center: bool, columns: int) -> Any:
@@ -172,7 +180,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "cast-of-swiglu": cast_of("swiglu", slot=one),
     "cast-both-of-gelu-backward": pair_of("gelu_backward", slot=one),
     "cast-both-of-geglu-backward": pair_of("geglu_backward", slot=one),
-    "cast-both-of-float32": lambda: source.cast_pair_of(
+    "cast-both-of-float32": lambda: source_cast.cast_pair_of(
         *WIDE, torch.float32, one, one, E5M2, 16, True
     ),
     "tensor-of-rms-norm": quantized_of("rms_norm", (-1, -1)),
@@ -292,14 +300,14 @@ def test_one_scale_for_both_orientations_of_a_float32_source_takes_two_kernels(k
     wide = (kind, [one.float() for one in narrow[1]], torch.float32)
     for arguments, in_one in ((wide, False), ((*narrow, torch.bfloat16), True)):
         for first, *others in (
-            launches(lambda a=arguments: source.cast_pair_of(*a, one, None, E4M3, 16, True)),
+            launches(lambda a=arguments: source_cast.cast_pair_of(*a, one, None, E4M3, 16, True)),
             launches(
-                lambda a=arguments: source.quantize_pair_of(
+                lambda a=arguments: source_quantize.quantize_pair_of(
                     *a, E4M3, (-1, -1), "fp32", 0.0, 16, True
                 )
             )[1:],  # after the amax
         ):
-            assert first[0] is source._cast_kernel
+            assert first[0] is source_cast._cast_kernel
             assert [other[0] for other in others] == [pair._transpose_kernel] * (not in_one)
             ir = compile_launch(first, 90).asm["ttgir"]
             assert ("tt.trans" in ir) == in_one

@@ -47,7 +47,7 @@ SOME = [
     ("layer_norm", FP32),
     ("gelu_backward", FP32),
 ]
-"""Every branch of ``_load_source``, and both widths of its inputs."""
+"""Every branch of ``load_source``, and both widths of its inputs."""
 
 each_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
