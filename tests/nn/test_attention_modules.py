@@ -340,7 +340,7 @@ def test_activation_checkpointing_changes_nothing(variant, name, checkpointed, d
     [
         ("attention-layer-norm", "delayed-dpa"),
         ("cross-attention", "current"),
-        ("decoder-LayerNorm-gelu", "delayed"),
+        pytest.param("decoder-LayerNorm-gelu", "delayed", marks=pytest.mark.slow),
         ("decoder-LayerNorm-gelu", "block"),
     ],
 )
