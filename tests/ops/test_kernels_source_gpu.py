@@ -3,8 +3,9 @@
 Three comparisons. A cast of a source has, bit for bit, the bytes of the cast of its values, both
 computed on the GPU. The values of norms (given their statistics) and of activations without an
 exponential are the reference's, bit for bit. Those with an exponential are the reference's within
-the error of ``ex2.approx`` on a rounded argument: 2**-22 and, where the argument is x * log2(e) of
-up to 2**7, 2**-17; then one rounding to the dtype may fall the other way.
+the error of ``ex2.approx`` on a rounded argument, 2**-22 and, where the argument is x * log2(e) of
+up to 2**7, 2**-17, and of ``rcp.approx``, 2**-23; then one rounding to the dtype may fall the other
+way.
 """
 
 from __future__ import annotations

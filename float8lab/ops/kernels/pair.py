@@ -1,9 +1,8 @@
 """Quantize, cast and transpose matrices on the GPU: both orientations from one read.
 
 M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment. A program
-reads its tile as four tiles, of every fourth row each. The four values in one place become four
-bytes of one column of the input, a word of the transpose: it is words that are transposed, not
-bytes. So ROWS must be divisible by 4; where it is not, each orientation has its own kernel.
+reads its tile as ``_rows.py`` says. So ROWS must be divisible by 4; where it is not, each
+orientation has its own kernel.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
-    block_amax,
     encode_from_scale,
     grid_of,
     load_tile,
     on_device_of_first,
-    pack,
     record_amax,
-    saturate,
     scale_from_amax,
-    scale_tile,
     store_column_sum,
-    store_tile,
     store_transposed,
-    store_words,
-    widen,
+)
+from float8lab.ops.kernels._rows import (
+    largest_bits,
+    store_by_block,
+    store_by_row,
+    store_by_scale,
+    sum_of_rows,
 )
 from float8lab.ops.kernels.quantize import (
     PARTIALS,
@@ -48,7 +47,7 @@ from float8lab.ops.kernels.quantize import (
 from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import round_up
 
-__all__ = ["cast_pair", "quantize_pair", "transpose"]
+__all__ = ["cast_pair", "has_block_pair", "quantize_pair", "scales_of_rows", "transpose"]
 
 _TILE = Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
@@ -81,24 +80,6 @@ def _load_rows(x_ptr, tile_m, columns, M, K, stride_m, stride_k, TILE_M: tl.cons
     x2 = load_tile(x_ptr, rows + 2, columns, M, K, stride_m, stride_k)
     x3 = load_tile(x_ptr, rows + 3, columns, M, K, stride_m, stride_k)
     return words, x0, x1, x2, x3
-
-
-@triton.jit
-def _largest_bits(x0, x1, x2, x3):
-    upper = tl.maximum(abs_bits(widen(x0)), abs_bits(widen(x1)))
-    return tl.maximum(upper, tl.maximum(abs_bits(widen(x2)), abs_bits(widen(x3))))
-
-
-@triton.jit
-def _pack_scaled(x0, x1, x2, x3, encode, dtype: tl.constexpr):
-    return pack(
-        widen(x0) * encode, widen(x1) * encode, widen(x2) * encode, widen(x3) * encode, dtype
-    )
-
-
-@triton.jit
-def _sum_of_rows(x0, x1, x2, x3):
-    return (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
 
 
 # One scale per tensor, or one per row and one per column.
@@ -139,22 +120,15 @@ def _cast_pair_kernel(
     tile_m = (tile // tiles_k).to(tl.int64)
     columns = (tile % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
     words, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
-    rows = 4 * words
     if HAS_SLOT:
-        record_amax(slot_ptr, _largest_bits(x0, x1, x2, x3))
+        record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
     if COLUMN_SUM:
-        store_column_sum(sum_ptr, _sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
-
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
+        store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
     if PER_ROW:
-        scale_t = tl.load(scale_t_ptr + columns, mask=columns < COLUMNS, other=1.0)
-        encode_t = encode_from_scale(scale_t)[None, :]
-        packed = _pack_scaled(x0, x1, x2, x3, encode_t, dtype)
-        for row in tl.static_range(4):
-            x = widen((x0, x1, x2, x3)[row])
-            scale = tl.load(scale_ptr + rows + row, mask=rows + row < ROWS, other=1.0)
-            q = saturate(x * encode_from_scale(scale)[:, None], dtype)
-            store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
+        store_by_row(
+            x0, x1, x2, x3, words, columns, scale_ptr, scale_t_ptr, q_ptr, q_t_ptr, ROWS, COLUMNS,
+            True,
+        )  # fmt: skip
     else:
         if RULE == "":
             encode = encode_from_scale(tl.load(scale_ptr))
@@ -163,11 +137,9 @@ def _cast_pair_kernel(
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
                 tl.store(scale_t_ptr, scale)
-        packed = _pack_scaled(x0, x1, x2, x3, encode, dtype)
-        for row in tl.static_range(4):
-            q = saturate(widen((x0, x1, x2, x3)[row]) * encode, dtype)
-            store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
-    store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
+        store_by_scale(
+            x0, x1, x2, x3, encode, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS, True
+        )  # fmt: skip
 
 
 def _cast_pair(
@@ -256,6 +228,20 @@ def _scales_kernel(
     tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
 
 
+def scales_of_rows(
+    amaxes: Tensor, rows: int, fp8_dtype: torch.dtype, rule: str, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Scales of rows and of columns, from the bit patterns of their amaxes in this order."""
+    columns = amaxes.numel() - rows
+    scale = amaxes.new_empty((rows, 1), dtype=torch.float32)
+    scale_t = amaxes.new_empty((columns, 1), dtype=torch.float32)
+    _scales_kernel[(triton.cdiv(rows + columns, _SCALES),)](
+        amaxes, scale, scale_t, rows, columns, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+    )  # fmt: skip
+    return scale, scale_t
+
+
 def _quantize_rows_pair(
     x: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, column_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -272,12 +258,7 @@ def _quantize_rows_pair(
         TILE_K=tile.columns,
         num_warps=tile.warps,
     )
-    scale = x.new_empty((rows, 1), dtype=torch.float32)
-    scale_t = x.new_empty((columns, 1), dtype=torch.float32)
-    _scales_kernel[(triton.cdiv(rows + columns, _SCALES),)](
-        amaxes, scale, scale_t, rows, columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
-    )  # fmt: skip
+    scale, scale_t = scales_of_rows(amaxes, rows, fp8_dtype, rule, eps)
     how = (fp8_dtype, align, column_sum)
     q, q_t, total = _cast_pair(x, (scale, scale_t), *how, per_row=True)
     return q, scale, q_t, scale_t, total
@@ -321,63 +302,18 @@ def _quantize_blocks_pair_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Every thread of a tile holds values of many blocks, so it would divide for each of them.
-
-    The amaxes go where the scales will be, and from there back, one to a thread.
-    """
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
     tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     words, x0, x1, x2, x3 = _load_rows(x_ptr, tile_m, columns, M, K, stride_xm, stride_xk, TILE_M)
-    rows = 4 * words
-
-    WORDS: tl.constexpr = TILE_M // 4
-    ACROSS: tl.constexpr = TILE_K // BLOCK  # blocks side by side in a tile
-    DOWN: tl.constexpr = TILE_M // BLOCK
-    k = tile_k * ACROSS + tl.arange(0, ACROSS)
-    for row in tl.static_range(4):
-        amaxes = block_amax(abs_bits(widen((x0, x1, x2, x3)[row])), 1, BLOCK)
-        mask = (rows + row < ROWS)[:, None] & (k * BLOCK < COLUMNS)[None, :]
-        offsets = (rows + row)[:, None] * stride_sm + k[None, :] * stride_sk
-        tl.store(scale_ptr + offsets, amaxes, mask=mask)
-    m = tile_m * DOWN + tl.arange(0, DOWN)
-    amaxes = block_amax(_largest_bits(x0, x1, x2, x3), BLOCK // 4, 1)
-    mask = (m * BLOCK < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    offsets = m[:, None] * stride_tm + columns[None, :] * stride_tk
-    tl.store(scale_t_ptr + offsets, amaxes, mask=mask)
     if COLUMN_SUM:
-        store_column_sum(sum_ptr, _sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
-    tl.debug_barrier()
-
-    eps = tl.cast(eps, tl.float32)
-    index = tl.arange(0, TILE_M * ACROSS)
-    m, k = tile_m * TILE_M + index // ACROSS, tile_k * ACROSS + index % ACROSS
-    pointers = scale_ptr + m * stride_sm + k * stride_sk
-    mask = (m < ROWS) & (k * BLOCK < COLUMNS)
-    scale, encode = scale_from_amax(tl.load(pointers, mask=mask, other=0.0), eps, LIMIT, RULE)
-    index = tl.arange(0, TILE_K * DOWN)
-    m, k = tile_m * DOWN + index // TILE_K, tile_k * TILE_K + index % TILE_K
-    pointers_t = scale_t_ptr + k * stride_tk + m * stride_tm
-    mask_t = (m * BLOCK < ROWS) & (k < COLUMNS)
-    amaxes = tl.load(pointers_t, mask=mask_t, other=0.0)
-    scale_t, encode_t = scale_from_amax(amaxes, eps, LIMIT, RULE)
-    tl.debug_barrier()
-    tl.store(pointers, scale, mask=mask)
-    tl.store(pointers_t, scale_t, mask=mask_t)
-
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
-    even, odd = tl.split(tl.permute(tl.reshape(encode, [WORDS, 2, 2, ACROSS]), [0, 3, 1, 2]))
-    encode0, encode2 = tl.split(even)
-    encode1, encode3 = tl.split(odd)
-    for row in tl.static_range(4):
-        factor = (encode0, encode1, encode2, encode3)[row]
-        q = saturate(scale_tile(widen((x0, x1, x2, x3)[row]), factor, 1, BLOCK), dtype)
-        store_tile(q_ptr, q, rows + row, columns, ROWS, COLUMNS)
-    factor = tl.reshape(encode_t, [DOWN, 1, TILE_K])
-    factor = tl.reshape(tl.broadcast_to(factor, [DOWN, BLOCK // 4, TILE_K]), [WORDS, TILE_K])
-    packed = _pack_scaled(x0, x1, x2, x3, factor, dtype)
-    store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
+        store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+    store_by_block(
+        x0, x1, x2, x3, words, columns, tile_m, tile_k, q_ptr, q_t_ptr, scale_ptr, scale_t_ptr,
+        ROWS, COLUMNS, stride_sm, stride_sk, stride_tk, stride_tm, eps,
+        LIMIT, RULE, BLOCK, True, TILE_M, TILE_K,
+    )  # fmt: skip
 
 
 def _quantize_blocks_pair(
@@ -390,7 +326,7 @@ def _quantize_blocks_pair(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tile = Tile(rows=128, columns=max(_TILE.columns, block[1]), warps=4)
-    if x.element_size() == 4 or (column_sum and rule != "fp32"):
+    if x.element_size() == 4 or column_sum:
         tile = replace(tile, warps=8)  # or it spills registers
     q = empty_output(x, fp8_dtype, align)
     q_t = q.new_empty((q.shape[1], q.shape[0]))
@@ -426,12 +362,15 @@ def _quantize_blocks_pair(
 # 3.6).
 
 
+def has_block_pair(block: Sequence[int]) -> bool:
+    """Whether ``store_by_block`` takes such blocks."""
+    return block[0] == 1 and block[1] in (4, 8, 16, 32, 64, 128)
+
+
 def _one_pass(x: Tensor, block: Sequence[int], align: int) -> bool:
     if round_up(x.shape[0], align) % 4:
         return False
-    return tuple(block) in ((-1, -1), (1, -1)) or (
-        block[0] == 1 and block[1] in (4, 8, 16, 32, 64, 128)
-    )
+    return tuple(block) in ((-1, -1), (1, -1)) or has_block_pair(block)
 
 
 @on_device_of_first

@@ -33,6 +33,7 @@ __all__ = [
     "arguments_of",
     "has_kernel",
     "load_source",
+    "load_source_rows",
     "on_device_of_source",
     "reads_three_tiles",
     "tile_for",
@@ -43,6 +44,8 @@ __all__ = [
 # Registers decide: a gradient of a gated activation reads three tiles.
 _ONE = Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = Tile(rows=32, columns=128, warps=8)
+_BOTH = Tile(rows=128, columns=64, warps=8)
+_BOTH_OF_THREE = Tile(rows=128, columns=32, warps=8)
 
 _AMAX_PROGRAMS = 512
 
@@ -82,7 +85,7 @@ def load_source(
     stride_ak,
     stride_bm,
     stride_bk,
-    tile_m,
+    rows,
     tile_k,
     M,
     K,
@@ -91,11 +94,9 @@ def load_source(
     BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
     DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """A tile of the source in DTYPE, 0 outside [M, K]; its rows and columns."""
-    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    """Rows of a tile of the source in DTYPE, 0 outside [M, K]; and the tile's columns."""
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     if FUNCTION == "layer_norm" or FUNCTION == "rms_norm":
@@ -137,7 +138,35 @@ def load_source(
         of_a = y * b * derivative_of_activation(a, FUNCTION)
         y = tl.where(second[None, :], y * apply_activation(a, FUNCTION), of_a)
     y = tl.where(mask, y, 0.0)  # of what masked loads gave
-    return y.to(DTYPE), rows, columns
+    return y.to(DTYPE), columns
+
+
+@triton.jit
+def load_source_rows(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    tile_m, tile_k, M, K,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of the source as four, see ``_rows.py``; its words and columns."""
+    words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    y0, columns = load_source(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y1, _ = load_source(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words + 1, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y2, _ = load_source(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words + 2, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y3, _ = load_source(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words + 3, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    return words, columns, y0, y1, y2, y3
 
 
 def arguments_of(
@@ -173,8 +202,10 @@ def reads_three_tiles(kind: str) -> bool:
     return kind.endswith("_backward") and ACTIVATIONS[kind.removesuffix("_backward")][1]
 
 
-def tile_for(kind: str) -> Tile:
-    """For one orientation."""
+def tile_for(kind: str, *, both: bool = False) -> Tile:
+    """For one orientation, or for both."""
+    if both:
+        return _BOTH_OF_THREE if reads_three_tiles(kind) else _BOTH
     return _ONE_OF_THREE if reads_three_tiles(kind) else _ONE
 
 
@@ -207,9 +238,10 @@ def _value_kernel(
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
-    y, rows, columns = load_source(
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    y, columns = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+        rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
     store_tile(y_ptr, y, rows, columns, M, K)
 
@@ -238,10 +270,11 @@ def _amax_kernel(
     tiles = tl.cdiv(M, TILE_M) * tiles_k
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        y, _, _ = load_source(
+        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+        y, _ = load_source(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64), M, K,
-            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+            rows, (tile % tiles_k).to(tl.int64), M, K,
+            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
     record_amax(amax_ptr, bits)

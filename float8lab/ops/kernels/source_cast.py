@@ -1,8 +1,7 @@
 """Cast on the GPU what is computed tile by tile and never written, by one scale for all of it.
 
 M rows, K columns of the source; ROWS, COLUMNS the same after padding to the alignment. One kernel
-writes one orientation or both. Tiles are transposed before they are cast, in 2 or 4 bytes an
-element; where the compiler would undo that, a second kernel transposes the bytes (``in_one_pass``).
+writes one orientation or both, the transpose as ``_rows.py`` says.
 """
 
 from __future__ import annotations
@@ -27,31 +26,25 @@ from float8lab.ops.kernels._common import (
     store_column_sum,
     store_tile,
 )
+from float8lab.ops.kernels._rows import largest_bits, store_by_row, store_by_scale, sum_of_rows
 from float8lab.ops.kernels.pair import transpose
 from float8lab.ops.kernels.source import (
     arguments_of,
     has_kernel,
     load_source,
+    load_source_rows,
     on_device_of_source,
     tile_for,
     tile_of_program,
 )
 from float8lab.ops.reference import round_up, source_shape
 
-__all__ = ["BOTH", "Outputs", "cast_of", "cast_pair_of", "cast_source", "in_one_pass"]
-
-BOTH = Tile(rows=64, columns=64, warps=8)
-"""For both orientations."""
+__all__ = ["Outputs", "cast_of", "cast_pair_of", "cast_source", "has_words"]
 
 
-def in_one_pass(dtype: torch.dtype, block: tuple[int, ...]) -> bool:
-    """Whether one kernel may write both orientations.
-
-    Under one scale the cast of the transpose has the values of the cast itself. The compiler then
-    casts once and transposes bytes, unless the cast begins with a 2-byte value, and Triton 3.6
-    permutes those bytes (as it does in ``quantize.py``). Square blocks are as there.
-    """
-    return block[0] != block[1] or (block == (-1, -1) and dtype.itemsize == 2)
+def has_words(x: Tensor, align: int) -> bool:
+    """Whether the columns of a source with the rows of ``x`` are whole words of FP8."""
+    return round_up(x.shape[0], align) % 4 == 0
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
@@ -61,38 +54,58 @@ def _cast_kernel(
     slot_ptr,  # [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
     q_t_ptr,  # [COLUMNS, ROWS] fp8
-    scale_ptr,  # [1] fp32
-    scale_t_ptr,  # [1] fp32
+    scale_ptr,  # [1] fp32 to be made, or [ROWS] if PER_ROW
+    scale_t_ptr,  # [1] fp32 to be made, or [COLUMNS] if PER_ROW
     sum_ptr,  # [row tiles, K] fp32
     M, K, ROWS, COLUMNS, eps,
-    FROM_AMAX: tl.constexpr, LIMIT: tl.constexpr, RULE: tl.constexpr, HAS_SLOT: tl.constexpr,
-    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr, COLUMN_SUM: tl.constexpr,
+    FROM_AMAX: tl.constexpr, LIMIT: tl.constexpr, RULE: tl.constexpr, PER_ROW: tl.constexpr,
+    HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, TRANSPOSE: tl.constexpr, COLUMN_SUM: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
-    y, rows, columns = load_source(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
-    )  # fmt: skip
-    given = tl.load(given_ptr)
     if FROM_AMAX:
-        scale, encode = scale_from_amax(given, tl.cast(eps, tl.float32), LIMIT, RULE)
+        scale, encode = scale_from_amax(tl.load(given_ptr), tl.cast(eps, tl.float32), LIMIT, RULE)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
-    else:
-        encode = encode_from_scale(given)
-    if HAS_SLOT:
-        record_amax(slot_ptr, abs_bits(y.to(tl.float32)))
-    if COLUMN_SUM:
-        store_column_sum(sum_ptr, y.to(tl.float32), tile_m, columns, K)
-    if WRITE:
-        q = saturate(y.to(tl.float32) * encode, q_ptr.dtype.element_ty)
-        store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    elif not PER_ROW:
+        encode = encode_from_scale(tl.load(given_ptr))
     if TRANSPOSE:
-        q = saturate(tl.trans(y).to(tl.float32) * encode, q_t_ptr.dtype.element_ty)
-        store_tile(q_t_ptr, q, columns, rows, COLUMNS, ROWS)
+        words, columns, y0, y1, y2, y3 = load_source_rows(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+        )  # fmt: skip
+        if HAS_SLOT:
+            record_amax(slot_ptr, largest_bits(y0, y1, y2, y3))
+        if COLUMN_SUM:
+            store_column_sum(sum_ptr, sum_of_rows(y0, y1, y2, y3), tile_m, columns, K)
+        if PER_ROW:
+            store_by_row(
+                y0, y1, y2, y3, words, columns, scale_ptr, scale_t_ptr, q_ptr, q_t_ptr,
+                ROWS, COLUMNS, WRITE,
+            )  # fmt: skip
+        else:
+            store_by_scale(
+                y0, y1, y2, y3, encode, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS, WRITE
+            )  # fmt: skip
+    else:
+        rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+        y, columns = load_source(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        )  # fmt: skip
+        y = y.to(tl.float32)
+        if HAS_SLOT:
+            record_amax(slot_ptr, abs_bits(y))
+        if COLUMN_SUM:
+            store_column_sum(sum_ptr, y, tile_m, columns, K)
+        if PER_ROW:
+            scale = tl.load(scale_ptr + rows, mask=rows < ROWS, other=1.0)
+            encode = encode_from_scale(scale)[:, None]
+        store_tile(
+            q_ptr, saturate(y * encode, q_ptr.dtype.element_ty), rows, columns, ROWS, COLUMNS
+        )
 
 
 class Outputs:
@@ -142,8 +155,9 @@ def cast_source(
     scales: tuple[Tensor, Tensor] | None = None,
     rule: str = "fp32",
     eps: float = 0.0,
+    per_row: bool = False,
 ) -> None:
-    """Cast by a given scale or, to return ``scales``, by a given amax."""
+    """Cast by a given scale, by ``scales`` (``per_row``) or, to make these, by a given amax."""
     tensors, constants = arguments_of(kind, inputs, dtype, tile)
     _cast_kernel[out.grid](
         *tensors,
@@ -155,9 +169,10 @@ def cast_source(
         out.sums,
         *out.sizes,
         eps,
-        FROM_AMAX=scales is not None,
+        FROM_AMAX=scales is not None and not per_row,
         LIMIT=largest(out.q.dtype),
         RULE=rule,
+        PER_ROW=per_row,
         HAS_SLOT=slot is not None,
         **out.flags,
         **constants,
@@ -179,13 +194,16 @@ def cast_of(
         return reference.cast_of(
             kind, inputs, dtype, transposed, scale, amax_slot, fp8_dtype, align
         )
-    tile = BOTH if transposed else tile_for(kind)
+    by_words = transposed and has_words(inputs[0], align)
+    tile = tile_for(kind, both=by_words)
     out = Outputs(
         kind, inputs, fp8_dtype, align,
-        write=not transposed, transpose=transposed, column_sum=False, tile=tile,
+        write=not by_words, transpose=by_words, column_sum=False, tile=tile,
     )  # fmt: skip
     cast_source(kind, inputs, dtype, scale, amax_slot, out, tile)
-    return out.q_t if transposed else out.q
+    if by_words:
+        return out.q_t
+    return transpose(out.q, 1) if transposed else out.q
 
 
 @on_device_of_source
@@ -203,8 +221,8 @@ def cast_pair_of(
         return reference.cast_pair_of(
             kind, inputs, dtype, scale, amax_slot, fp8_dtype, align, column_sum
         )
-    one_pass = in_one_pass(dtype, (-1, -1))
-    tile = BOTH if one_pass else tile_for(kind)
+    one_pass = has_words(inputs[0], align)
+    tile = tile_for(kind, both=one_pass)
     out = Outputs(
         kind, inputs, fp8_dtype, align,
         write=True, transpose=one_pass, column_sum=column_sum, tile=tile,

@@ -26,24 +26,32 @@ from float8lab.ops.kernels._common import (
     store_column_sum,
     store_tile,
 )
-from float8lab.ops.kernels.pair import transpose
+from float8lab.ops.kernels._rows import store_by_block, sum_of_rows
+from float8lab.ops.kernels.pair import (
+    has_block_pair,
+    quantize_pair,
+    scales_of_rows,
+    transpose,
+)
+from float8lab.ops.kernels.quantize import quantize
 from float8lab.ops.kernels.source import (
     amax_of,
     arguments_of,
     has_kernel,
     load_source,
+    load_source_rows,
     on_device_of_source,
-    reads_three_tiles,
     tile_for,
     tile_of_program,
+    value_of,
 )
-from float8lab.ops.kernels.source_cast import BOTH, Outputs, cast_source, in_one_pass
+from float8lab.ops.kernels.source_cast import Outputs, cast_source, has_words
 from float8lab.ops.quantize import empty_scale
 
 __all__ = ["quantize_of", "quantize_pair_of"]
 
 _LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
-_TALL_OF_THREE = Tile(rows=128, columns=32, warps=8)
+_LARGE_BLOCKS_BOTH = Tile(rows=128, columns=128, warps=8)
 
 
 # Per row of the source, and per row of its transpose.
@@ -59,54 +67,16 @@ def _amax_rows_columns_kernel(
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
-    y, rows, columns = load_source(
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    y, columns = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+        rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
     bits = abs_bits(y.to(tl.float32))
     if WRITE:
         tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
     if TRANSPOSE:
         tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
-
-
-@triton.jit
-def _quantize_rows_columns_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns
-    q_ptr,  # [ROWS, COLUMNS] fp8
-    q_t_ptr,  # [COLUMNS, ROWS] fp8
-    scale_ptr,  # [ROWS] fp32
-    scale_t_ptr,  # [COLUMNS] fp32
-    sum_ptr,  # [row tiles, K] fp32
-    M, K, ROWS, COLUMNS, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr,
-    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr, COLUMN_SUM: tl.constexpr,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
-    y, rows, columns = load_source(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
-    )  # fmt: skip
-    eps = tl.cast(eps, tl.float32)
-    if COLUMN_SUM:
-        store_column_sum(sum_ptr, y.to(tl.float32), tile_m, columns, K)
-    if WRITE:
-        bits = tl.load(amax_ptr + rows, mask=rows < ROWS, other=0)
-        scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
-        if tile_k == 0:
-            tl.store(scale_ptr + rows, scale, mask=rows < ROWS)
-        q = saturate(y.to(tl.float32) * encode[:, None], q_ptr.dtype.element_ty)
-        store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
-    if TRANSPOSE:
-        bits = tl.load(amax_ptr + ROWS + columns, mask=columns < COLUMNS, other=0)
-        scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
-        if tile_m == 0:
-            tl.store(scale_t_ptr + columns, scale, mask=columns < COLUMNS)
-        q = saturate(tl.trans(y).to(tl.float32) * encode[:, None], q_t_ptr.dtype.element_ty)
-        store_tile(q_t_ptr, q, columns, rows, COLUMNS, ROWS)
 
 
 # Blocks that divide a tile.
@@ -127,34 +97,37 @@ def _quantize_blocks_kernel(
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
-    y, rows, columns = load_source(
-        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
-    )  # fmt: skip
-    eps = tl.cast(eps, tl.float32)
-    if COLUMN_SUM:
-        store_column_sum(sum_ptr, y.to(tl.float32), tile_m, columns, K)
-    if WRITE:
-        x = y.to(tl.float32)
-        scale, encode = scale_from_amax(block_amax(abs_bits(x), BM, BK), eps, LIMIT, RULE)
-        q = saturate(scale_tile(x, encode, BM, BK), q_ptr.dtype.element_ty)
+    if TRANSPOSE:
+        tl.static_assert(BM == 1)
+        words, columns, y0, y1, y2, y3 = load_source_rows(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+        )  # fmt: skip
+        if COLUMN_SUM:
+            store_column_sum(sum_ptr, sum_of_rows(y0, y1, y2, y3), tile_m, columns, K)
+        store_by_block(
+            y0, y1, y2, y3, words, columns, tile_m, tile_k, q_ptr, q_t_ptr, scale_ptr, scale_t_ptr,
+            ROWS, COLUMNS, stride_sm, stride_sk, stride_tk, stride_tm, eps,
+            LIMIT, RULE, BK, WRITE, TILE_M, TILE_K,
+        )  # fmt: skip
+    else:
+        rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+        y, columns = load_source(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        )  # fmt: skip
+        y = y.to(tl.float32)
+        if COLUMN_SUM:
+            store_column_sum(sum_ptr, y, tile_m, columns, K)
+        amaxes = block_amax(abs_bits(y), BM, BK)
+        scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
+        q = saturate(scale_tile(y, encode, BM, BK), q_ptr.dtype.element_ty)
         store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
         m = tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
         k = tile_k * (TILE_K // BK) + tl.arange(0, TILE_K // BK)
         offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
         mask = (m * BM < ROWS)[:, None] & (k * BK < COLUMNS)[None, :]
         tl.store(scale_ptr + offsets, scale, mask=mask)
-    if TRANSPOSE:
-        # The same with rows and columns exchanged.
-        x = tl.trans(y).to(tl.float32)
-        scale, encode = scale_from_amax(block_amax(abs_bits(x), BM, BK), eps, LIMIT, RULE)
-        q = saturate(scale_tile(x, encode, BM, BK), q_t_ptr.dtype.element_ty)
-        store_tile(q_t_ptr, q, columns, rows, COLUMNS, ROWS)
-        k = tile_k * (TILE_K // BM) + tl.arange(0, TILE_K // BM)
-        m = tile_m * (TILE_M // BK) + tl.arange(0, TILE_M // BK)
-        offsets = k[:, None] * stride_tk + m[None, :] * stride_tm
-        mask = (k * BM < COLUMNS)[:, None] & (m * BK < ROWS)[None, :]
-        tl.store(scale_t_ptr + offsets, scale, mask=mask)
 
 
 # The two ops: which kernels for which block. Blocks of no recipe take the reference.
@@ -176,21 +149,11 @@ def _quantize(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     first = inputs[0]
-    tile = BOTH if transpose else tile_for(kind)
-    if block[0] > tile.rows or (transpose and max(block) > tile.rows):
-        tile = _LARGE_BLOCKS
-        if reads_three_tiles(kind) and block[0] <= tile_for(kind).rows:
-            # Both at once would spill registers: one launch each, that reads the inputs again.
-            if write and transpose:
-                both = (kind, inputs, dtype, known_amax, fp8_dtype, block, rule, eps, align)
-                q, scale, _, _, total = _quantize(
-                    *both, write=True, transpose=False, column_sum=column_sum
-                )
-                _, _, q_t, scale_t, _ = _quantize(
-                    *both, write=False, transpose=True, column_sum=False
-                )
-                return q, scale, q_t, scale_t, total
-            tile = _TALL_OF_THREE
+    tile = tile_for(kind, both=transpose)
+    if max(block) > (tile.columns if transpose else tile.rows):
+        tile = _LARGE_BLOCKS_BOTH if transpose else _LARGE_BLOCKS
+    if block[0] == 1 and not transpose:
+        tile = tile_for(kind)
     out = Outputs(
         kind, inputs, fp8_dtype, align,
         write=write, transpose=transpose, column_sum=column_sum, tile=tile,
@@ -211,15 +174,25 @@ def _quantize(
         _amax_rows_columns_kernel[out.grid](
             *tensors, amaxes, *out.sizes, WRITE=write, TRANSPOSE=transpose, **constants
         )
-        _quantize_rows_columns_kernel[out.grid](
-            *tensors, amaxes, out.q, out.q_t, scale, scale_t, out.sums, *out.sizes, eps, **how
-        )
+        scales = scales_of_rows(amaxes, out.rows, fp8_dtype, rule, eps)
+        cast_source(kind, inputs, dtype, amaxes, None, out, tile, scales=scales, per_row=True)
+        scale, scale_t = scales
     else:
         _quantize_blocks_kernel[out.grid](
             *tensors, out.q, out.q_t, scale, scale_t, out.sums, *out.sizes, eps,
-            *scale.stride(), *scale_t.stride(), BM=block[0], BK=block[1], **how,
+            *scale.stride(), *scale_t.stride(), BM=block[0], BK=block[1], maxnreg=168, **how,
         )  # fmt: skip
     return out.q, scale, out.q_t, scale_t, out.total()
+
+
+def _writes_words(x: Tensor, block: Sequence[int], align: int) -> bool:
+    one_scale_or_row = tuple(block) in ((-1, -1), (1, -1))
+    return has_words(x, align) and (one_scale_or_row or has_block_pair(block))
+
+
+def _transposed(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Of square blocks, or of one scale."""
+    return transpose(q, 1), scale.t().clone(memory_format=torch.contiguous_format)
 
 
 def _has_kernel_for(block: tuple[int, ...]) -> bool:
@@ -244,11 +217,19 @@ def quantize_of(
         return reference.quantize_of(
             kind, inputs, dtype, transposed, known_amax, fp8_dtype, block, rule, eps, align
         )
+    how = (fp8_dtype, tuple(block), rule, eps, align)
+    words = _writes_words(inputs[0], block, align)
+    if transposed and not words and block[0] != block[1]:
+        q, scale, _ = quantize(value_of(kind, inputs, dtype).t(), *how)
+        return q, scale
+    by_words = transposed and words
     q, scale, q_t, scale_t, _ = _quantize(
-        kind, inputs, dtype, known_amax, fp8_dtype, tuple(block), rule, eps, align,
-        write=not transposed, transpose=transposed, column_sum=False,
+        kind, inputs, dtype, known_amax, *how,
+        write=not by_words, transpose=by_words, column_sum=False,
     )  # fmt: skip
-    return (q_t, scale_t) if transposed else (q, scale)
+    if by_words:
+        return q_t, scale_t
+    return _transposed(q, scale) if transposed else (q, scale)
 
 
 @on_device_of_source
@@ -267,11 +248,13 @@ def quantize_pair_of(
         return reference.quantize_pair_of(
             kind, inputs, dtype, fp8_dtype, block, rule, eps, align, column_sum
         )
-    one_pass = in_one_pass(dtype, tuple(block))
+    how = (fp8_dtype, tuple(block), rule, eps, align)
+    words = _writes_words(inputs[0], block, align)
+    if not words and block[0] != block[1]:
+        return quantize_pair(value_of(kind, inputs, dtype), *how, column_sum)
     q, scale, q_t, scale_t, total = _quantize(
-        kind, inputs, dtype, None, fp8_dtype, tuple(block), rule, eps, align,
-        write=True, transpose=one_pass, column_sum=column_sum,
-    )  # fmt: skip
-    if not one_pass:
-        q_t, scale_t = transpose(q, 1), scale.t().clone(memory_format=torch.contiguous_format)
+        kind, inputs, dtype, None, *how, write=True, transpose=words, column_sum=column_sum
+    )
+    if not words:
+        q_t, scale_t = _transposed(q, scale)
     return q, scale, q_t, scale_t, total
