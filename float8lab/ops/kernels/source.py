@@ -45,7 +45,7 @@ __all__ = [
 _ONE = Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = Tile(rows=32, columns=128, warps=8)
 _BOTH = Tile(rows=128, columns=64, warps=8)
-_BOTH_OF_THREE = Tile(rows=128, columns=32, warps=8)
+_BOTH_OF_THREE = Tile(rows=64, columns=64, warps=4)
 
 _AMAX_PROGRAMS = 512
 

@@ -51,7 +51,13 @@ from float8lab.ops.quantize import empty_scale
 __all__ = ["quantize_of", "quantize_pair_of"]
 
 _LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
-_LARGE_BLOCKS_BOTH = Tile(rows=128, columns=128, warps=8)
+_BLOCKS_BOTH = Tile(rows=128, columns=128, warps=8)
+_BLOCKS_TRANSPOSED = Tile(rows=128, columns=64, warps=8)
+"""For one orientation, and for both where blocks fit into it."""
+_REGISTERS = 128
+"""Of a thread, so that two programs of 256 threads share a multiprocessor."""
+_REGISTERS_OF_SUMS = 168
+"""With column sums, which would spill else."""
 
 
 # Per row of the source, and per row of its transpose.
@@ -150,10 +156,13 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     first = inputs[0]
     tile = tile_for(kind, both=transpose)
-    if max(block) > (tile.columns if transpose else tile.rows):
-        tile = _LARGE_BLOCKS_BOTH if transpose else _LARGE_BLOCKS
-    if block[0] == 1 and not transpose:
-        tile = tile_for(kind)
+    registers = None
+    if transpose and block[0] == 1 and block[1] > 0:
+        tile = _BLOCKS_TRANSPOSED
+        if write and block[1] > tile.columns:
+            tile, registers = _BLOCKS_BOTH, _REGISTERS_OF_SUMS if column_sum else _REGISTERS
+    elif block[0] > tile.rows:
+        tile = _LARGE_BLOCKS
     out = Outputs(
         kind, inputs, fp8_dtype, align,
         write=write, transpose=transpose, column_sum=column_sum, tile=tile,
@@ -180,7 +189,8 @@ def _quantize(
     else:
         _quantize_blocks_kernel[out.grid](
             *tensors, out.q, out.q_t, scale, scale_t, out.sums, *out.sizes, eps,
-            *scale.stride(), *scale_t.stride(), BM=block[0], BK=block[1], maxnreg=168, **how,
+            *scale.stride(), *scale_t.stride(), BM=block[0], BK=block[1],
+            maxnreg=registers, **how,
         )  # fmt: skip
     return out.q, scale, out.q_t, scale_t, out.total()
 
