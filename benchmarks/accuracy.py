@@ -10,20 +10,32 @@ M tokens, K input features, N output features.
 
 from __future__ import annotations
 
+import argparse
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import float8lab
-from benchmarks import common
+from benchmarks import common, report
+from benchmarks.floor import Floor
 from benchmarks.recipes import RECIPES
+from benchmarks.report import Row, Setting, Subject
 from float8lab import recipes
 
-__all__ = ["DATA", "RECIPES", "linear_reference", "linear_results", "main", "make_problem"]
+__all__ = [
+    "DATA",
+    "SUBJECT",
+    "convert",
+    "linear_reference",
+    "linear_results",
+    "main",
+    "make_linear",
+    "make_problem",
+    "rows",
+]
 
 WARM_UP_STEPS = 2
 """Steps before the one that is measured, for delayed scaling to have a history."""
@@ -120,35 +132,53 @@ def measure(problem: Problem) -> dict[str, dict[str, float]]:
     }
 
 
-def format_rows(measured: Mapping[str, Mapping[str, float]]) -> str:
-    """A table of the SQNRs in dB."""
-    rows = [[name, *(f"{db:.1f}" for db in values.values())] for name, values in measured.items()]
-    return common.table(["recipe", "y (dB)", "dX (dB)", "dW (dB)"], rows)
+def rows(setting: Setting, shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Row]:
+    """Every recipe on every kind of data."""
+    M, K, N = shape
+    for data in DATA:
+        problem = make_problem(
+            data, M, K, N, seed=setting.seed, dtype=dtype, device=setting.device.type
+        )
+        case = f"{data}, {M} x {K} -> {N}, {str(dtype).removeprefix('torch.')}"
+        for name, db in measure(problem).items():
+            yield setting.row(case, name, sqnr_db=db)
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Measure, print and return one record for each kind of data."""
-    parser = common.new_parser(__doc__.split("\n\n")[0] if __doc__ else None)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
         "--shape", type=int, nargs=3, default=(1024, 1024, 768), metavar=("M", "K", "N")
     )
-    args = parser.parse_args(argv)
-    facts = common.header()
-    print(common.describe_header(facts))
-    records = []
-    for data in DATA:
-        problem = make_problem(
-            data, *args.shape, seed=args.seed, dtype=getattr(torch, args.dtype), device=args.device
-        )
-        measured = measure(problem)
-        M, K, N = args.shape
-        print(f"\n{data}, {M} x {K} -> {N}, {args.dtype}\n\n{format_rows(measured)}", flush=True)
-        records.append({"data": data, "shape": list(args.shape), "sqnr_db": measured})
-    common.append_json(args.json, facts, records)
-    return records
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    return rows(setting, tuple(options.shape), getattr(torch, options.dtype))
+
+
+SUBJECT = Subject(
+    "accuracy",
+    "Accuracy of a linear layer",
+    __doc__,
+    (report.NAME, report.decibels("y", "dX", "dW")),
+    _rows,
+    _options,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    parser = common.new_parser(__doc__.split("\n\n")[0] if __doc__ else None)
+    _options(parser)
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
+    floor = Floor(device, common.time_wall)  # nothing is timed
+    setting = Setting(
+        device, time=floor.time, wall=floor.time, floor=floor, recipes=list(RECIPES),
+        seed=options.seed,
+    )  # fmt: skip
+    return report.measure(SUBJECT, setting, options, common.header(options.commit))
 
 
 if __name__ == "__main__":
-    main()
+    report.finish(main())

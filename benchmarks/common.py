@@ -7,6 +7,8 @@ error printed in place of a time.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import shutil
 import statistics
@@ -221,12 +223,13 @@ def _gpu() -> dict[str, str]:
     return facts | {"clocks": clocks, "driver": driver}
 
 
-def _triton_version() -> str:
-    try:
-        import triton
-    except ImportError:
-        return "not installed"
-    return str(triton.__version__)
+def _versions() -> dict[str, str]:
+    """Of triton, and of other FP8 libraries that are there."""
+    found = {"triton": "not installed"}
+    for name in ("triton", "torchao", "transformer_engine"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _command() -> str:
@@ -250,7 +253,7 @@ def header(commit: str | None = None) -> dict[str, str]:
     machine = _gpu() if cuda else {"CPU": f"{torch.get_num_threads()} threads, no GPU"}
     return machine | {
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        **_versions(),
         "commit": commit or _commit(),
         "command": _command(),
     }

@@ -13,12 +13,11 @@ not fallen by at least ``DESCENT`` of what bf16's has at the end.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
-from benchmarks.common import header
+from benchmarks import common, report
+from benchmarks.report import Column, Row, Subject
 from float8lab.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling
 
 SAME = 0.01
@@ -203,9 +203,50 @@ def _plain_linear(*args: Any, **kwargs: Any) -> nn.Linear:
     return layer
 
 
+def make_row(case: str, variant: str, result: Result, base: Result, tokens: int) -> Row:
+    """A row with no numbers if the loss is wrong."""
+    name = VARIANTS[variant]
+    loss = f"loss {result.first_loss:.4f} > {result.loss:.4f}"
+    same = abs(result.first_loss - base.first_loss) <= SAME * base.first_loss
+    fell = result.first_loss - result.loss >= DESCENT * (base.first_loss - base.loss)
+    if not (same and fell):
+        return Row(case, name, refusal=f"wrong: {loss}")
+    return Row(
+        case,
+        name,
+        ms=(result.milliseconds,),
+        baseline=variant == "bf16",
+        values={
+            "tokens/s a GPU": tokens / result.milliseconds * 1e3,
+            "peak GB": result.gigabytes,
+            "gathered MB": result.gathered / 1e6,
+            "first loss": result.first_loss,
+            "last loss": result.loss,
+        },
+    )
+
+
+SUBJECT = Subject(
+    "fsdp",
+    "FSDP2",
+    __doc__,
+    (
+        report.NAME,
+        Column("ms a step", cell=lambda row, base: f"{row.median:.1f}" if row.median else None),
+        Column("tokens/s a GPU", 0),
+        report.SPEED_UP,
+        Column("peak GB", 1),
+        Column("gathered MB", 1),
+        Column("first loss", 4),
+        Column("last loss", 4),
+    ),
+    lambda setting, options: (),  # by torchrun only: see main
+)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the variants and print a markdown table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.new_parser(__doc__.splitlines()[0])
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--modes", default="compile,eager", help="comma-separated")
     parser.add_argument("--recipe", default="tensor", choices=list(RECIPES))
@@ -225,34 +266,23 @@ def main(argv: Sequence[str]) -> int:
     if options.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    say = partial(print, flush=True) if rank == 0 else (lambda *args, **kwargs: None)
-    if options.device == "cuda":
-        say(header())
-    say(
-        f"\n{world} ranks, {options.layers} layers, sequence {options.sequence}, {options.recipe}\n"
-    )
-    say("| implementation | ms a step | tokens/s a GPU | vs bf16 | peak GB | gathered MB | loss |")
-    say("| --- | --- | --- | --- | --- | --- | --- |")
+    facts: dict[str, str] = {}
+    if rank == 0:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        facts = {"time": now, **common.header(options.commit)}
+        print(report.describe(facts), flush=True)
     for mode in options.modes.split(","):
-        base: Result | None = None
+        case = f"{world} ranks, {options.layers} layers, sequence {options.sequence}, {mode}"
+        rows, base = [], None
         for variant in options.variants.split(","):
             result = run(variant, mode, options, device)
             base = base or result
-            gc.collect()
-            torch._dynamo.reset()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-            same = abs(result.first_loss - base.first_loss) <= SAME * base.first_loss
-            fell = result.first_loss - result.loss >= DESCENT * (base.first_loss - base.loss)
-            speed = "wrong loss | - | -"
-            if same and fell:
-                rate = options.sequence / result.milliseconds * 1e3
-                ratio = base.milliseconds / result.milliseconds
-                speed = f"{result.milliseconds:.1f} | {rate:.0f} | {ratio:.2f}x"
-            say(
-                f"| {VARIANTS[variant]}, {mode} | {speed} | {result.gigabytes:.1f} "
-                f"| {result.gathered / 1e6:.1f} | {result.first_loss:.4f} > {result.loss:.4f} |"
-            )
+            report.free()
+            rows.append(make_row(case, variant, result, base, options.sequence))
+            if rank == 0:
+                common.append_json(options.json, facts, [asdict(rows[-1])])
+        if rank == 0:
+            print(f"\n{case}\n\n{report.tabulate(SUBJECT.columns, rows)}", flush=True)
     dist.destroy_process_group()
     return 0
 

@@ -33,7 +33,7 @@ from benchmarks.report import Column, Row, Setting, Subject, Target
 from benchmarks.shapes import MODELS, LinearShape, select
 from float8lab.recipes import Recipe
 
-__all__ = ["SUBJECT", "Memory", "candidates", "floor_ms", "main", "rows", "saved_bytes"]
+__all__ = ["SUBJECT", "Memory", "candidates", "floor_ms", "main", "rows", "saved_bytes", "storages"]
 
 FLOOR_DB = 20.0
 """An e4m3 operand alone leaves 31.5 dB, an e5m2 one 25.5 dB, one of each 24.5 dB: below this it is
@@ -76,21 +76,28 @@ def targets(shape: LinearShape) -> dict[str, tuple[Target, ...]]:
     }
 
 
+def storages(x: Tensor) -> dict[int, int]:
+    """Bytes by address of a tensor's storage, or of those that a subclass consists of."""
+    if not hasattr(x, "__tensor_flatten__"):
+        storage = x.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    names, _ = x.__tensor_flatten__()
+    return {k: v for name in names for k, v in storages(getattr(x, name)).items()}
+
+
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
     """Bytes of the distinct storages that autograd saves in one forward, parameters apart."""
-    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    storages: dict[int, int] = {}
+    parameters = {address for p in module.parameters() for address in storages(p)}
+    found: dict[int, int] = {}
 
     def note(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
+        found.update(storages(saved))
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         y = module(x.detach().requires_grad_())
     del y
-    return sum(storages.values())
+    return sum(size for address, size in found.items() if address not in parameters)
 
 
 def held_bytes(module: nn.Module, x: Tensor) -> int:
@@ -227,6 +234,7 @@ SUBJECT = Subject(
     ),
     _rows,
     _options,
+    recipes=tuple(RECIPES),
 )
 
 

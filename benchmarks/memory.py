@@ -1,197 +1,303 @@
-"""Memory of one transformer layer of Llama-3-8B between its forward and its backward.
+"""Memory of Llama-3-8B layers: one, a stack of 8, and whether 200 steps need more than 20.
 
     python -m benchmarks.memory [--batch 4] [--sequence 4096]
 
-``held`` is what the CUDA allocator has more between forward and backward than before the forward,
-the output included; ``peak`` is the most it has more until the end of backward, gradients of the
-parameters, which exist before, not included. Candidates are plain ``torch.nn`` in bfloat16, eager
-and compiled, and ``float8lab.TransformerLayer`` in bfloat16 and under each recipe; each starts from
-the same weights and must give the plain layer's output and input gradient.
+Needs a CUDA GPU. ``held`` is what the CUDA allocator has more between forward and backward than
+before the forward, the output included; ``peak`` is the most it has more until the end of backward,
+gradients of the parameters, which exist before, not included; ``saved`` are the distinct storages
+that autograd saves, parameters not included; ``weights`` the parameters.
+
+Candidates are plain ``torch.nn`` in bfloat16, eager and compiled, and ``TransformerLayer`` in
+bfloat16, with FP8 compute and with the weights stored in FP8; each starts from the same weights and
+must give the plain layer's output and input gradient, compared without the residual stream.
+
+``growth`` is what the allocator has more after 200 steps of a small layer than after 20, and how
+much higher its peak was in between.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+import argparse
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import float8lab
-from benchmarks import common
-from benchmarks.accuracy import RECIPES
-from benchmarks.fsdp import Layer
+from benchmarks import common, report
+from benchmarks.layer import add_sizes
+from benchmarks.linear import saved_bytes, storages
+from benchmarks.models import LLAMA, InContext, LayerSize, our_context, our_layer, plain_layer
+from benchmarks.recipes import RECIPES
+from benchmarks.report import Column, Row, Setting, Subject, Target
+from float8lab.recipes import Recipe
 
-__all__ = ["Row", "main", "measure"]
+__all__ = ["SUBJECT", "Variant", "growth_rows", "main", "measure", "rows", "stack_rows"]
 
 FLOOR_DB = 15.0
-"""Of the output's and the input gradient's difference to the residual stream's plain bfloat16: four
-GEMMs in a row of 25 to 28 dB each, added up, and room for the gradient's e5m2."""
-D, HEADS, GROUPS, FFN = 4096, 32, 8, 14336
-EPS = 1e-6
+"""Of the difference to the residual stream's plain bfloat16: four GEMMs in a row of 25 to 28 dB
+each, added up, and room for the gradient's e5m2."""
+STACK_FLOOR_DB = 10.0
+"""The same through eight layers. A wrong layer leaves less than 6 dB."""
 GB = 1e9
+HELD, PEAK, SAVED, WEIGHTS = "held GB", "peak GB", "saved GB", "weights GB"
+GROWTH, PEAK_GROWTH = "growth MB", "growth of peak MB"
+SMALL = LayerSize(D=1024, H=8, G=2, F=4096, batch=1, sequence=1024)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one candidate held."""
+class Variant(NamedTuple):
+    """A layer made from the plain one."""
 
     name: str
-    held: float
-    """GB."""
-    peak: float
-    """GB."""
-    output_db: float
-    gradient_db: float
+    make: Callable[[nn.Module], nn.Module]
+    compiled: bool = False
+    baseline: bool = False
+    targets: tuple[Target, ...] = ()
 
 
-def plain_layer() -> nn.Module:
-    """The layer in ``torch.nn``, bfloat16 on CUDA."""
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        layer = Layer(D, HEADS, GROUPS, FFN, nn.Linear)
-    layer.attention_norm.eps = layer.mlp_norm.eps = EPS
-    return layer.bfloat16()
+def plain(layer: nn.Module) -> nn.Module:
+    """The plain layer's copy."""
+    return copy.deepcopy(layer)
 
 
-def our_layer(plain: Any, *, stored: Any = None, fp8_activation_input: bool = False) -> Any:
-    """A ``TransformerLayer`` with the weights of the plain one."""
-    context = nullcontext() if stored is None else float8lab.fp8_model_init(recipe=stored)
-    with context:
-        layer: Any = float8lab.TransformerLayer(
-            D, FFN, HEADS, GROUPS, layernorm_epsilon=EPS,
-            hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal", bias=False,
-            normalization="RMSNorm", activation="swiglu", attn_input_format="bshd",
-            params_dtype=torch.bfloat16, device="cuda", fp8_activation_input=fp8_activation_input,
-        )  # fmt: skip
-    qkv, mlp = layer.self_attention.layernorm_qkv, layer.layernorm_mlp
-    with torch.no_grad():
-        for mine, theirs in (
-            (qkv.layer_norm_weight, plain.attention_norm.weight),
-            (qkv.query_weight, plain.q.weight),
-            (qkv.key_weight, plain.k.weight),
-            (qkv.value_weight, plain.v.weight),
-            (layer.self_attention.proj.weight, plain.o.weight),
-            (mlp.layer_norm_weight, plain.mlp_norm.weight),
-            (mlp.fc1_weight, torch.cat((plain.gate.weight, plain.up.weight))),
-            (mlp.fc2_weight, plain.down.weight),
-        ):
-            mine.copy_(theirs)
-    return layer
+def variants(setting: Setting, size: LayerSize) -> Iterator[Variant]:
+    """The baselines, and ours by recipe."""
+    yield Variant("plain bfloat16, eager", plain, baseline=True)
+    yield Variant("plain bfloat16, compile", plain, compiled=True)
+    yield Variant("TransformerLayer, bfloat16", partial(our_layer, size=size))
+    for name in setting.recipes:
+        ours: Any = partial(our_layer, size=size, recipe=RECIPES[name]())
+        half = partial(ours, fp8_activation_input=True)
+        stored = partial(ours, stored=True)
+        of_plain = partial(Target, f"{HELD}, of plain", "<=")
+        yield Variant(f"TransformerLayer, {name}", ours, targets=(of_plain(0.70),))
+        yield Variant(f"{name}, fp8_activation_input", half, targets=(of_plain(0.53),))
+        yield Variant(f"{name}, FP8 weights", stored)
 
 
-class _Ours(nn.Module):
-    """Our layer, with the plain one's rotary embedding."""
+class _Allocator:
+    """What the CUDA allocator says; nothing on a CPU."""
 
-    def __init__(self, layer: Any, context: Callable[[], AbstractContextManager[Any]]):
-        super().__init__()
-        self.layer, self.context = layer, context
-        self.angles: Tensor | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.angles is None:
-            with torch.device("cuda"):
-                rotary: Any = float8lab.RotaryPositionEmbedding(D // HEADS, rotary_base=500000.0)
-                self.angles = rotary(x.shape[1])
-        with self.context():
-            y: Tensor = self.layer(x, rotary_pos_emb=self.angles)
-        return y
+    def now(self) -> int:
+        """Bytes that are allocated, once the GPU is done."""
+        if not self.cuda:
+            return 0
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
 
+    def start_peak(self) -> None:
+        """Forget earlier peaks."""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
 
-def _ours(plain: nn.Module, recipe: Any = None, **options: Any) -> nn.Module:
-    context = nullcontext if recipe is None else partial(float8lab.autocast, recipe=recipe)
-    return _Ours(our_layer(plain, **options), context)
-
-
-def _compiled(plain: nn.Module) -> nn.Module:
-    result: Any = torch.compile(plain)
-    return cast(nn.Module, result)
+    def peak(self) -> int:
+        """The most since ``start_peak``."""
+        if not self.cuda:
+            return 0
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
 
 
-def candidates() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """Each makes a module from the plain layer."""
-    made: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "plain bfloat16, eager": lambda plain: plain,
-        "plain bfloat16, compile": _compiled,
-        "TransformerLayer, bfloat16": _ours,
-    }
-    for name, make in RECIPES.items():
-        ours = partial(_ours, recipe=make())
-        made[f"TransformerLayer, {name}"] = ours
-        made[f"{name}, fp8_activation_input"] = partial(ours, fp8_activation_input=True)
-        made[f"{name}, FP8 weights"] = partial(ours, stored=make())
-    return made
-
-
-def _allocated() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
-def measure(name: str, module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Row, Tensor, Tensor]:
-    """Held and peak bytes of the third step; its output and input gradient."""
+def measure(
+    module: nn.Module, data: tuple[Tensor, Tensor]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Bytes of the third step; its output and input gradient, without the residual stream."""
+    x, dy = data[0].detach().requires_grad_(), data[1]
+    allocator = _Allocator(x.device)
     for _ in range(2):  # gradients exist, kernels are compiled, delayed scales have a history
         module(x).backward(dy)
         x.grad = None
-    before = _allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = allocator.now()
+    allocator.start_peak()
     y = module(x)
-    held = _allocated() - before
+    held = allocator.now() - before
     y.backward(dy)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = allocator.peak() - before
     assert x.grad is not None, "x requires a gradient"
-    return Row(name, held / GB, peak / GB, 0.0, 0.0), y.detach(), x.grad
+    results = {"y": (y - x).detach(), "dX": x.grad - dy}
+    del y
+    values = {SAVED: saved_bytes(module, x) / GB}
+    values[WEIGHTS] = sum(sum(storages(p).values()) for p in module.parameters()) / GB
+    if allocator.cuda:
+        values |= {HELD: held / GB, PEAK: peak / GB}
+    return values, results
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all candidates and print a table."""
-    parser = common.new_parser(__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=4096)
-    options = parser.parse_args(argv)
-    common.require_cuda("benchmarks.memory")
-    facts = common.header()
-    print(common.describe_header(facts), f"\n\n{options.batch} x {options.sequence} tokens\n")
-    torch.manual_seed(options.seed)
-    shape = (options.batch, options.sequence, D)
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn_like(x)
-    plain = plain_layer()
-    _, y, dx = measure("", plain, x, dy)
-    # On the branch alone: the residual stream would hide a wrong layer.
-    gate = common.Gate({"y": (y - x).detach().cpu(), "dx": (dx - dy).cpu()}, FLOOR_DB)
-    del y, dx
-    rows, shown = [], []
-    base: Row | None = None
-    for name, make in candidates().items():
-        x.grad = None
-        plain.zero_grad()
-        module = make(plain)
-        row, y, dx = measure(name, module, x, dy)
-        results = {"y": (y - x).detach().cpu(), "dx": (dx - dy).cpu()}
-        del module, y, dx
-        x.grad = None
-        torch._dynamo.reset()
-        found = gate.measure(results)
-        row = Row(name, row.held, row.peak, found["y"], found["dx"])
-        base = base or row
-        refused = gate.refusal(found)
-        numbers = [refused, "-", "-", "-"] if refused else [
-            f"{row.held:.2f}", f"{row.held / base.held:.2f}x",
-            f"{row.peak:.2f}", f"{row.peak / base.peak:.2f}x",
-        ]  # fmt: skip
-        shown.append([name, *numbers, f"{row.output_db:.1f}", f"{row.gradient_db:.1f}"])
-        rows.append(asdict(row))
-    columns = ["layer", "held GB", "of plain", "peak GB", "of plain", "output dB", "dx dB"]
-    print(common.table(columns, shown))
-    common.append_json(options.json, facts, rows)
-    return 0
+def compared(
+    setting: Setting,
+    case: str,
+    made: Sequence[Variant],
+    origin: nn.Module,
+    data: tuple[Tensor, Tensor],
+    floor_db: float,
+) -> Iterator[Row]:
+    """Rows of variants whose results must be those of ``origin``."""
+    _, right = measure(copy.deepcopy(origin), data)
+    gate = common.Gate(right, floor_db)
+    base: dict[str, float] = {}
+
+    def run(variant: Variant) -> Row:
+        module = variant.make(origin)
+        if variant.compiled:
+            compile_layers(module)
+        values, results = measure(module, data)
+        db = gate.measure(results)
+        if refusal := gate.refusal(db):
+            return setting.row(case, variant.name, sqnr_db=db, refusal=refusal)
+        if variant.baseline:
+            base.update(values)
+        for name in (HELD, PEAK):
+            if name in values and base.get(name):
+                values[f"{name}, of plain"] = values[name] / base[name]
+        return setting.row(
+            case,
+            variant.name,
+            sqnr_db=db,
+            values=values,
+            baseline=variant.baseline,
+            targets=variant.targets,
+        )
+
+    for variant in made:
+        yield setting.attempt(case, variant.name, partial(run, variant))
+
+
+def compile_layers(module: nn.Module) -> None:
+    """Compile a layer, or each of a stack."""
+    for layer in module if isinstance(module, nn.Sequential) else (module,):
+        layer.compile()
+
+
+def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
+    """One layer."""
+    layer = plain_layer(size, setting.device, setting.seed)
+    data = size.input(setting.device, setting.generator())
+    case = f"1 layer, {size.describe()}"
+    yield from compared(setting, case, list(variants(setting, size)), layer, data, FLOOR_DB)
+
+
+def stack_rows(setting: Setting, size: LayerSize = LLAMA, layers: int = 8) -> Iterator[Row]:
+    """A stack, without what is about one layer only."""
+    stack = nn.Sequential(
+        *(plain_layer(size, setting.device, setting.seed + index) for index in range(layers))
+    )
+    data = size.input(setting.device, setting.generator())
+    case = f"{layers} layers, {size.describe()}"
+    made = [
+        Variant("plain bfloat16, eager", plain, baseline=True),
+        Variant("plain bfloat16, compile", plain, compiled=True),
+        Variant("TransformerLayer, bfloat16", partial(our_stack, size=size)),
+    ]
+    for name in setting.recipes:
+        if name != "mx":  # not in FP8 on this GPU
+            ours: Any = partial(our_stack, size=size, recipe=RECIPES[name]())
+            made.append(Variant(f"TransformerLayer, {name}", ours))
+            made.append(Variant(f"{name}, FP8 weights", partial(ours, stored=True)))
+    yield from compared(setting, case, made, stack, data, STACK_FLOOR_DB)
+
+
+def our_stack(
+    plain: nn.Module, size: LayerSize, recipe: Recipe | None = None, *, stored: bool = False
+) -> InContext:
+    """``TransformerLayer`` for each plain layer, one autocast around all."""
+    made = []
+    for layer in plain.children():
+        ours = our_layer(layer, size, recipe, stored=stored)
+        ours.context = nullcontext
+        made.append(ours)
+    return InContext(nn.Sequential(*made), our_context(recipe))
+
+
+def growth_rows(
+    setting: Setting, size: LayerSize = SMALL, steps: tuple[int, int] = (20, 200)
+) -> Iterator[Row]:
+    """What many steps leave behind."""
+    layer = plain_layer(size, setting.device, setting.seed)
+    case = f"{steps[1]} steps against {steps[0]}, {size.describe()}"
+    none = (Target(GROWTH, "<=", 0.0), Target(PEAK_GROWTH, "<=", 0.0))
+    made = [Variant("TransformerLayer, bfloat16", partial(our_layer, size=size), targets=none)]
+    for name in setting.recipes:
+        ours: Any = partial(our_layer, size=size, recipe=RECIPES[name]())
+        made.append(Variant(f"TransformerLayer, {name}", ours, targets=none))
+        stored = partial(ours, stored=True)
+        made.append(Variant(f"{name}, FP8 weights", stored, targets=none))
+    data = size.input(setting.device, setting.generator())
+
+    def run(variant: Variant) -> Row:
+        values = growth(variant.make(layer), data, steps)
+        return setting.row(case, variant.name, values=values, targets=variant.targets)
+
+    for variant in made:
+        yield setting.attempt(case, variant.name, partial(run, variant))
+
+
+def growth(
+    module: nn.Module, data: tuple[Tensor, Tensor], steps: tuple[int, int]
+) -> dict[str, float]:
+    """Bytes after the last step and at the peak, beyond those of the first ``steps[0]``.
+
+    Nothing on a CPU, whose memory nobody counts.
+    """
+    x, dy = data[0].detach().requires_grad_(), data[1]
+    allocator = _Allocator(x.device)
+
+    def train(count: int) -> tuple[int, int]:
+        allocator.start_peak()
+        for _ in range(count):
+            module.zero_grad()
+            x.grad = None
+            torch.autograd.graph.increment_version(list(module.parameters()))
+            module(x).backward(dy)
+        return allocator.now(), allocator.peak()
+
+    if not allocator.cuda:
+        train(steps[1])
+        return {}
+    early, late = train(steps[0]), train(steps[1] - steps[0])
+    return {GROWTH: (late[0] - early[0]) / 1e6, PEAK_GROWTH: (late[1] - early[1]) / 1e6}
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    size = LLAMA._replace(batch=options.batch, sequence=options.sequence)
+    yield from rows(setting, size)
+    yield from stack_rows(setting, size)
+    yield from growth_rows(setting)
+
+
+SUBJECT = Subject(
+    "memory",
+    "Memory of transformer layers",
+    __doc__,
+    (
+        report.NAME,
+        report.decibels("y", "dX"),
+        Column(HELD),
+        Column(f"{HELD}, of plain"),
+        Column(PEAK),
+        Column(f"{PEAK}, of plain"),
+        Column(SAVED),
+        Column(WEIGHTS),
+        Column(GROWTH, 3),
+        Column(PEAK_GROWTH, 3),
+        report.TARGET,
+    ),
+    _rows,
+    add_sizes,
+    plotted=PEAK,
+    recipes=tuple(RECIPES),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    return report.main(SUBJECT, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    report.finish(main())

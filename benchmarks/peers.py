@@ -39,8 +39,9 @@ __all__ = [
     "norm_linear_peers",
     "quantize_peers",
     "te_context",
+    "te_stack",
     "torchao_converted",
-    "versions",
+    "torchao_stack",
 ]
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
@@ -60,13 +61,6 @@ _TE_TENSORS = {
 def installed(library: str) -> bool:
     """Whether a library can be imported, without importing it."""
     return importlib.util.find_spec(library) is not None
-
-
-def versions() -> dict[str, str]:
-    """Of the libraries that are there, for the header."""
-    there = [name for name in ("torchao", "transformer_engine") if installed(name)]
-    found = {name: getattr(importlib.import_module(name), "__version__", "?") for name in there}
-    return {name: str(version) for name, version in found.items()}
 
 
 def torchao_converted(model: nn.Module, recipe: str) -> nn.Module:
@@ -246,25 +240,49 @@ def layer_peers(
         fused: their names in ``models.our_layer``, which has TransformerEngine's.
     """
 
-    def make() -> nn.Module:
-        device = next(plain.parameters()).device
-        layer = _te("TransformerLayer", **layer_arguments(size, device))
-        copy_layer_weights(layer, plain)
-        # The recipe's autocast is entered around it.
-        return InContext(layer, nullcontext, rotary_pos_emb=rotary_angles(size, device))
-
     yield from _torchao(plain, modes, parameters)
-    yield from _te_candidates(make, fused, bf16=True)
+    yield from _te_candidates(partial(_te_layer, plain, size), fused, bf16=True)
 
 
-def attention_peers(H: int, D: int, *, causal: bool) -> Iterator[tuple[str, bool, nn.Module]]:
-    """TransformerEngine's attention as name, whether it is FP8, and a module of q, k and v."""
+def _te_layer(plain: nn.Module, size: LayerSize) -> nn.Module:
+    device = next(plain.parameters()).device
+    layer = _te("TransformerLayer", **layer_arguments(size, device))
+    copy_layer_weights(layer, plain)
+    # The recipe's autocast is entered around it.
+    return InContext(layer, nullcontext, rotary_pos_emb=rotary_angles(size, device))
+
+
+StackMaker = tuple[str, Callable[[], nn.Module], bool]
+"""A name, what makes a stack of layers, and whether these are compiled."""
+
+
+def torchao_stack(plain: nn.Sequential, modes: Sequence[str]) -> Iterator[StackMaker]:
+    """Of plain decoder layers."""
+    for candidate in _torchao(plain, modes, {}):
+        yield candidate.name, candidate.make, candidate.compiled
+
+
+def te_stack(plain: nn.Sequential, size: LayerSize) -> Iterator[StackMaker]:
+    """Of decoder layers with the plain ones' weights, one autocast around them all."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(_te_layer(layer, size) for layer in plain))
+
+    for candidate in _te_candidates(make, {}):
+        yield candidate.name, candidate.make, False
+
+
+def attention_peers(
+    H: int, D: int, *, causal: bool
+) -> Iterator[tuple[str, bool, Callable[[], nn.Module]]]:
+    """TransformerEngine's attention: a name, whether it is FP8, what makes a module of q, k, v."""
     if not installed("transformer_engine"):
         return
     mask = "causal" if causal else "no_mask"
-    for name, context in (
-        ("TE bfloat16", te_context(None)),
-        ("TE delayed, FP8", te_context("delayed", fp8_dpa=True)),
-    ):
+
+    def make(recipe: str | None, **fields: Any) -> nn.Module:
         module = _te("DotProductAttention", H, D, qkv_format="bshd", attn_mask_type=mask)
-        yield name, "FP8" in name, InContext(module, context)
+        return InContext(module, te_context(recipe, **fields))
+
+    yield "TE bfloat16", False, partial(make, None)
+    yield "TE FP8 delayed", True, partial(make, "delayed", fp8_dpa=True)

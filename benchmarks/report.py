@@ -284,6 +284,7 @@ class Subject:
         columns: of its tables.
         rows: gives the rows, case by case, from a setting and the parsed options.
         add_options: to the parser.
+        recipes: that it measures unless told.
         plotted: the title or quantity that its plot shows; None for the time.
     """
 
@@ -293,6 +294,7 @@ class Subject:
     columns: tuple[Column, ...]
     rows: Callable[[Setting, argparse.Namespace], Iterable[Row]]
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    recipes: tuple[str, ...] = ("delayed", "current", "rowwise", "block")
     plotted: str | None = None
 
 
@@ -310,7 +312,7 @@ def main(subject: Subject, argv: Sequence[str] | None = None) -> list[Row]:
         time=floor.time,
         wall=lambda fn: common.time_wall(fn, warm_up=1, samples=3, calls=5),
         floor=floor,
-        recipes=options.recipe or list(RECIPES),
+        recipes=options.recipe or subject.recipes,
         compile=options.compile,
         seed=options.seed,
     )
@@ -320,7 +322,9 @@ def main(subject: Subject, argv: Sequence[str] | None = None) -> list[Row]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of all subjects that ``main`` runs."""
-    parser.add_argument("--recipe", action="append", choices=RECIPES, help="default: all")
+    parser.add_argument(
+        "--recipe", action="append", choices=RECIPES, help="default: those with FP8 GEMMs, or all"
+    )
     parser.add_argument("--compile", action="store_true", help="compiled candidates, too")
     parser.add_argument("--samples", type=int, default=12, help="of each time (default: 12)")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="save a plot there (matplotlib)")
@@ -344,7 +348,7 @@ def measure(
         everything += list(rows)
         table = tabulate(subject.columns, [row for row in everything if row.case == case])
         print(f"\n{case}\n\n{table}", flush=True)
-    if options.plot is not None:
+    if getattr(options, "plot", None) is not None:
         save_plot(subject, everything, options.plot / f"{subject.name}.png")
     return everything
 

@@ -1,35 +1,70 @@
-"""Each subject on a CPU and tiny sizes: all but the speed of a GPU."""
+"""Each subject on a CPU and tiny sizes: everything but the speed of a GPU."""
+
+import math
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks import gemm, linear, mlp, norm_linear
-from benchmarks.models import LayerSize
+from benchmarks import (
+    accuracy,
+    attention,
+    common,
+    gemm,
+    layer,
+    linear,
+    memory,
+    mlp,
+    model,
+    norm_linear,
+    overhead,
+    quantize,
+    report,
+)
+from benchmarks.floor import cast_bytes, gemms_of_recipe
+from benchmarks.models import Candidate, LayerSize, Trial, train_step
 from benchmarks.recipes import RECIPES
 from benchmarks.shapes import LinearShape
+from float8lab import recipes
 
 TINY = LinearShape("tiny", 64, 48, 32)
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 FLOORED = [name for name in RECIPES if name != "mx"]  # which has no FP8 GEMM
+GPU_SUBJECTS = (
+    attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, quantize,
+)  # fmt: skip
 
 
-def check(subject, rows):
-    """No row is refused, each has a time and a place in a table with all columns."""
+@pytest.fixture
+def few(setting):
+    """The setting with the recipes that differ most."""
+    setting.recipes = ("delayed", "block")
+    return setting
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch):
+    # The baselines that are always compiled: Inductor takes seconds for each, and compiled layers
+    # have tests of their own.
+    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+
+
+def check(subject, rows, *, timed=True):
+    """No row is refused; each has a time, if there are any, and a line in its case's table."""
     refused = {row.name: row.refusal for row in rows if row.refusal is not None}
     assert refused == {}
     for row in rows:
-        assert row.median > 0
-        assert all(db > 0 for db in row.sqnr_db.values())
+        assert bool(row.ms) == timed
+        assert not any(math.isnan(db) for db in row.sqnr_db.values())
     for case in dict.fromkeys(row.case for row in rows):
         members = [row for row in rows if row.case == case]
-        table = report_table(subject, members).splitlines()
+        table = report.tabulate(subject.columns, members).splitlines()
         assert len(table) == 2 + len(members)
         assert len({line.count("|") for line in table}) == 1
 
 
-def report_table(subject, rows):
-    from benchmarks import report
-
-    return report.tabulate(subject.columns, rows)
+def names(rows):
+    return {row.name for row in rows}
 
 
 def test_gemm(setting):
@@ -38,27 +73,344 @@ def test_gemm(setting):
     assert [row.case.split(":")[0] for row in rows[::6]] == [
         "tiny, fprop", "tiny, dgrad", "tiny, wgrad",
     ]  # fmt: skip
-    assert {row.name for row in rows} >= {"bfloat16", "row, fast", "1x128 by 1x128"}
+    assert names(rows) >= {"bfloat16", "row, fast", "1x128 by 128x128", "1x128 by 1x128"}
     assert all(row.flops == 2 * 64 * 48 * 32 for row in rows)
+    assert all(row.values["% of ceiling"] > 0 for row in rows)
+
+
+def test_gemm_refuses_a_wrong_product(setting, monkeypatch):
+    right = gemm.GemmOperands.multiply
+    monkeypatch.setattr(gemm.GemmOperands, "multiply", lambda self: right(self) * 1.1)
+    rows = list(gemm.rows(setting, [TINY]))
+    assert all(row.refusal.startswith("wrong: y ") for row in rows)
+    assert all(row.ms == () for row in rows)
 
 
 def test_linear(setting):
     rows = list(linear.rows(setting, [TINY]))
     check(linear.SUBJECT, rows)
     assert [row.name for row in rows if row.baseline] == ["bfloat16, eager"]
-    for row in rows[1:6]:
+    assert names(rows) == {f"{name}, eager" for name in ("bfloat16", *RECIPES)}
+    for row in rows[1:]:
         assert (row.floor_ms is not None) == (row.name.split(",")[0] in FLOORED)
         assert row.values["saved MB"] < rows[0].values["saved MB"]
+
+
+def test_targets_of_the_linear_layers_are_on_their_own_shapes_only():
+    shape = LinearShape("up", 16384, 4096, 14336)
+    delayed = linear.targets(shape)["delayed, eager"]
+    assert [(t.quantity, t.relation, t.bound) for t in delayed] == [
+        ("x floor", "<=", 1.01), ("x bf16", ">=", 1.81),
+    ]  # fmt: skip
+    assert linear.targets(LinearShape("up", 8, 4096, 14336)) == {}
+
+
+class _Halved(nn.Linear):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+def test_a_wrong_layer_gets_no_time(setting):
+    problem = accuracy.make_problem(
+        "gaussian", 64, 48, 32, seed=0, dtype=torch.bfloat16, device="cpu"
+    )
+    layer = _Halved(48, 32, bias=False, dtype=torch.bfloat16)
+    layer.load_state_dict(accuracy.make_linear(problem).state_dict())
+    gate = common.Gate(accuracy.linear_reference(problem), linear.FLOOR_DB)
+    timed = []
+    setting.time = setting.wall = lambda fn: timed.append(fn)
+    trial = Trial("tiny", (problem.x, problem.dy), gate, 1.0, lambda recipe: 1.0)
+    (row,) = trial.rows(setting, [Candidate("halved", lambda: layer, {"dW": "weight"})])
+    assert timed == []
+    assert (row.ms, row.wall_ms, row.values, row.floor_ms) == ((), (), {}, None)
+    assert row.refusal.startswith("wrong: y 6.0 dB")
+    line = report.tabulate(linear.SUBJECT.columns, [row]).splitlines()[-1]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[0] == "halved"
+    assert cells[2] == row.refusal
+    assert not any(cells[3:])
+
+
+def test_a_missing_gradient_is_a_wrong_answer(setting):
+    linear = nn.Linear(8, 8, bias=False)
+    linear.weight.requires_grad_(False)
+    x, dy = torch.randn(2, 4, 8)
+    gate = common.Gate({"y": x @ linear.weight.t(), "dW": dy.t() @ x}, 20.0)
+    trial = Trial("tiny", (x, dy), gate, 1.0, lambda recipe: 1.0)
+    (row,) = trial.rows(setting, [Candidate("frozen", lambda: linear, {"dW": "weight"})])
+    assert row.refusal == "wrong: dW nan dB, below 20 dB"
+
+
+def test_a_failing_candidate_is_a_row_that_says_so(setting):
+    def fail():
+        raise NotImplementedError("no such kernel\nand more")
+
+    gate = common.Gate({}, 0.0)
+    trial = Trial("tiny", (torch.ones(1), torch.ones(1)), gate, 1.0, lambda recipe: 1.0)
+    (row,) = trial.rows(setting, [Candidate("absent", fail)])
+    assert row.refusal == "failed: NotImplementedError: no such kernel"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_passes_the_gate_of_the_linear_benchmark(recipe):
+    problem = accuracy.make_problem(
+        "gaussian", 64, 48, 32, seed=0, dtype=torch.bfloat16, device="cpu"
+    )
+    gate = common.Gate(accuracy.linear_reference(problem), linear.FLOOR_DB)
+    layer = accuracy.convert(accuracy.make_linear(problem), RECIPES[recipe]())
+    assert gate.refusal(gate.measure(accuracy.linear_results(layer, problem, steps=3))) is None
+
+
+def test_saved_bytes_count_activations_and_not_parameters():
+    layer = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(64, 48, dtype=torch.bfloat16)
+    assert linear.saved_bytes(layer, x) == x.numel() * 2
+    kept = linear.Memory.measure(linear.saved_bytes, layer, x)
+    assert kept == linear.Memory(activations=x.numel() * 2, constant=0)
+
+
+def test_train_step_replaces_gradients_and_renews_weights():
+    layer = nn.Linear(8, 8, bias=False)
+    x, dy = torch.randn(4, 8).requires_grad_(), torch.randn(4, 8)
+    version = layer.weight._version
+    for _ in range(2):
+        train_step(layer, x, dy)
+    torch.testing.assert_close(layer.weight.grad, dy.t() @ x.detach())
+    assert layer.weight._version > version
 
 
 def test_norm_linear(setting):
     rows = list(norm_linear.rows(setting, [TINY]))
     check(norm_linear.SUBJECT, rows)
-    assert {f"LayerNormLinear, {name}, eager" for name in RECIPES} < {row.name for row in rows}
+    assert {f"LayerNormLinear, {name}, eager" for name in RECIPES} < names(rows)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_mlp(setting, activation):
     rows = list(mlp.rows(setting, [mlp.MlpSize(48, 96, 64, activation)]))
     check(mlp.SUBJECT, rows)
-    assert {f"LayerNormMLP, {name}, eager" for name in RECIPES} < {row.name for row in rows}
+    assert {f"LayerNormMLP, {name}, eager" for name in RECIPES} < names(rows)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_attention(few, causal):
+    few.recipes = ("delayed", "current", "block")
+    size = attention.AttentionSize(2, 40, H=2, D=16, causal=causal)
+    rows = list(attention.rows(few, [size]))
+    check(attention.SUBJECT, rows)
+    assert names(rows) == {
+        "math bfloat16", "DotProductAttention, bfloat16",
+        "DotProductAttention, FP8 delayed", "DotProductAttention, FP8 current",
+    }  # fmt: skip
+    assert rows[0].flops == 3.5 * 4 * 2 * 2 * 40 * 40 * 16 * (0.5 if causal else 1.0)
+
+
+def test_exact_attention_is_autograds():
+    size = attention.AttentionSize(2, 24, H=3, D=8)
+    problem = attention.Problem.make(size, torch.Generator().manual_seed(0))
+    q, k, v = (x.double().requires_grad_() for x in problem[:3])
+    out = attention.Sdpa(torch.nn.attention.SDPBackend.MATH, causal=True)(q, k, v)
+    out.backward(problem.dout.double().flatten(2))
+    right = {"y": out.view(2, 24, 3, 8), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    gate = common.Gate({name: t.detach() for name, t in right.items()}, 100.0)
+    assert gate.admits(attention.exact(problem, causal=True))
+
+
+def test_layer(few):
+    rows = list(layer.rows(few, LAYER))
+    check(layer.SUBJECT, rows)
+    assert [row.name for row in rows if row.baseline] == ["plain bfloat16, compile"]
+    assert {"TransformerLayer, block, eager", "converted, delayed, eager"} < names(rows)
+    assert all(row.floor_ms > 0 for row in rows)
+
+
+def test_targets_of_the_layer_name_candidates(setting, monkeypatch):
+    setting.compile, setting.recipes = True, tuple(RECIPES)
+    plain = layer.plain_layer(LAYER, setting.device)
+    made = {candidate.name for candidate in layer.candidates(setting, plain, LAYER)}
+    assert layer.TARGETS.keys() <= made
+
+
+def test_model(few):
+    few.wall = lambda fn: common.time_wall(fn, warm_up=1, samples=2, calls=3)
+    rows = list(model.rows(few, LAYER, layers=2))
+    check(model.SUBJECT, rows)
+    assert rows[0].baseline
+    assert {"TransformerLayer, block, eager", "converted, delayed, eager"} < names(rows)
+    for row in rows:
+        assert row.values["last loss"] < row.values["first loss"]
+        assert row.values["tokens/s"] == pytest.approx(64 / row.median * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "refusal"),
+    [
+        (10.05, 4.0, None),
+        (10.2, 4.0, "wrong: first loss 10.2000, not 10.0000"),
+        (10.0, 6.0, "wrong: loss fell to 6.0000, not 4.0000"),
+        (math.nan, 4.0, "wrong: first loss nan, not 10.0000"),
+        (10.0, math.nan, "wrong: loss fell to nan, not 4.0000"),
+    ],
+)
+def test_model_refuses_a_wrong_loss(first, last, refusal):
+    assert model.wrong_loss(first, last, {"first loss": 10.0, "last loss": 4.0}) == refusal
+
+
+def test_overhead(few):
+    rows = [
+        *overhead.linear_rows(few),
+        *overhead.autocast_rows(few, (0, 2)),
+        *overhead.gpt_rows(few, overhead.GptSize(32, 2, 48, 1, 64, 2, 16)),
+    ]
+    check(overhead.SUBJECT, [row for row in rows if row.ms])
+    check(overhead.SUBJECT, [row for row in rows if not row.ms], timed=False)
+    assert [row.case.split(",")[0] for row in rows[::3][:1]] == ["Linear 128 -> 128"]
+    layer = rows[1].values
+    assert layer["both, of bf16 both"] == pytest.approx(
+        layer["forward + backward us"] / rows[0].values["forward + backward us"]
+    )
+    assert sum("exit after all ran us" in row.values for row in rows) == 2
+
+
+@pytest.mark.gpu
+def test_launches_are_counted():
+    x = torch.ones(1000, device="cuda")
+    assert overhead.count_launches(lambda: x.mul_(2).add_(1)) == 2
+
+
+def test_memory(few):
+    few.recipes = ("delayed",)
+    rows = [*memory.rows(few, LAYER), *memory.stack_rows(few, LAYER, layers=2)]
+    rows += memory.growth_rows(few, LAYER, steps=(1, 2))
+    check(memory.SUBJECT, rows, timed=False)
+    assert {"delayed, FP8 weights", "delayed, fp8_activation_input"} < names(rows)
+    by_name = {row.name: row.values for row in rows if row.case.startswith("2 layers")}
+    # One byte an element, but for the norms and the scales.
+    weights = by_name["TransformerLayer, delayed"]["weights GB"]
+    assert by_name["delayed, FP8 weights"]["weights GB"] == pytest.approx(weights / 2, rel=0.02)
+    assert (
+        by_name["TransformerLayer, delayed"]["saved GB"]
+        < by_name["plain bfloat16, eager"]["saved GB"]
+    )
+
+
+def test_growth_is_what_the_allocator_has_more(monkeypatch):
+    class Allocator:
+        cuda = True
+        bytes = 5e6
+
+        def __init__(self, device):
+            pass
+
+        def start_peak(self):
+            pass
+
+        def now(self):
+            Allocator.bytes += 1e6
+            return Allocator.bytes
+
+        def peak(self):
+            return 3 * Allocator.bytes
+
+    monkeypatch.setattr(memory, "_Allocator", Allocator)
+    data = torch.randn(2, 4, 8).unbind()
+    found = memory.growth(nn.Linear(8, 8), data, (1, 3))
+    assert found == {"growth MB": 1.0, "growth of peak MB": 3.0}
+    target = report.Target("growth MB", "<=", 0.0)
+    assert target.describe(found["growth MB"]) == "growth MB <= 0 missed"
+
+
+@pytest.mark.parametrize("case", list(quantize.cases(torch.randn(64, 128))), ids=lambda c: c.name)
+def test_cast_cases_equal_their_references(case):
+    assert quantize.compare(case) is None
+    assert case.bytes_moved(case.run()) > 0
+
+
+def test_quantize(setting):
+    rows = list(quantize.rows(setting, [(64, 128)], torch.bfloat16))
+    check(quantize.SUBJECT, rows)
+    assert quantize.TARGETS.keys() <= names(rows)
+    elements = 64 * 128
+    moved = {row.name: row.bytes for row in rows}
+    # Bytes an element, and some scales.
+    for name, count in {"cast pair": 4, "quantize pair tensor": 6, "quantize tensor": 5}.items():
+        assert moved[name] == pytest.approx(count * elements, rel=0.01)
+    assert moved["copy"] == 4 * elements
+
+
+def test_cast_gate_refuses_one_wrong_byte(setting):
+    def off_by_one(q, align):
+        wrong = q.view(torch.uint8).t().contiguous()
+        wrong[0, 0] ^= 1
+        return wrong.view(q.dtype)
+
+    good = next(case for case in quantize.cases(torch.randn(64, 128)) if case.name == "transpose")
+    bad = quantize.Case("bad", off_by_one, good.reference, good.arguments)
+    row = quantize.measure(setting, "64 x 128", bad)
+    assert row.refusal == f"wrong: output 0, 1 of {64 * 128} bytes"
+    assert (row.ms, row.floor_ms) == ((), None)
+
+
+def test_casts_of_others_are_checked_by_their_values(setting):
+    x = torch.randn(64, 128)
+    right = quantize.OtherCast(lambda: quantize.amax_and_cast, lambda r: r[0].float() * r[1])
+    row = quantize.measure_other(setting, "64 x 128", "plain", x, right)
+    assert row.refusal is None
+    assert row.bytes == 64 * 128 * 5
+    wrong = right._replace(values=lambda r: r[0].float())
+    row = quantize.measure_other(setting, "64 x 128", "plain", x, wrong)
+    assert row.refusal.startswith("wrong: values")
+    assert row.ms == ()
+
+
+def test_bytes_of_casts():
+    assert cast_bytes(None, 100) == 0
+    assert cast_bytes(recipes.DelayedScaling(), 100) == 400
+    assert cast_bytes(recipes.Float8BlockScaling(), 100) == 400
+    assert cast_bytes(recipes.Float8CurrentScaling(), 100) == 600
+    assert cast_bytes(recipes.Float8RowwiseScaling(), 100, read=4.0) == 1000
+
+
+def test_floor_uses_the_recipes_own_gemms(setting):
+    gemms = gemms_of_recipe(recipes.Float8CurrentScaling())
+    assert gemms["fprop"].fast_accum
+    assert not gemms["dgrad"].fast_accum
+    assert gemms["wgrad"].a.fp8_dtype == torch.float8_e5m2
+    assert gemms_of_recipe(recipes.MXFP8BlockScaling()) is None
+    high = recipes.Float8CurrentScaling(override_linear_precision=(False, False, True))
+    assert gemms_of_recipe(high)["wgrad"].a is None
+    timed = []
+    setting.floor.time = lambda fn: timed.append(fn) or common.Timing((2.0,))
+    assert setting.floor.gemms_ms([TINY], recipes.Float8CurrentScaling()) == 6.0
+    assert setting.floor.gemms_ms([TINY], recipes.Float8CurrentScaling()) == 6.0
+    assert len(timed) == 3  # measured once
+
+
+def test_floor_of_a_linear_layer(setting):
+    setting.floor.time = lambda fn: common.Timing((2.0,))
+    setting.floor.copy_rate = 1e-9  # TB/s: 1000 bytes a second
+    elements = 64 * 48 + 48 * 32 + 64 * 32
+    found = linear.floor_ms(setting.floor, TINY, recipes.Float8CurrentScaling())
+    assert found == pytest.approx(6.0 + 6 * elements)
+    assert linear.floor_ms(setting.floor, TINY, None) == 6.0
+
+
+def test_accuracy_runs_on_a_cpu(capsys, tmp_path):
+    path = tmp_path / "accuracy.json"
+    rows = accuracy.main(["--shape", "64", "160", "96", "--json", str(path)])
+    cases = list(dict.fromkeys(row.case for row in rows))
+    assert [case.split(",")[0] for case in cases] == list(accuracy.DATA)
+    for case in cases:
+        assert [row.name for row in rows if row.case == case] == ["bfloat16", *RECIPES]
+    assert all(db > linear.FLOOR_DB for row in rows for db in row.sqnr_db.values())
+    assert "| implementation |   y / dX / dW (dB) |" in capsys.readouterr().out
+    facts, read = report.read_json(path)
+    assert read == rows
+    assert facts["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("program", GPU_SUBJECTS, ids=lambda module: module.__name__)
+def test_gpu_benchmarks_say_what_they_need(program):
+    with pytest.raises(SystemExit, match="measures a CUDA GPU"):
+        program.main([])
