@@ -218,7 +218,8 @@ class Trial:
             flops=self.flops,
             fp8=candidate.fp8,
             baseline=candidate.baseline,
-            values=self.extra(module, x),
+            # Other sizes would be compiled anew.
+            values={} if candidate.compiled else self.extra(module, x),
             targets=targets,
         )
 

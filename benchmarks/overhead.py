@@ -261,8 +261,7 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
         return setting.row(
             case,
             label,
-            ms=setting.time(step).samples,
-            wall_ms=setting.wall(step).samples,
+            ms=setting.wall(step).samples,
             baseline=recipe is None and mode == "eager",
         )
 
@@ -288,8 +287,7 @@ SUBJECT = Subject(
     (
         report.NAME,
         report.decibels("y", "dX", "dW"),
-        report.TIME,
-        report.WALL,
+        report.Column("wall ms (quartiles)", cell=report.TIME.cell),
         report.SPEED_UP,
         report.Column(FORWARD, 1),
         report.Column(BOTH, 1),
@@ -301,6 +299,7 @@ SUBJECT = Subject(
         report.TARGET,
     ),
     _rows,
+    plotted=BOTH,
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import float8lab
-from benchmarks import attention, layer, linear, mlp, model, norm_linear, peers
+from benchmarks import attention, common, layer, linear, mlp, model, norm_linear, peers
 from benchmarks.models import LayerSize
 from benchmarks.shapes import LinearShape
 
@@ -79,6 +79,8 @@ def test_layer(bare):
 
 
 def test_model(bare):
+    # Enough steps for the loss to fall by more than FP8's noise.
+    bare.wall = lambda fn: common.time_wall(fn, warm_up=1, samples=2, calls=3)
     check(list(model.rows(bare, LAYER, layers=2)), TORCHAO | TE)
 
 
