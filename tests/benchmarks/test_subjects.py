@@ -273,6 +273,36 @@ def test_overhead(few):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the profiler's and the attention backends' own
+@pytest.mark.parametrize(
+    ("program", "argv"),
+    [
+        (gemm, ["--layer", "attention out"]),
+        (linear, ["--tokens", "512", "--layer", "attention out"]),
+        (mlp, ["--tokens", "512"]),
+        (attention, ["--shape", "1", "512", "causal"]),
+        (layer, ["--batch", "1", "--sequence", "512"]),
+        (model, ["--layers", "2", "--sequence", "512"]),
+        (overhead, ["--recipe", "delayed"]),
+        (memory, ["--batch", "1", "--sequence", "512", "--recipe", "delayed"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_subjects_run_on_a_gpu(program, argv, tmp_path):
+    path = tmp_path / "rows.json"
+    rows = program.main([*argv, "--samples", "4", "--json", str(path)])
+    assert {row.name: row.refusal for row in rows if row.refusal is not None} == {}
+    facts, read = report.read_json(path)
+    assert read == rows
+    assert {"GPU", "copy", "ceiling"} <= facts.keys()
+    for row in rows:
+        assert row.floor_ms is None or 0 < row.floor_ms
+        if program is overhead and "launches" in row.values:
+            assert row.values["launches"] >= 2
+
+
+@pytest.mark.gpu
 def test_launches_are_counted():
     x = torch.ones(1000, device="cuda")
     assert overhead.count_launches(lambda: x.mul_(2).add_(1)) == 2
