@@ -299,7 +299,7 @@ def append_json(path: Path | None, facts: Mapping[str, str], rows: Sequence[obje
 def new_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the numbers, as one line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append each row, as a line")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     return parser

@@ -297,7 +297,7 @@ def test_subjects_run_on_a_gpu(program, argv, tmp_path):
     assert read == rows
     assert {"GPU", "copy", "ceiling"} <= facts.keys()
     for row in rows:
-        assert row.floor_ms is None or 0 < row.floor_ms
+        assert row.floor_ms is None or row.floor_ms > 0
         if program is overhead and "launches" in row.values:
             assert row.values["launches"] >= 2
 
