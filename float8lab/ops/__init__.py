@@ -7,7 +7,13 @@ only place that imports triton.
 from float8lab.ops._register import register_stateful
 from float8lab.ops.attention import fp8_attention_backward_op, fp8_attention_op
 from float8lab.ops.gemm import scaled_mm_op
-from float8lab.ops.norm import norm_backward_op, norm_op, norm_stats_op
+from float8lab.ops.norm import (
+    fp8_norm_backward_op,
+    fp8_norm_op,
+    norm_backward_op,
+    norm_op,
+    norm_stats_op,
+)
 from float8lab.ops.quantize import (
     amax_op,
     cast_op,
@@ -47,6 +53,8 @@ __all__ = [
     "encode_from_amax",
     "fp8_attention_backward_op",
     "fp8_attention_op",
+    "fp8_norm_backward_op",
+    "fp8_norm_op",
     "norm_backward_op",
     "norm_op",
     "norm_stats_op",

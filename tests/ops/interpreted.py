@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from float8lab.formats import E4M3, E5M2
+from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import reference
 from float8lab.ops.kernels import norm, pair, scaling, source, source_cast, source_quantize
 from float8lab.ops.kernels import quantize as kernels
@@ -239,6 +239,40 @@ def check_norm() -> None:
                 torch.testing.assert_close(one, want, rtol=rtol, atol=atol)
 
 
+def check_fp8_norm() -> None:
+    blocks = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (-1, 1), (3, 5))
+    for rows, columns in ((5, 140), (130, 33), (3, 8200), (0, 4)):
+        weight, dy = torch.randn(columns), matrix(rows, columns, FP32)
+        for block in blocks:
+            q = matrix(columns, rows, FP32).t().clamp(-400, 400).to(E5M2)
+            scale = torch.rand(scale_shape((rows, columns), block)) + 0.5
+            for bias in (torch.randn(columns), None):
+                center = bias is not None
+                arguments = (weight, bias, 1e-5, center, FP32)
+                got = norm.fp8_norm(q, scale, block, *arguments)
+                want = reference.fp8_norm(q, scale, block, *arguments)
+                _, mean, rstd = want
+                arguments = (weight, mean, rstd, center, FP32)
+                got += norm.fp8_norm_backward(dy, q, scale, block, *arguments)
+                want += reference.fp8_norm_backward(dy, q, scale, block, *arguments)
+                for one, other in zip(got, want, strict=True):
+                    atol = 1e-5 * other.abs().max().item() if other.numel() else 0.0
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=atol)
+    q, scale = torch.full((2, 8), 3.0).to(E4M3), torch.full((1, 1), 0.25)
+    for dtype in (BF16, torch.float16):  # 0.75, which needs no rounding
+        y, mean, rstd = norm.fp8_norm(
+            q, scale, (-1, -1), torch.ones(8), torch.ones(8), 0.5, True, dtype
+        )
+        assert y.dtype == dtype
+        assert bool((y == 1).all())
+        assert bool((mean == 0.75).all())
+        dx, _, _ = norm.fp8_norm_backward(
+            y, q, scale, (-1, -1), torch.ones(8), mean, rstd, True, dtype
+        )
+        assert dx.dtype == dtype
+        assert not dx.any()
+
+
 def sources() -> list[tuple[str, list[Tensor]]]:
     """Kinds whose values the interpreter computes exactly: no exponential."""
     x, wide, half = matrix(37, 140, FP32), matrix(37, 280, FP32), matrix(37, 70, FP32)
@@ -312,5 +346,6 @@ if __name__ == "__main__":
     check_transpose_and_dequantize()
     check_update_scales()
     check_norm()
+    check_fp8_norm()
     check_sources()
     check_activations()

@@ -132,6 +132,24 @@ def norm_backward(center: bool, columns: int) -> Any:
     return lambda: norm.norm_backward(y, y, torch.ones(columns), stats, stats, center)
 
 
+def fp8_normed(center: bool, columns: int, scale: torch.Tensor, block: tuple[int, int]) -> Any:
+    q = x.view(-1, columns).to(E4M3)
+    return lambda: norm.fp8_norm(
+        q, scale, block, torch.ones(columns), torch.ones(columns) if center else None, 1e-5,
+        center, torch.bfloat16,
+    )  # fmt: skip
+
+
+def fp8_norm_backward(
+    center: bool, columns: int, scale: torch.Tensor, block: tuple[int, int]
+) -> Any:
+    y = x.view(-1, columns)
+    stats = torch.ones(y.shape[0])
+    return lambda: norm.fp8_norm_backward(
+        y, y.to(E5M2), scale, block, torch.ones(columns), stats, stats, center, torch.bfloat16
+    )
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "tensor": quantized((-1, -1)),
     "tensor-e5m2-pow2": quantized((-1, -1), "pow2", E5M2),
@@ -173,6 +191,13 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "layer-norm-backward": norm_backward(True, 4096),
     "layer-norm-backward-long": norm_backward(True, 8192),
     "rms-norm-backward": norm_backward(False, 512),
+    "layer-norm-of-tensor": fp8_normed(True, 4096, one, (-1, -1)),
+    "layer-norm-of-1x128": fp8_normed(True, 8192, torch.ones(16, 64), (1, 128)),
+    "rms-norm-of-row-long": fp8_normed(False, 16384, torch.ones(8, 1), (1, -1)),
+    "rms-norm-of-128x128": fp8_normed(False, 512, torch.ones(2, 4), (128, 128)),
+    "layer-norm-backward-of-tensor": fp8_norm_backward(True, 4096, one, (-1, -1)),
+    "layer-norm-backward-of-1x128": fp8_norm_backward(True, 8192, torch.ones(16, 64), (1, 128)),
+    "rms-norm-backward-of-row": fp8_norm_backward(False, 512, torch.ones(256, 1), (1, -1)),
     "value-of-swiglu": lambda: source.value_of(*SOURCES["swiglu"], torch.bfloat16),
     "value-of-geglu-backward": lambda: source.value_of(*SOURCES["geglu_backward"], torch.float32),
     "cast-of-layer-norm": cast_of("layer_norm", slot=one),

@@ -159,3 +159,20 @@ def test_norms(
     check(ops.norm_stats_op, *arguments, center)
     _, mean, rstd = ops.norm_op(*arguments)
     check(ops.norm_backward_op, x.t().contiguous().t(), x, weight, mean, rstd, center)
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
+@each_block
+@each_shape
+def test_fp8_norms(
+    shape: tuple[int, int], block: tuple[int, int], center: bool, device: torch.device
+) -> None:
+    q, scale, _ = ops.quantize_op(torch.randn(shape, device=device), E4M3, block, "fp32", 0.0, 1)
+    weight = torch.randn(shape[1], device=device)
+    bias = torch.randn(shape[1], device=device) if center else None
+    arguments = (q, scale, block, weight, bias, 1e-5, center, torch.bfloat16)
+    check(ops.fp8_norm_op, *arguments)
+    _, mean, rstd = ops.fp8_norm_op(*arguments)
+    dy = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    arguments = (dy, q, scale, block, weight, mean, rstd, center, torch.bfloat16)
+    check(ops.fp8_norm_backward_op, *arguments)

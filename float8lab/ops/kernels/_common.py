@@ -21,6 +21,7 @@ __all__ = [
     "abs_bits",
     "block_amax",
     "block_index",
+    "broadcast_scale",
     "encode_from_scale",
     "grid_of",
     "load_tile",
@@ -83,6 +84,16 @@ def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
             return launcher(x, *args)
 
     return call
+
+
+def broadcast_scale(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
+    """A matrix of scales and its block sizes, 0 where one scale serves the whole dimension."""
+    if scale.numel() == 1:
+        return scale.view(1, 1), (0, 0)
+    rows, columns = (
+        0 if scale.shape[dim] == 1 or block[dim] == -1 else block[dim] for dim in (0, 1)
+    )
+    return scale, (rows, columns)
 
 
 @triton.jit

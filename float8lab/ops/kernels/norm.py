@@ -1,10 +1,13 @@
 """LayerNorm and RMSNorm on the GPU.  M rows, K features.
 
 The arithmetic is that of ``ops/reference/norm.py``, operation by operation; only the order of sums
-differs. Multiply-adds are not fused, so that given statistics give the reference's bits.
+differs. Multiply-adds are not fused, so that given statistics give the reference's bits. An input
+in FP8 is decoded as it is loaded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,10 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from float8lab.ops import reference
-from float8lab.ops.kernels._common import abs_bits, load_tile, on_device_of_first, record_amax
+from float8lab.ops.kernels._common import (
+    abs_bits,
+    broadcast_scale,
+    load_tile,
+    on_device_of_first,
+    record_amax,
+)
 from float8lab.ops.norm import empty_stats
 
-__all__ = ["norm", "norm_backward", "norm_stats"]
+__all__ = ["fp8_norm", "fp8_norm_backward", "norm", "norm_backward", "norm_stats"]
 
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers."""
@@ -47,8 +56,41 @@ def _squared_deviation(x, mean, columns, K, CENTER: tl.constexpr):
 
 
 @triton.jit
+def _block_of(indices, size, SIZE: tl.constexpr):
+    """The block that each index falls in; past the edge, the last one."""
+    return tl.zeros([1], tl.int64) if SIZE == 0 else tl.minimum(indices, size - 1) // SIZE
+
+
+@triton.jit
+def _load_values(
+    x_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    M,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sk,
+    SCALED: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Tile of the input in float32; if it is SCALED, what dequantizing to DTYPE would give."""
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
+    if SCALED:
+        m, k = _block_of(rows, M, BM), _block_of(columns, K, BK)
+        scale = tl.load(scale_ptr + m[:, None] * stride_sm + k[None, :] * stride_sk)
+        x = (x * scale).to(DTYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _norm_kernel(
-    x_ptr,  # [M, K] any float
+    x_ptr,  # [M, K] any float, or FP8 if SCALED
+    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
     weight_ptr,  # [K] any float
     bias_ptr,  # [K] any float
     y_ptr,  # [M, K] DTYPE
@@ -59,10 +101,15 @@ def _norm_kernel(
     K,
     stride_xm,
     stride_xk,
+    stride_sm,
+    stride_sk,
     eps,
     CENTER: tl.constexpr,
     WRITE: tl.constexpr,  # y
     AMAX: tl.constexpr,
+    SCALED: tl.constexpr,
+    BM: tl.constexpr,  # 0 is the whole dimension
+    BK: tl.constexpr,
     SINGLE: tl.constexpr,  # a tile holds whole rows
     DTYPE: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -71,22 +118,31 @@ def _norm_kernel(
     rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     columns = tl.arange(0, TILE_K).to(tl.int64)
     size = tl.cast(K, tl.float32)
-    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
+    x = _load_values(
+        x_ptr, scale_ptr, rows, columns, M, K,
+        stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
+    )  # fmt: skip
 
     mean = tl.zeros([TILE_M], tl.float32)
     if CENTER:
         total = tl.sum(x, 1)
         if not SINGLE:
             for start in range(TILE_K, K, TILE_K):
-                part = load_tile(x_ptr, rows, start + columns, M, K, stride_xm, stride_xk)
-                total += tl.sum(part.to(tl.float32), 1)
+                part = _load_values(
+                    x_ptr, scale_ptr, rows, start + columns, M, K,
+                    stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
+                )  # fmt: skip
+                total += tl.sum(part, 1)
         mean = tl.div_rn(total, size)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
     total = _squared_deviation(x, mean, columns, K, CENTER)
     if not SINGLE:
         for start in range(TILE_K, K, TILE_K):
-            part = load_tile(x_ptr, rows, start + columns, M, K, stride_xm, stride_xk)
-            total += _squared_deviation(part.to(tl.float32), mean, start + columns, K, CENTER)
+            part = _load_values(
+                x_ptr, scale_ptr, rows, start + columns, M, K,
+                stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
+            )  # fmt: skip
+            total += _squared_deviation(part, mean, start + columns, K, CENTER)
     variance = tl.div_rn(total, size)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
@@ -95,9 +151,10 @@ def _norm_kernel(
         bits = tl.zeros([TILE_M, TILE_K], tl.int32)
         for start in range(0, TILE_K if SINGLE else K, TILE_K):
             if not SINGLE:
-                x = load_tile(x_ptr, rows, start + columns, M, K, stride_xm, stride_xk).to(
-                    tl.float32
-                )
+                x = _load_values(
+                    x_ptr, scale_ptr, rows, start + columns, M, K,
+                    stride_xm, stride_xk, stride_sm, stride_sk, SCALED, BM, BK, DTYPE,
+                )  # fmt: skip
             weight = _load_row(weight_ptr, start + columns, K)
             bias = weight
             if CENTER:
@@ -115,6 +172,8 @@ def _norm_kernel(
 
 def _launch(
     x: Tensor,
+    scale: Tensor | None,
+    block: Sequence[int],
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
@@ -125,10 +184,13 @@ def _launch(
     amax: Tensor | None,
 ) -> None:
     (M, K), center = x.shape, bias is not None
+    scaled = scale is not None
+    scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
     chunk = min(triton.next_power_of_2(K), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
     _norm_kernel[(triton.cdiv(M, rows),)](
         x,
+        scale,
         weight.contiguous(),
         weight if bias is None else bias.contiguous(),
         x if y is None else y,
@@ -138,10 +200,14 @@ def _launch(
         M,
         K,
         *x.stride(),
+        *scale.stride(),
         eps,
         CENTER=center,
         WRITE=y is not None,
         AMAX=amax is not None,
+        SCALED=scaled,
+        BM=block[0],
+        BK=block[1],
         SINGLE=chunk >= K,
         DTYPE=triton_dtype(dtype),
         TILE_M=rows,
@@ -175,9 +241,9 @@ def norm_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _has_kernel(x, dtype):
         return reference.norm_stats(x, weight, bias, eps, center, dtype, want_amax)
-    mean, rstd = empty_stats(x, center)
+    mean, rstd = empty_stats(x, x.shape[0], center)
     amax = x.new_zeros((1, 1) if want_amax else (0,), dtype=torch.float32)
-    _launch(x, weight, bias, eps, dtype, None, mean, rstd, amax if want_amax else None)
+    _launch(x, None, (), weight, bias, eps, dtype, None, mean, rstd, amax if want_amax else None)
     return mean, rstd, amax
 
 
@@ -187,20 +253,40 @@ def norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _has_kernel(x, dtype):
         return reference.norm(x, weight, bias, eps, center, dtype)
-    mean, rstd = empty_stats(x, center)
+    mean, rstd = empty_stats(x, x.shape[0], center)
     y = x.new_empty(x.shape, dtype=dtype)
-    _launch(x, weight, bias, eps, dtype, y, mean, rstd, None)
+    _launch(x, None, (), weight, bias, eps, dtype, y, mean, rstd, None)
+    return y, mean, rstd
+
+
+@on_device_of_first
+def fp8_norm(
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not q.numel():
+        return reference.fp8_norm(q, scale, block, weight, bias, eps, center, dtype)
+    mean, rstd = empty_stats(scale, q.shape[0], center)
+    y = q.new_empty(q.shape, dtype=dtype)
+    _launch(q, scale, block, weight, bias, eps, dtype, y, mean, rstd, None)
     return y, mean, rstd
 
 
 @triton.jit
 def _norm_backward_kernel(
     dy_ptr,  # [M, K] any float
-    x_ptr,  # [M, K] any float
+    x_ptr,  # [M, K] any float, or FP8 if SCALED
+    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
     weight_ptr,  # [K] any float
     mean_ptr,  # [M] fp32
     rstd_ptr,  # [M] fp32
-    dx_ptr,  # [M, K] as x
+    dx_ptr,  # [M, K] the dtype of x, which FP8 stands for
     dweight_ptr,  # [programs, K] fp32
     dbias_ptr,  # [programs, K] fp32
     M,
@@ -209,7 +295,12 @@ def _norm_backward_kernel(
     stride_dyk,
     stride_xm,
     stride_xk,
+    stride_sm,
+    stride_sk,
     CENTER: tl.constexpr,
+    SCALED: tl.constexpr,
+    BM: tl.constexpr,  # 0 is the whole dimension
+    BK: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
     columns = tl.arange(0, TILE_K).to(tl.int64)
@@ -222,6 +313,10 @@ def _norm_backward_kernel(
         row = tl.cast(index, tl.int64)
         x = tl.load(x_ptr + row * stride_xm + columns * stride_xk, mask=mask, other=0.0)
         x = x.to(tl.float32)
+        if SCALED:
+            m, k = _block_of(row, M, BM), _block_of(columns, K, BK)
+            x = x * tl.load(scale_ptr + m * stride_sm + k * stride_sk)
+            x = x.to(dx_ptr.dtype.element_ty).to(tl.float32)
         g = tl.load(dy_ptr + row * stride_dym + columns * stride_dyk, mask=mask, other=0.0)
         g = g.to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
@@ -246,17 +341,52 @@ def _norm_backward_kernel(
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    M, K = x.shape
-    if not _has_kernel(x, dy.dtype) or K > _ROW_CHUNK:
+    if not _has_kernel(x, dy.dtype) or x.shape[1] > _ROW_CHUNK:
         return reference.norm_backward(dy, x, weight, mean, rstd, center)
+    return _launch_backward(dy, x, None, (), weight, mean, rstd, center, x.dtype)
+
+
+@on_device_of_first
+def fp8_norm_backward(
+    dy: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = (dy, q, scale, block, weight, mean, rstd, center, dtype)
+    if not _has_kernel(q, dy.dtype) or q.shape[1] > _ROW_CHUNK:
+        return reference.fp8_norm_backward(*arguments)
+    return _launch_backward(*arguments)
+
+
+def _launch_backward(
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor | None,
+    block: Sequence[int],
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    M, K = x.shape
+    scaled = scale is not None
+    scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
     tile = triton.next_power_of_2(K)
     programs = min(M, _BACKWARD_PROGRAMS)
-    dx = x.new_empty(x.shape)
+    dx = x.new_empty(x.shape, dtype=dtype)
     dweight = x.new_empty((programs, K), dtype=torch.float32)
     dbias = dweight.new_empty((programs, K) if center else (0, 0))
     _norm_backward_kernel[(programs,)](
         dy,
         x,
+        scale,
         weight.contiguous(),
         mean,
         rstd,
@@ -267,7 +397,11 @@ def norm_backward(
         K,
         *dy.stride(),
         *x.stride(),
+        *scale.stride(),
         CENTER=center,
+        SCALED=scaled,
+        BM=block[0],
+        BK=block[1],
         TILE_K=tile,
         num_warps=min(16, max(1, tile // 256)),
         enable_fp_fusion=False,

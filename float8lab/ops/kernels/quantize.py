@@ -23,6 +23,7 @@ from float8lab.ops.kernels._common import (
     abs_bits,
     block_amax,
     block_index,
+    broadcast_scale,
     encode_from_scale,
     grid_of,
     load_tile,
@@ -436,7 +437,7 @@ def cast(
     if x.numel() == 0 or x.shape[1] == 1:
         return reference.cast(x, scale, amax_slot, fp8_dtype, block, align)
     q = empty_output(x, fp8_dtype, align)
-    scale, block = _broadcast(scale, block)
+    scale, block = broadcast_scale(scale, block)
     _cast_kernel[grid_of(q.shape, tile)](
         x,
         scale,
@@ -455,16 +456,6 @@ def cast(
         num_warps=tile.warps,
     )
     return q
-
-
-def _broadcast(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
-    """A matrix of scales and its block sizes, 0 where one scale serves the whole dimension."""
-    if scale.numel() == 1:
-        return scale.view(1, 1), (0, 0)
-    rows, columns = (
-        0 if scale.shape[dim] == 1 or block[dim] == -1 else block[dim] for dim in (0, 1)
-    )
-    return scale, (rows, columns)
 
 
 @triton.jit
@@ -508,7 +499,7 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtyp
     y = q.new_empty(q.shape, dtype=dtype)
     if q.numel() == 0:
         return y
-    scale, block = _broadcast(scale, block)
+    scale, block = broadcast_scale(scale, block)
     _dequantize_kernel[grid_of(q.shape, tile)](
         q,
         scale,

@@ -6,7 +6,13 @@ a *block* is ``(rows, columns)`` as in ``float8lab.formats``.
 
 from float8lab.ops.reference.activation import ACTIVATIONS
 from float8lab.ops.reference.gemm import scaled_mm
-from float8lab.ops.reference.norm import norm, norm_backward, norm_stats
+from float8lab.ops.reference.norm import (
+    fp8_norm,
+    fp8_norm_backward,
+    norm,
+    norm_backward,
+    norm_stats,
+)
 from float8lab.ops.reference.quantize import (
     amax,
     cast,
@@ -43,6 +49,8 @@ __all__ = [
     "cast_pair_of",
     "dequantize",
     "encode_from_amax",
+    "fp8_norm",
+    "fp8_norm_backward",
     "norm",
     "norm_backward",
     "norm_stats",

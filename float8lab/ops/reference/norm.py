@@ -7,10 +7,22 @@ does not. A zero-centered gamma is the caller's: it passes ``1 + gamma`` as ``we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["apply_norm", "norm", "norm_backward", "norm_stats", "widen"]
+from float8lab.ops.reference.quantize import dequantize
+
+__all__ = [
+    "apply_norm",
+    "fp8_norm",
+    "fp8_norm_backward",
+    "norm",
+    "norm_backward",
+    "norm_stats",
+    "widen",
+]
 
 
 def widen(x: Tensor) -> Tensor:
@@ -82,3 +94,33 @@ def norm_backward(
     if center:
         dx = dx - _mean(g)[:, None]
     return (dx * rstd[:, None]).to(x.dtype).contiguous(), dweight, dbias
+
+
+def fp8_norm(
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``norm`` of the values that FP8 data and its scales stand for in ``dtype``."""
+    return norm(dequantize(q, scale, block, dtype), weight, bias, eps, center, dtype)
+
+
+def fp8_norm_backward(
+    dy: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``norm_backward`` of such values."""
+    x = dequantize(q, scale, block, dtype)
+    return norm_backward(dy, x, weight, mean, rstd, center)
