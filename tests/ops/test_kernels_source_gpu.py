@@ -191,6 +191,7 @@ def test_strided_inputs_and_a_known_amax(kind: str, dtype: torch.dtype) -> None:
         all_same(ops.quantize_of_op(kind, one, dtype, True, amax, *how), want)
 
 
+FP8_NORM_BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (-1, 1), (3, 5)]
 NORM_SHAPES = [(1, 1), (5, 33), (0, 8), (3, 9001), (1030, 131), (70, 4096), (9, 8192)]
 
 
@@ -203,6 +204,40 @@ def test_norm(shape: tuple[int, int], dtype: torch.dtype, center: bool) -> None:
     bias = torch.randn(shape[1], device="cuda") if center else None
     arguments = (x, weight, bias, 1e-5, center, dtype)
     y, mean, rstd = ops.norm_op(*arguments)
+    check_norm((y, mean, rstd), x, weight, bias)
+    got_mean, got_rstd, amax = ops.norm_stats_op(*arguments, True)
+    all_same((got_mean, got_rstd), (mean, rstd))
+    same(amax, ops.amax_op(y, (-1, -1)))
+    assert ops.norm_stats_op(*arguments, False)[2].numel() == 0
+
+
+@each_norm
+@each_dtype
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("block", FP8_NORM_BLOCKS, ids=str)
+def test_fp8_norm(
+    block: tuple[int, int], shape: tuple[int, int], dtype: torch.dtype, center: bool
+) -> None:
+    x = torch.randn(shape, device="cuda") * 3 + 1
+    q, scale, _ = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1)
+    weight = torch.randn(shape[1], device="cuda")
+    bias = torch.randn(shape[1], device="cuda") if center else None
+    got = ops.fp8_norm_op(q, scale, block, weight, bias, 1e-5, center, dtype)
+    value = ops.dequantize_op(q, scale, block, dtype)
+    check_norm(got, value, weight, bias)
+    _, mean, rstd = got
+    dy = torch.randn(shape[::-1], device="cuda").to(dtype).t()
+    grads = ops.fp8_norm_backward_op(dy, q, scale, block, weight, mean, rstd, center, dtype)
+    check_norm_backward(grads, dy, value, weight, mean, rstd)
+    by_column = q.t().contiguous().t()
+    got = ops.fp8_norm_op(by_column, scale, block, weight, bias, 1e-5, center, dtype)
+    check_norm(got, value, weight, bias)
+
+
+def check_norm(got: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The statistics are close to the exact ones; given them, the values are the reference's."""
+    y, mean, rstd = got
+    center = bias is not None
     wide = x.double()
     want_mean = wide.mean(1) if center else torch.zeros(x.shape[0], device="cuda").double()
     want_rstd = ((wide - want_mean[:, None]).square().mean(1) + 1e-5).rsqrt()
@@ -212,11 +247,7 @@ def test_norm(shape: tuple[int, int], dtype: torch.dtype, center: bool) -> None:
     assert bool(((rstd / want_rstd - 1).abs() <= 2.0**-18).all())
     kind, more = ("layer_norm", [mean, bias]) if center else ("rms_norm", [])
     inputs = [one.cpu() for one in (x, rstd, weight, *more) if one is not None]
-    same(y, reference.value_of(kind, inputs, dtype))
-    got_mean, got_rstd, amax = ops.norm_stats_op(*arguments, True)
-    all_same((got_mean, got_rstd), (mean, rstd))
-    same(amax, ops.amax_op(y, (-1, -1)))
-    assert ops.norm_stats_op(*arguments, False)[2].numel() == 0
+    same(y, reference.value_of(kind, inputs, x.dtype))
 
 
 @each_norm
@@ -228,7 +259,15 @@ def test_norm_backward(shape: tuple[int, int], dtype: torch.dtype, center: bool)
     weight = torch.randn(shape[1], device="cuda")
     bias = torch.zeros(shape[1], device="cuda") if center else None
     _, mean, rstd = ops.norm_op(x, weight, bias, 1e-5, center, dtype)
-    dx, dweight, dbias = ops.norm_backward_op(dy, x, weight, mean, rstd, center)
+    grads = ops.norm_backward_op(dy, x, weight, mean, rstd, center)
+    check_norm_backward(grads, dy, x, weight, mean, rstd)
+
+
+def check_norm_backward(
+    got: Sequence[Tensor], dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> None:
+    """The gradients are close to the exact ones of these statistics."""
+    (dx, dweight, dbias), shape, dtype, center = got, x.shape, x.dtype, bool(mean.numel())
     wide = [one.double() for one in (dy, x, weight, mean, rstd)]
     want = reference.norm_backward(*wide, center)
     assert (dx.dtype, dweight.dtype) == (dtype, torch.float32)
