@@ -6,7 +6,7 @@ only place that imports triton.
 
 from float8lab.ops._register import register_stateful
 from float8lab.ops.attention import fp8_attention_backward_op, fp8_attention_op
-from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.gemm import scaled_bmm_op, scaled_mm_op
 from float8lab.ops.norm import (
     fp8_norm_backward_op,
     fp8_norm_op,
@@ -65,6 +65,7 @@ __all__ = [
     "register_stateful",
     "round_up",
     "scale_from_amax",
+    "scaled_bmm_op",
     "scaled_mm_op",
     "transpose_op",
     "update_scales_op",

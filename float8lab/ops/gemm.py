@@ -1,4 +1,4 @@
-"""The FP8 matrix product ``y = a @ b.T``.  M rows of a, N rows of b, K contraction.
+"""The FP8 matrix product ``y = a @ b.T``.  M rows of a, N rows of b, K contraction, B batch.
 
 All three GEMMs of a linear layer have this one form, both operands contiguous along K, which is
 the only one Hopper's FP8 tensor cores take: ``y = x @ w.T``, ``dx = dy @ (w.T).T`` and
@@ -17,7 +17,7 @@ from float8lab.formats import E4M3, E5M2
 from float8lab.ops import reference
 from float8lab.ops._register import register
 
-__all__ = ["has_fp8_gemm", "scaled_mm_op"]
+__all__ = ["has_fp8_gemm", "scaled_bmm_op", "scaled_mm_op"]
 
 
 def _fake_scaled_mm(
@@ -40,6 +40,27 @@ scaled_mm_op = register(
     cuda="gemm:scaled_mm",
     reference=reference.scaled_mm,
     fake=_fake_scaled_mm,
+)
+
+
+def _fake_scaled_bmm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
+
+
+scaled_bmm_op = register(
+    "scaled_bmm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block,"
+    " ScalarType out_dtype) -> Tensor",
+    cuda="gemm:scaled_bmm",
+    reference=reference.scaled_bmm,
+    fake=_fake_scaled_bmm,
 )
 
 

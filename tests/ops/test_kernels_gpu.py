@@ -332,6 +332,30 @@ def test_scaled_mm(
         assert (got - exact).abs().max() <= budget
 
 
+@pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)
+def test_scaled_bmm(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """Each matrix of the batch as ``scaled_mm`` has it, whatever the strides."""
+    for B, M, N, K in ((3, 37, 48, 144), (2, 128, 256, 512), (0, 4, 8, 16), (2, 3, 0, 16)):
+        operands: list[Any] = []
+        for rows, block in zip((M, N), blocks, strict=True):
+            parts = [
+                ops.quantize_op(torch.randn(rows, K, device="cuda"), E4M3, block, "fp32", 0.0, 1)
+                for _ in range(max(B, 1))
+            ]
+            q, scale = (torch.stack([part[i] for part in parts])[:B] for i in (0, 1))
+            operands += [q, scale, block]
+        a, a_scale, a_block, b, b_scale, b_block = operands
+        by_column = b.view(torch.uint8).mT.contiguous().mT.view(E4M3)
+        for out_dtype in HIGH_PRECISION_DTYPES:
+            got = ops.scaled_bmm_op(*operands, out_dtype)
+            assert (got.dtype, got.shape) == (out_dtype, (B, M, N))
+            again = ops.scaled_bmm_op(a, a_scale, a_block, by_column, b_scale, b_block, out_dtype)
+            torch.testing.assert_close(again, got, rtol=0, atol=0)
+            for y, left, s, right, t in zip(got, a, a_scale, b, b_scale, strict=True):
+                want = ops.scaled_mm_op(left, s, a_block, right, t, b_block, None, out_dtype, False)
+                torch.testing.assert_close(y, want, rtol=0, atol=0)
+
+
 def test_scaled_mm_of_views() -> None:
     """Operands that are slices: misaligned, strided, scales of a transposed matrix."""
     x = torch.randn(64, 257, device="cuda")

@@ -96,6 +96,22 @@ def test_scaled_mm(
     check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
 
 
+@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize("blocks", [((-1, -1),) * 2, ((1, -1),) * 2, ((1, 128), (128, 128))])
+def test_scaled_bmm(
+    blocks: tuple[tuple[int, int], tuple[int, int]], batch: int, device: torch.device
+) -> None:
+    operands: list[Any] = []
+    for rows, block in zip((20, 33), blocks, strict=True):
+        parts = [
+            ops.quantize_op(torch.randn(rows, 300, device=device), E4M3, block, "fp32", 0.0, 1)
+            for _ in range(3)
+        ]
+        q, scale = (torch.stack([part[i] for part in parts])[:batch] for i in (0, 1))
+        operands += [q, scale, block]
+    check(ops.scaled_bmm_op, *operands, torch.bfloat16)
+
+
 @pytest.mark.parametrize("most_recent", [False, True])
 def test_update_scales(most_recent: bool, device: torch.device) -> None:
     state = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,27 @@ def test_transpose(align: int) -> None:
     assert got.shape == (reference.round_up(20, align), reference.round_up(5, align))
     assert bool((got[:20, :5].float() == q.float().t()).all())
     assert got.float().abs().sum() == q.float().abs().sum()
+
+
+@pytest.mark.parametrize("blocks", [((1, -1), (-1, -1)), ((1, 128), (128, 128)), ((5, 7), (3, 7))])
+def test_scaled_bmm_is_scaled_mm_of_each(
+    blocks: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    operands: list[Any] = []
+    for rows, block in zip((20, 33), blocks, strict=True):
+        x = torch.randn(3, rows, 300) * torch.tensor([1.0, 10.0, 0.1]).view(3, 1, 1)
+        parts = [reference.quantize(m, E4M3, block, "fp32", 0.0, 1) for m in x]
+        operands += [torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]), block]
+    a, a_scale, a_block, b, b_scale, b_block = operands
+    by_column = b.mT.contiguous().mT
+    got = reference.scaled_bmm(a, a_scale, a_block, by_column, b_scale, b_block, torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    for y, *matrices in zip(got, a, a_scale, b, b_scale, strict=True):
+        q, scale, v, v_scale = matrices
+        want = reference.scaled_mm(
+            q, scale, a_block, v, v_scale, b_block, None, torch.float32, False
+        )
+        torch.testing.assert_close(y.float(), want, rtol=2.0**-8, atol=1e-4)
 
 
 def test_scaled_mm_by_hand() -> None:

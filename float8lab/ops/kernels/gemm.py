@@ -14,10 +14,11 @@ from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
 from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.kernels.pair import transpose
 from float8lab.ops.kernels.quantize import dequantize
 from float8lab.ops.reference import round_up
 
-__all__ = ["scaled_mm"]
+__all__ = ["scaled_bmm", "scaled_mm"]
 
 _ALIGN = 16
 """What K, N and pointers must be divisible by; M too (at least by 4) where scales are per block."""
@@ -61,6 +62,33 @@ def scaled_mm(
         a_scale, b_scale = _per_row(a_scale, a_block, rows), _per_row(b_scale, b_block, columns)
         out = _multiply_rows(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
     return out if out.shape == (M, N) else out[:M, :N].contiguous()
+
+
+def scaled_bmm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    # One GEMM a matrix: torch._scaled_grouped_mm has a scale a row and bfloat16 outputs only.
+    products = [
+        scaled_mm(
+            _by_row(x), x_scale, a_block, _by_row(y), y_scale, b_block, None, out_dtype, False
+        )
+        for x, x_scale, y, y_scale in zip(a, a_scale, b, b_scale, strict=True)
+    ]
+    out = a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
+    return torch.stack(products, out=out) if products else out
+
+
+def _by_row(q: Tensor) -> Tensor:
+    """The matrix with contiguous rows."""
+    if q.t().is_contiguous() and not q.is_contiguous():
+        return transpose(q.t(), 1)
+    return q.contiguous()
 
 
 def _dequantized(

@@ -5,7 +5,7 @@ a *block* is ``(rows, columns)`` as in ``float8lab.formats``.
 """
 
 from float8lab.ops.reference.activation import ACTIVATIONS
-from float8lab.ops.reference.gemm import scaled_mm
+from float8lab.ops.reference.gemm import scaled_bmm, scaled_mm
 from float8lab.ops.reference.norm import (
     fp8_norm,
     fp8_norm_backward,
@@ -60,6 +60,7 @@ __all__ = [
     "quantize_pair_of",
     "round_up",
     "scale_from_amax",
+    "scaled_bmm",
     "scaled_mm",
     "scales_by_column",
     "source_shape",

@@ -104,11 +104,11 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float 
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Scales, one per block, as a matrix that broadcasts against one of ``shape``."""
+    """Scales, one per block, as a matrix, or a batch, that broadcasts against one of ``shape``."""
     if block[0] > 1:
-        scale = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
+        scale = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
     if block[1] > 1:
-        scale = scale.repeat_interleave(block[1], dim=1)[:, : shape[1]]
+        scale = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
     return scale
 
 
