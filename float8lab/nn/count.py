@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.tensor import Float8Tensor
 
 __all__ = ["GemmCounts", "count_gemms"]
 
@@ -17,7 +18,7 @@ _HIGH_PRECISION = {
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 }
-_FP8 = torch.ops.float8lab.scaled_mm.default
+_FP8 = (torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.scaled_bmm.default)
 
 
 class GemmCounts:
@@ -140,7 +141,10 @@ class _CountingMode(TorchDispatchMode):
         self._names = names
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is _FP8:
+        if types and all(t is Float8Tensor for t in types):
+            with self:  # what counts is the products that its handler runs
+                return Float8Tensor.__torch_dispatch__(op, types, args, kwargs)
+        if op in _FP8:
             a, b = args[0], args[3]
             real = has_fp8_gemm(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
             target = self._counts.fp8_by_module if real else self._counts.high_precision_by_module

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import float8lab
@@ -24,6 +25,19 @@ def test_products_outside_modules():
         torch.bmm(torch.randn(2, 4, 8), torch.randn(2, 8, 4))
     assert counts.high_precision_by_module == {"": 2}
     assert "(outside any module)" in str(counts)
+
+
+def test_products_of_float8_tensors():
+    x = float8lab.quantize(torch.randn(16, 16)).requires_grad_()
+    column = float8lab.quantize(torch.randn(16, 16), block=(-1, 1))
+    with float8lab.count_gemms() as counts:
+        y = F.linear(x, x) @ x
+        torch.bmm(x.view(2, 8, 16), x.view(2, 16, 8))
+    assert (counts.fp8, counts.high_precision) == (3, 0)
+    with float8lab.count_gemms() as counts, float8lab.fallback("silent"):
+        y.sum().backward()  # the gradient of the last x has no FP8 operand
+        column @ column
+    assert (counts.fp8, counts.high_precision) == (3, 2)
 
 
 def test_recomputation_is_counted():
