@@ -1,11 +1,22 @@
 """Float8Tensor, its dispatch table and the handlers entered in it."""
 
-from float8lab.tensor import collectives, compute, copies, fsdp, indexing, matmul, views
+from float8lab.tensor import (
+    attention,
+    collectives,
+    compute,
+    copies,
+    fsdp,
+    indexing,
+    matmul,
+    norms,
+    views,
+)
 from float8lab.tensor.dispatch import fallback
 from float8lab.tensor.float8_tensor import Float8Tensor, quantize
 
 __all__ = [
     "Float8Tensor",
+    "attention",
     "collectives",
     "compute",
     "copies",
@@ -13,6 +24,7 @@ __all__ = [
     "fsdp",
     "indexing",
     "matmul",
+    "norms",
     "quantize",
     "views",
 ]

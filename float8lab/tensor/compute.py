@@ -1,7 +1,7 @@
 """Handlers that compute on values: exact ones on FP8 bytes, and ones that dequantize by intent.
 
-Normalization, attention and questions such as ``isnan`` or ``equal`` need the values and give
-ordinary results. They dequantize inside, without the warning of the fallback.
+Questions such as ``isnan`` or ``equal``, and attention that ``attention.py`` leaves to torch, need
+the values and give ordinary results. They dequantize inside, without the warning of the fallback.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ __all__ = ["DEQUANTIZE_INSIDE"]
 aten = torch.ops.aten
 
 _NAMES = (
-    "_fused_rms_norm", "_fused_rms_norm_backward",
-    "native_layer_norm", "native_layer_norm_backward",
-    "_fused_sdp_choice", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",

@@ -3,6 +3,9 @@
 ``implements`` enters a handler; an op without one *falls back*: its Float8Tensor arguments are
 dequantized, the op runs on ordinary tensors, what it wrote in place is quantized again.
 ``fallback`` sets whether that warns (once per op), raises, or stays silent.
+
+Torch splits a *composite* op into others before the table is asked. ``implements_whole`` enters a
+function that takes one whole.
 """
 
 from __future__ import annotations
@@ -17,7 +20,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8lab.tensor.window import merge_into
 
-__all__ = ["ANY_VIEW", "fallback", "implements", "run_fallback", "table"]
+__all__ = [
+    "ANY_VIEW",
+    "WHOLE_KEYS",
+    "fallback",
+    "implements",
+    "implements_whole",
+    "run_fallback",
+    "table",
+]
 
 Handler = Callable[..., Any]
 
@@ -26,6 +37,20 @@ table: dict[Any, Handler] = {}
 
 ANY_VIEW = "any view"
 """The entry whose handler takes the view ops without one of their own."""
+
+# Nothing but a key above autograd's comes before torch splits an op. This one is torch's spare for
+# libraries outside it (c10/core/DispatchKey.h); no other tensor carries it, and the ops of a
+# Float8Tensor fall through it, at no cost, where nothing is entered for them.
+_WHOLE = "DeferredInit"
+_WHOLE_KEY = torch._C._dispatch_key_parse(_WHOLE)
+WHOLE_KEYS = torch._C.DispatchKeySet(_WHOLE_KEY)
+"""What a Float8Tensor carries besides the keys of any tensor."""
+_BELOW_WHOLE = torch._C._dispatch_keyset_full_after(_WHOLE_KEY)
+_COMPILER_KEY = torch._C._dispatch_key_parse("PythonDispatcher")  # in every set while one traces
+
+_EVERY_OP = torch.library.Library("_", "IMPL")
+_EVERY_OP.fallback(torch.library.fallthrough_kernel, _WHOLE)
+_ATEN = torch.library.Library("aten", "IMPL")
 
 # In-place ops that write some elements: the blocks of the others keep their bits.
 _PARTIAL = frozenset(
@@ -90,6 +115,30 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
                 raise ValueError(f"{overload} must have one handler; got a second one.")
             table[overload] = handler
         return handler
+
+    return enter
+
+
+def implements_whole(overload: Any) -> Callable[[Handler], Handler]:
+    """Enter the decorated function, differentiable, for a composite op of Float8Tensors.
+
+    It is called with the op's arguments, of which one at least is a Float8Tensor, and returns
+    ``NotImplemented`` for those that torch shall split.
+    """
+
+    def enter(function: Handler) -> Handler:
+        def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            rest = keys & _BELOW_WHOLE
+            # Autocast and functorch's transforms come first, and call again.
+            following = rest.remove(_COMPILER_KEY).highestPriorityTypeId().name
+            due = following.startswith("Autograd") or following == "Python"
+            result = function(*args, **kwargs) if due else NotImplemented
+            if result is NotImplemented:
+                result = overload.redispatch(rest, *args, **kwargs)
+            return result
+
+        _ATEN.impl(overload, call, _WHOLE, with_keyset=True)
+        return function
 
     return enter
 

@@ -11,7 +11,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, quantize_blocks
-from float8lab.tensor.dispatch import ANY_VIEW, run_fallback, table
+from float8lab.tensor.dispatch import ANY_VIEW, WHOLE_KEYS, run_fallback, table
 from float8lab.tensor.window import Window
 
 __all__ = ["Float8Tensor", "quantize"]
@@ -64,6 +64,7 @@ class Float8Tensor(Tensor):
             dtype=dtype,
             device=qdata.device,
             requires_grad=False,
+            _extra_dispatch_keys=WHOLE_KEYS,
         )
         return wrapper
 
@@ -88,7 +89,7 @@ class Float8Tensor(Tensor):
             x._window = Window(base=None)
         return x
 
-    # Ops need no __torch_function__: everything is handled below autograd.
+    # Ops need no __torch_function__, which would cost every op and attribute a call.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -102,10 +103,21 @@ class Float8Tensor(Tensor):
             for x in arg if isinstance(arg, (list, tuple)) else (arg,):
                 if isinstance(x, Float8Tensor) and x._window is not None:
                     x._refresh()
-        handler = table.get(op) or (table[ANY_VIEW] if op.is_view else None)
+        kwargs = kwargs or {}
+        handler = table.get(op)
         if handler is None:
-            return run_fallback(Float8Tensor, op, args, kwargs or {})
-        return handler(op, *args, **(kwargs or {}))
+            # Autograd has split composite ops; but inference mode and handlers come without it.
+            result = op.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            if not op.is_view:
+                return run_fallback(Float8Tensor, op, args, kwargs)
+            handler = table[ANY_VIEW]
+        if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
+            # Torch wants of it what any view made here of such a tensor is: no inference tensor.
+            with torch.inference_mode(False), torch.no_grad():
+                return handler(op, *args, **kwargs)
+        return handler(op, *args, **kwargs)
 
     def replace(self, **changes: Any) -> Float8Tensor:
         """A Float8Tensor with some of qdata, scale, amax, spec, dtype replaced."""
@@ -214,6 +226,16 @@ class Float8Tensor(Tensor):
     def tolist(self) -> Any:
         """The values as nested lists of Python numbers."""
         return self.detach().dequantize().tolist()
+
+    # Torch takes the device of these two from the dispatch keys, and would meet WHOLE_KEYS.
+
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]  # stub: overloads
+        """As an ordinary tensor's."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
+
+    def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As an ordinary tensor's."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
 
     def apply_(self, function: Any) -> Float8Tensor:
         """Replace each value by ``function`` of it. CPU only and slow, as torch's."""

@@ -88,7 +88,7 @@ def _reorder(op: Any, x: Float8Tensor, *dims: Any) -> Float8Tensor:
     return view_of(x, _each(x, lambda t: op(t, *dims)), block, (op, dims, {}))
 
 
-@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@implements(aten.view.default, aten._unsafe_view.default)
 def _view(op: Any, x: Float8Tensor, size: Any) -> Float8Tensor:
     q = aten.view.default(x.qdata, size)
     shape = tuple(q.shape)

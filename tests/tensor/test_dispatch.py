@@ -320,12 +320,71 @@ def test_batched_products(block):
     torch.testing.assert_close(y, a[0].dequantize() @ vector.dequantize(), rtol=1e-4, atol=1e-3)
 
 
+def test_products_of_an_empty_batch():
+    a, b = quantize(torch.randn(0, 8, 16)), quantize(torch.randn(0, 16, 4))
+    assert torch.bmm(a, b).shape == (0, 8, 4)
+    assert torch.bmm(a, torch.randn(0, 16, 4)).shape == (0, 8, 4)
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1, -1), (1, 1, -1), (2, 4, -1)], ids=str)
+def test_gradients_of_batched_products(block):
+    def products(a, b):
+        return torch.bmm(a, b.mT), a @ b.mT
+
+    a, b = (quantize(torch.randn(3, rows, 32), block=block).requires_grad_() for rows in (8, 12))
+    plain = [t.detach().dequantize().requires_grad_() for t in (a, b)]
+    dy = torch.randn(3, 8, 12)
+    with float8lab.fallback("silent"):  # no FP8 GEMM takes scales that change along what it sums
+        for y, exact in zip(products(a, b), products(*plain), strict=True):
+            torch.testing.assert_close(y, exact, rtol=1e-4, atol=1e-3)
+            got = torch.autograd.grad(y, (a, b), dy)
+            for g, want in zip(got, torch.autograd.grad(exact, plain, dy), strict=True):
+                # Where a gradient runs in FP8, dy is rounded to e4m3: by half of 1/16 at most.
+                assert (g - want).norm() <= want.norm() / 16
+
+
 def test_joined_per_tensor_weights_still_multiply_in_fp8():
     w = torch.cat([make((8, 32), (-1, -1)), make((8, 32), (-1, -1), seed=1)])
     x = make((4, 32), (-1, -1), seed=2)
     with float8lab.count_gemms():
         y = F.linear(x, w)
     torch.testing.assert_close(y, x.dequantize() @ w.dequantize().t(), rtol=1e-4, atol=1e-3)
+
+
+# --- inference mode ----------------------------------------------------------------------------
+
+INFERENCE = {
+    "linear": lambda t: F.linear(t, t),
+    "linear of views": lambda t: F.linear(t.view(2, 8, 16), t, torch.ones(16)),
+    "matmul": lambda t: t @ t.mT,
+    "layer_norm": lambda t: F.layer_norm(t, (16,)),
+    "rms_norm": lambda t: F.rms_norm(t, (16,)),
+    "attention": lambda t: F.scaled_dot_product_attention(*[t.view(1, 2, 8, 16)] * 3),
+    "view": lambda t: t.t().reshape(4, 64)[1:3].detach(),
+    "chunk": lambda t: torch.cat(t.chunk(3)[:2]),
+}
+
+
+@pytest.mark.parametrize("call", INFERENCE.values(), ids=INFERENCE.keys())
+def test_inference_mode_is_like_any(call):
+    """Torch leaves composite ops whole there."""
+    t = make((16, 16), (-1, -1))
+    expected = call(t)
+    with torch.inference_mode():
+        result, of_parameter = call(t), call(nn.Parameter(t, requires_grad=False))
+        made_there = call(make((16, 16), (-1, -1)))
+    for y in (result, of_parameter, made_there):
+        assert type(y) is type(expected)
+        y, e = (x.dequantize() if isinstance(x, Float8Tensor) else x for x in (y, expected))
+        assert torch.equal(y, e)
+
+
+def test_a_view_made_in_inference_mode_writes_through():
+    t = make((16, 16), (8, 8))
+    with torch.inference_mode():
+        t[3:5].zero_()
+    assert not t.dequantize()[3:5].any()
+    assert t.dequantize()[5:].any()
 
 
 # --- other subclasses, compilers, functorch ----------------------------------------------------
@@ -455,6 +514,8 @@ def test_identity_and_questions():
     assert torch.allclose(t[:, :1], torch.ones(1, 1))
     assert (t[0, 0] == 1.0).item()
     assert (t.element_size(), t.nbytes, t.data_ptr()) == (4, 8, 0)
+    assert torch.equal(t.new_tensor([1, 2]), torch.tensor([1.0, 2.0]))
+    assert t.new([1.0]).tolist() == [1.0]
 
 
 def test_shared_memory():
@@ -506,10 +567,10 @@ def test_gradients_are_ordinary_and_hooks_run():
     assert torch.equal(vector.dequantize(), p.dequantize().view(-1).repeat(2))
 
 
-def test_norms_and_attention_take_float8_tensors():
+def test_attention_of_blocks_dequantizes_inside():
     q, k, v = (make((2, 2, 8, 16), (1, 8), seed=s) for s in range(3))
     plain = [t.dequantize() for t in (q, k, v)]
     expected = F.scaled_dot_product_attention(*plain, is_causal=True)
     assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected)
-    expected = F.layer_norm(plain[0], (16,))
-    assert torch.equal(F.layer_norm(q, (16,)), expected)
+    expected = F.scaled_dot_product_attention(*plain, dropout_p=1.0)
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v, dropout_p=1.0), expected)

@@ -1,0 +1,182 @@
+"""Attention of Float8Tensors: the FP8 op where it fits, torch's on the dequantized elsewhere."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import float8lab
+from float8lab.tensor import Float8Tensor, quantize
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _no_silent_dequantizing():
+    with float8lab.fallback("error"):
+        yield
+
+
+def make(shape, *, dtype=torch.float32, block=(-1, -1), device="cpu"):
+    return quantize(torch.randn(shape, device=device).to(dtype), block=block).requires_grad_()
+
+
+def operands(Sq=40, Sk=56, *, H=4, G=4, **options):
+    sizes = (2, H, Sq, 32), (2, G, Sk, 32), (2, G, Sk, 16)
+    return [make(s, **options) for s in sizes]
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops.append(op)
+        return op(*args, **(kwargs or {}))
+
+
+def runs_fp8(function):
+    """The result, and whether the FP8 op computed it."""
+    with _Ops() as mode:
+        result = function()
+    return result, torch.ops.float8lab.fp8_attention.default in mode.ops
+
+
+CASES = {
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "causal-short": ({"Sq": 56, "Sk": 40}, {"is_causal": True}),
+    "scale": ({}, {"scale": 0.5}),
+    "gqa": ({"G": 2}, {"enable_gqa": True}),
+    "mqa-causal": ({"G": 1}, {"enable_gqa": True, "is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_fp8_attention_and_its_gradients(case, dtype, device):
+    shapes, how = CASES[case]
+    qkv = operands(dtype=dtype, device=device, **shapes)
+    exact_qkv = [t.detach().dequantize().double().requires_grad_() for t in qkv]
+    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv, **how))
+    assert fp8
+    exact = F.scaled_dot_product_attention(*exact_qkv, **how)
+    assert (y.dtype, y.shape) == (dtype, exact.shape)
+    # Each probability is off by 1/16 at most, or 2 ** -18: so is their mean of values.
+    v = exact_qkv[2].detach().abs()
+    mean = F.scaled_dot_product_attention(*exact_qkv[:2], v, **how)
+    assert ((y - exact).abs() <= mean / 16 + v.sum() * 2.0**-18 + y.abs() * 2.0**-7).all()
+    dy = torch.randn_like(y)
+    got = torch.autograd.grad(y, qkv, dy)
+    want = torch.autograd.grad(exact, exact_qkv, dy.double())
+    for g, w in zip(got, want, strict=True):
+        # dy and, for v, the probabilities are rounded to e4m3, by half of 1/8 of each at most.
+        assert (g.dtype, g.shape) == (dtype, w.shape)
+        assert (g - w).norm() <= w.norm() / 8
+
+
+def test_against_the_op():
+    q, k, v = operands()
+    scales = [t.scale.view(1) for t in (q, k, v)]
+    out, _ = torch.ops.float8lab.fp8_attention(
+        q.qdata, k.qdata, v.qdata, *scales, None, None, None, True, 0.3, 0.0, torch.float32
+    )
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert torch.equal(y, out)
+
+
+def test_only_the_gradients_that_are_wanted():
+    q, k, v = operands()
+    k = k.detach()
+    y = F.scaled_dot_product_attention(q, k, v)
+    dq, dv = torch.autograd.grad(y.sum(), (q, v))
+    assert (dq.shape, dv.shape) == (q.shape, v.shape)
+    assert not F.scaled_dot_product_attention(q.detach(), k, v.detach()).requires_grad
+
+
+MASK = torch.ones(40, 56, dtype=torch.bool).tril()
+ELSEWHERE = {
+    "mask": ({}, {"attn_mask": MASK}),
+    "bias": ({}, {"attn_mask": torch.randn(40, 56)}),
+    "bias-grad": ({}, {"attn_mask": torch.randn(40, 56, requires_grad=True)}),
+    "dropout": ({}, {"dropout_p": 1.0}),
+    "row": ({"block": (1, -1)}, {}),
+    "1x8-causal": ({"block": (1, 8)}, {"is_causal": True}),
+    "column": ({"block": (-1, 1)}, {}),
+    "head": ({"block": (1, 1, -1, -1)}, {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_elsewhere_as_on_the_dequantized(case):
+    options, how = ELSEWHERE[case]
+    qkv = operands(**options)
+    plain = [t.detach().dequantize().requires_grad_() for t in qkv]
+    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv, **how))
+    assert not fp8
+    expected = F.scaled_dot_product_attention(*plain, **how)
+    assert torch.equal(y, expected)
+    got = torch.autograd.grad(y.square().sum(), qkv)
+    want = torch.autograd.grad(expected.square().sum(), plain)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_an_ordinary_partner_and_other_dimensions_dequantize():
+    q, k, v = operands()
+    plain = [t.dequantize() for t in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*plain)
+    assert torch.equal(F.scaled_dot_product_attention(q, plain[1], plain[2]), expected)
+    assert torch.equal(F.scaled_dot_product_attention(plain[0], k, v), expected)
+    expected = F.scaled_dot_product_attention(*(t[0] for t in plain))
+    assert torch.equal(F.scaled_dot_product_attention(q[0], k[0], v[0]), expected)
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, k[:, :3], v[:, :3])
+
+
+def test_torchs_choice_decodes_nothing(monkeypatch):
+    q, k, v = operands()
+    expected = torch._fused_sdp_choice(*(t.detach().dequantize() for t in (q, k, v)))
+    monkeypatch.setattr(Float8Tensor, "_decode", None)
+    assert torch._fused_sdp_choice(q, k, v) == expected
+
+
+def test_views_and_empty_sequences():
+    base = make((2, 20, 8, 32)).detach()
+    view = base[:, 3:18, 1:5].transpose(1, 2)
+    base.mul_(100)
+    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(view, view, view))
+    assert fp8
+    plain = view.dequantize()
+    expected = F.scaled_dot_product_attention(plain, plain, plain)
+    assert (y - expected).norm() <= expected.norm() / 16
+    empty = make((2, 4, 0, 32))
+    y = F.scaled_dot_product_attention(empty, empty, empty)
+    y.sum().backward()
+    assert y.shape == empty.grad.shape == (2, 4, 0, 32)
+
+
+def test_autocast_decides_the_dtype():
+    q, k, v = operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert fp8
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["", "grad"])
+def test_compiled(gradients, device):
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+
+    qkv = [t.detach().requires_grad_(gradients) for t in operands(device=device)]
+    expected = function(*qkv)
+    actual = torch.compile(function, backend="aot_eager", fullgraph=True)(*qkv)
+    assert torch.equal(actual, expected)
+    if gradients:
+        got, want = (torch.autograd.grad(y.square().sum(), qkv) for y in (actual, expected))
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one, other)
