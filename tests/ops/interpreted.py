@@ -246,6 +246,8 @@ def check_fp8_norm() -> None:
         for block in blocks:
             q = matrix(columns, rows, FP32).t().clamp(-400, 400).to(E5M2)
             scale = torch.rand(scale_shape((rows, columns), block)) + 0.5
+            values = reference.dequantize(q, scale, block, FP32)
+            size = values.abs().mean(1).max() if rows else torch.zeros(())
             for bias in (torch.randn(columns), None):
                 center = bias is not None
                 arguments = (weight, bias, 1e-5, center, FP32)
@@ -255,8 +257,10 @@ def check_fp8_norm() -> None:
                 arguments = (weight, mean, rstd, center, FP32)
                 got += norm.fp8_norm_backward(dy, q, scale, block, *arguments)
                 want += reference.fp8_norm_backward(dy, q, scale, block, *arguments)
-                for one, other in zip(got, want, strict=True):
+                for index, (one, other) in enumerate(zip(got, want, strict=True)):
                     atol = 1e-5 * other.abs().max().item() if other.numel() else 0.0
+                    if index == 1 and center and rows:  # the means, whose terms may cancel
+                        atol = 2.0**-19 * size.item()
                     torch.testing.assert_close(one, other, rtol=1e-5, atol=atol)
     q, scale = torch.full((2, 8), 3.0).to(E4M3), torch.full((1, 1), 0.25)
     for dtype in (BF16, torch.float16):  # 0.75, which needs no rounding
