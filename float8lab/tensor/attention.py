@@ -2,7 +2,8 @@
 
 Queries, keys and values with one scale each run the FP8 attention op, forward and backward: that
 rounds the probabilities to e4m3 too, and in backward the gradient of the output as a GEMM does,
-to the format of the queries. Masks, dropout and other blocks dequantize inside what torch runs.
+to the format of the queries. Masks, dropout and other blocks dequantize inside what torch runs; so
+does all attention on a GPU, where the op has no kernel yet and would hold every score.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     for x in (q, k, v):
         if not isinstance(x, Float8Tensor) or not x.spec.per_tensor or x.ndim != 4:
             return False
-        if x.dtype != q.dtype or x.shape[0] != q.shape[0]:
+        if x.dtype != q.dtype or x.shape[0] != q.shape[0] or x.is_cuda:
             return False
     heads, groups = q.shape[1], k.shape[1]
     grouped = enable_gqa and groups and heads % groups == 0

