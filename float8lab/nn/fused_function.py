@@ -199,8 +199,26 @@ def _w_q(saved: _Saved, call: Call) -> Operand | None:
     return cast_weight_again(_weight(saved), saved.w_scale, call)
 
 
+class _Gradient:
+    """Gradient of a GEMM's output, cast; what has been used can be forgotten."""
+
+    __slots__ = ("high", "q", "q_t", "total")
+
+    def __init__(self, dy: Tensor | Source, call: Call, *, needs: tuple[bool, bool, bool]) -> None:
+        needs_dx, needs_dw, needs_db = needs
+        if isinstance(dy, Source):
+            plan = call.plan
+            in_fp8 = (plan.dgrad or not needs_dx) and (plan.wgrad or not needs_dw)
+            if not in_fp8 or not needs_dx or (needs_db and not needs_dw):
+                dy = dy.value()  # something wants it written
+        self.high = None if isinstance(dy, Source) else dy
+        self.q, self.q_t, self.total = cast_gradient(
+            dy, call, dx=needs_dx, dw=needs_dw, column_sum=needs_db
+        )
+
+
 def _backward(
-    dy: Tensor | Source,
+    dy: _Gradient,
     x: Source,
     saved: _Saved,
     call: Call,
@@ -212,7 +230,7 @@ def _backward(
     """Gradients of x in its dtype, of the weight and of the bias.
 
     Args:
-        dy: gradient of the output.
+        dy: gradient of the output; of no use afterwards.
         x: what was multiplied.
         saved: from ``_forward``.
         call: how to cast.
@@ -222,29 +240,35 @@ def _backward(
     """
     needs_dx, needs_dw, needs_db = needs
     plan, (M, N, K) = call.plan, shape
-    if isinstance(dy, Source):
-        in_fp8 = (plan.dgrad or not needs_dx) and (plan.wgrad or not needs_dw)
-        if not in_fp8 or not needs_dx or (needs_db and not needs_dw):
-            dy = dy.value()  # something wants it written
-    high = None if isinstance(dy, Source) else dy
-    dy_q, dy_t, total = cast_gradient(dy, call, dx=needs_dx, dw=needs_dw, column_sum=needs_db)
     dx = dw = db = None
     if needs_dx:
-        weight = _weight(saved) if dy_q is None else _w_q(saved, call) or _weight(saved)
-        dx = dgrad(high, dy_q, weight, call, shape=(M, K), dtype=x.dtype)
+        weight = _weight(saved) if dy.q is None else _w_q(saved, call) or _weight(saved)
+        dx = dgrad(dy.high, dy.q, weight, call, shape=(M, K), dtype=x.dtype)
+        del weight
+    dy.q = None
     if needs_dw:
         x_t, value = None, None
-        if dy_t is None:
+        if dy.q_t is None:
             value = x.value()
         else:
             x_t = cast_again(x, plan.x, saved.x_scale, call, transposed=True)
-        dw = wgrad(high, dy_t, value, x_t, call, shape=(N, K), dtype=dtypes[0])
+        dw = wgrad(dy.high, dy.q_t, value, x_t, call, shape=(N, K), dtype=dtypes[0])
     if needs_db:
+        total = dy.total
         if total is None:
-            assert high is not None, "written above"
-            total = high.sum(0, dtype=torch.float32)
+            assert dy.high is not None, "written"
+            total = dy.high.sum(0, dtype=torch.float32)
         db = total.to(dtypes[1])
     return dx, dw, db
+
+
+def _release(ctx: Any) -> None:
+    """Let go of what the forward has saved, unless the graph is retained.
+
+    Autograd does it when backward has returned; the caller has taken out what it still needs.
+    """
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
 
 
 def _wants_amax(call: Call, *, needs_dw: bool, return_norm: bool) -> bool:
@@ -305,9 +329,11 @@ class _NormLinear(torch.autograd.Function):
             source, _ = source_of_norm(
                 x2, norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
             )
+        wanted = (any(needs[:3]), needs[3], needs[4])
+        gradient = _Gradient(dy.reshape(-1, shape[1]), how.linear, needs=wanted)
         dn, dw, db = _backward(
-            dy.reshape(-1, shape[1]), source, _Saved(*saved), how.linear,
-            needs=(any(needs[:3]), needs[3], needs[4]), shape=shape, dtypes=dtypes,
+            gradient, source, _Saved(*saved), how.linear,
+            needs=wanted, shape=shape, dtypes=dtypes,
         )  # fmt: skip
         if dn is None:
             return None, None, None, dw, db, None
@@ -406,17 +432,22 @@ class _NormMlp(torch.autograd.Function):
         elif h is None and x2 is not None and how.checkpoint:
             h = _forward_again(normed, fc1_bias, saved1, how.fc1, shape1[1])
         activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
+        wanted = (any(needs[:5]), needs[5], needs[6])
+        gradient = _Gradient(dy.reshape(-1, shape2[1]), how.fc2, needs=wanted)
         da, dw2, db2 = _backward(
-            dy.reshape(-1, shape2[1]), activated, saved2, how.fc2,
-            needs=(any(needs[:5]), needs[5], needs[6]), shape=shape2, dtypes=dtypes2,
-        )  # fmt: skip
+            gradient, activated, saved2, how.fc2, needs=wanted, shape=shape2, dtypes=dtypes2
+        )
         if da is None:
             return (None,) * 5 + (dw2, db2, None)
+        wanted = (any(needs[:3]), needs[3], needs[4])
         dh = Source(f"{how.activation}_backward", [h, da], ctx.dtype)
+        gradient = _Gradient(dh, how.fc1, needs=wanted)
+        # The largest tensors of a layer, of which the GEMMs need the cast alone.
+        del h, da, dh, activated, saved2, rest
+        _release(ctx)
         dn, dw1, db1 = _backward(
-            dh, normed, saved1, how.fc1,
-            needs=(any(needs[:3]), needs[3], needs[4]), shape=shape1, dtypes=dtypes1,
-        )  # fmt: skip
+            gradient, normed, saved1, how.fc1, needs=wanted, shape=shape1, dtypes=dtypes1
+        )
         if dn is None:
             return None, None, None, dw1, db1, dw2, db2, None
         if dnorm:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn import fused_function
 from float8lab.nn.precision import precisions
+from float8lab.ops import Source
 from float8lab.tensor import Float8Tensor
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
 
@@ -522,3 +525,33 @@ def test_compiles_without_breaks_and_equals_eager(name: str, recipe: Any) -> Non
 def test_recipes_are_all_tested() -> None:
     mine = {type(recipe).__name__ for recipe in RECIPES.values()}
     assert mine == {n for n in recipes.__all__ if n.endswith("Scaling")}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpoint"])
+def test_the_activations_gradient_is_cast_and_its_inputs_are_gone(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[StorageWeakRef] = []
+    alive: list[list[bool]] = []
+    cast_gradient, dgrad = fused_function.cast_gradient, fused_function.dgrad
+
+    def watch(dy: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dy, Source):
+            made.extend(StorageWeakRef(x.untyped_storage()) for x in dy.inputs)
+        return cast_gradient(dy, *args, **kwargs)
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        alive.append([not storage.expired() for storage in made])
+        return dgrad(*args, **kwargs)
+
+    monkeypatch.setattr(fused_function, "cast_gradient", watch)
+    monkeypatch.setattr(fused_function, "dgrad", look)
+    module = float8lab.LayerNormMLP(32, 48, activation="swiglu", checkpoint=again)
+    x = torch.randn(16, 32, requires_grad=True)
+    with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+        loss = module(x).square().sum()
+    wanted = torch.autograd.grad(loss, x, retain_graph=True)
+    assert alive == [[], [not again, False]]  # a retained graph keeps what it saved
+    del made[:], alive[:]
+    assert torch.equal(*torch.autograd.grad(loss, x), *wanted)
+    assert alive == [[], [False, False]]
