@@ -103,6 +103,7 @@ class _Linear(torch.autograd.Function):
             kept = saved_w if w_scale is None else (saved_w, w_scale)
             dx = dgrad(dy2, dy_q, kept, call, shape=(M, K), dtype=x_dtype)
             dx = dx.reshape(x_shape)
+        del dy_q  # its room may serve for dw
         if needs_dw:
             x_t = None if dy_t is None else (saved_x, x_scale.float())
             dw = wgrad(dy2, dy_t, saved_x, x_t, call, shape=(N, K), dtype=w_dtype)

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import operands, precision
+from float8lab.nn import linear_function, operands, precision
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
 
@@ -591,3 +592,25 @@ def test_repr():
     assert repr(layer) == "Linear(in_features=16, out_features=32, bias=True)"
     layer = float8lab.Linear(16, 32, bias=False, parameters_split={"q": 8, "kv": 24}, device="cpu")
     assert "bias=False, parameters_split={'q': 8, 'kv': 24}" in repr(layer)
+
+
+def test_the_cast_for_dgrad_is_gone_before_wgrad(monkeypatch):
+    cast, wgrad = linear_function.cast_gradient, linear_function.wgrad
+    made, alive = [], []
+
+    def watch(*args, **kwargs):
+        found = cast(*args, **kwargs)
+        made.append(StorageWeakRef(found[0][0].untyped_storage()))
+        return found
+
+    def look(*args, **kwargs):
+        alive.append(not made[0].expired())
+        return wgrad(*args, **kwargs)
+
+    monkeypatch.setattr(linear_function, "cast_gradient", watch)
+    monkeypatch.setattr(linear_function, "wgrad", look)
+    layer = float8lab.Linear(32, 16, device="cpu")
+    with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+        y = layer(torch.randn(16, 32, requires_grad=True))
+    y.sum().backward()
+    assert alive == [False]
