@@ -1,9 +1,9 @@
 """One cast for several linear layers with the same x: q, k and v, or gate and up.
 
 The last x that a layer has cast for training is remembered, weakly, and what it was cast to for as
-long as it lives. Only a result of autograd counts: of a tensor that somebody made it could not be
-told whether a kernel has overwritten it since. Delayed scaling does not share, for every layer has
-a scale of its own.
+long as it lives. Only a result of autograd counts, by the node that made it: of other tensors it
+could not be told whether a kernel has overwritten them since, as a replayed CUDA graph does with
+its outputs. Delayed scaling does not share, for every layer has a scale of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["cast_input"]
 
 class _Cast(NamedTuple):
     x: weakref.ref[Tensor]
-    key: tuple[Float8Spec, float, int, int]
+    key: tuple[Float8Spec, float, int, int, int]
     q: Operand
     q_t: Operand
 
@@ -61,7 +61,9 @@ def _may_share(x: Tensor, call: Call) -> bool:
 
 def _shared(x: Tensor, rows: Tensor, call: Call) -> tuple[Operand, Operand]:
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-    key = (call.plan.x, call.plan.amax_epsilon, x._version, stream)
+    assert x.grad_fn is not None, "asked before"
+    node = x.grad_fn._sequence_nr()
+    key = (call.plan.x, call.plan.amax_epsilon, x._version, node, stream)
     last = STATE.last_cast
     if last is not None and last.x() is x and last.key == key:
         return last.q, last.q_t

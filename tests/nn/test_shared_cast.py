@@ -82,6 +82,31 @@ def test_an_input_that_has_changed_is_cast_again(casts):
     assert torch.equal(y, second(x.detach().clone().requires_grad_() * 1))
 
 
+def test_a_result_in_the_same_tensor_is_another(casts):
+    (layer,) = layers(RECIPES["current"], count=1)
+    buffer = torch.empty(4, 64)
+
+    class Replay(torch.autograd.Function):
+        """Writes its output where it was, as a CUDA graph does."""
+
+        @staticmethod
+        def forward(ctx, x):
+            buffer.data.copy_(x)
+            return buffer
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    for step in range(2):
+        leaf = torch.full((4, 64), step + 1.0, requires_grad=True)
+        x = Replay.apply(leaf)
+        assert x is buffer
+        y = layer(x)
+    assert len(casts) == 2
+    assert torch.equal(y, layer(leaf * 1))
+
+
 def test_an_input_that_somebody_made_is_cast_every_time(casts):
     x = torch.randn(4, 64, requires_grad=True)
     for layer in layers(RECIPES["current"]):
