@@ -94,9 +94,8 @@ class _State:
         self.init: ModelInit | None = None
         self.last_cast: Any = None  # of an input that several layers may have, see shared_cast.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
-        self.recorded: weakref.WeakSet[ScalePack] = (
-            weakref.WeakSet()
-        )  # by such a graph's CUDA graph
+        # Packs that a CUDA graph of such a graph has recorded.
+        self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         self.created = 0  # modules with FP8 state, so far
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress

@@ -17,11 +17,13 @@ from torch import Tensor
 
 __all__ = [
     "FLOAT32_MAX",
+    "INTERPRETED",
     "Tile",
     "abs_bits",
     "block_amax",
     "block_index",
     "broadcast_scale",
+    "empty_column_sums",
     "encode_from_scale",
     "grid_of",
     "load_tile",
@@ -37,6 +39,7 @@ __all__ = [
     "store_tile",
     "store_transposed",
     "store_words",
+    "total_of",
     "widen",
 ]
 
@@ -71,6 +74,17 @@ class Tile:
 
 def grid_of(shape: Sequence[int], tile: Tile) -> tuple[int]:
     return (triton.cdiv(shape[0], tile.rows) * triton.cdiv(shape[1], tile.columns),)
+
+
+def empty_column_sums(x: Tensor, shape: Sequence[int], tile: Tile, wanted: bool) -> Tensor:
+    """Room, beside ``x``, for a row of partial column sums per row of tiles of ``shape``."""
+    rows, columns = (triton.cdiv(shape[0], tile.rows), shape[1]) if wanted else (0, 0)
+    return x.new_empty((rows, columns), dtype=torch.float32)
+
+
+def total_of(sums: Tensor) -> Tensor:
+    """The column sums; empty if none were wanted."""
+    return sums.sum(0) if sums.numel() else sums.view(-1)
 
 
 def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:

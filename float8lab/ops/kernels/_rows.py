@@ -7,8 +7,11 @@ words of a tile's columns, ``words`` says which they are. WRITE: the matrix itse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from float8lab.ops.kernels._common import (
     abs_bits,
@@ -22,8 +25,28 @@ from float8lab.ops.kernels._common import (
     store_words,
     widen,
 )
+from float8lab.ops.reference import round_up
 
-__all__ = ["largest_bits", "store_by_block", "store_by_row", "store_by_scale", "sum_of_rows"]
+__all__ = [
+    "has_words",
+    "largest_bits",
+    "store_by_block",
+    "store_by_row",
+    "store_by_scale",
+    "sum_of_rows",
+    "takes_words",
+]
+
+
+def has_words(x: Tensor, align: int) -> bool:
+    """Whether the columns of a matrix with the rows of ``x`` are whole words of FP8."""
+    return round_up(x.shape[0], align) % 4 == 0
+
+
+def takes_words(x: Tensor, block: Sequence[int], align: int) -> bool:
+    """Whether one of the functions below writes it in such blocks."""
+    by_block = block[0] == 1 and block[1] in (4, 8, 16, 32, 64, 128)
+    return has_words(x, align) and (by_block or tuple(block) in ((-1, -1), (1, -1)))
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
+    empty_column_sums,
     encode_from_scale,
     grid_of,
     load_tile,
@@ -28,13 +29,16 @@ from float8lab.ops.kernels._common import (
     scale_from_amax,
     store_column_sum,
     store_transposed,
+    total_of,
 )
 from float8lab.ops.kernels._rows import (
+    has_words,
     largest_bits,
     store_by_block,
     store_by_row,
     store_by_scale,
     sum_of_rows,
+    takes_words,
 )
 from float8lab.ops.kernels.quantize import (
     PARTIALS,
@@ -47,7 +51,7 @@ from float8lab.ops.kernels.quantize import (
 from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import round_up
 
-__all__ = ["cast_pair", "has_block_pair", "quantize_pair", "scales_of_rows", "transpose"]
+__all__ = ["cast_pair", "quantize_pair", "scales_of_rows", "transpose", "transpose_scaled"]
 
 _TILE = Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
@@ -58,16 +62,6 @@ _REGISTERS = 168
 """Of a thread whose tile is 128 x 128: three programs of 128 threads share a multiprocessor."""
 _SCALES = 256
 """Scales that one program makes."""
-
-
-def _column_sums(x: Tensor, tile: Tile, wanted: bool) -> Tensor:
-    """Room for one row of partial column sums per row of tiles."""
-    rows = triton.cdiv(x.shape[0], tile.rows) if wanted else 0
-    return x.new_empty((rows, x.shape[1] if wanted else 0), dtype=torch.float32)
-
-
-def _total(sums: Tensor) -> Tensor:
-    return sums.sum(0) if sums.numel() else sums.view(-1)
 
 
 @triton.jit
@@ -157,7 +151,7 @@ def _cast_pair(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q = empty_output(x, fp8_dtype, align)
     q_t = q.new_empty((q.shape[1], q.shape[0]))
-    sums = _column_sums(x, _TILE, column_sum)
+    sums = empty_column_sums(x, x.shape, _TILE, column_sum)
     _cast_pair_kernel[grid_of(q.shape, _TILE)](
         x,
         *scales,
@@ -181,7 +175,7 @@ def _cast_pair(
         TILE_K=_TILE.columns,
         num_warps=_TILE.warps,
     )
-    return q, q_t, _total(sums)
+    return q, q_t, total_of(sums)
 
 
 @triton.jit
@@ -332,7 +326,7 @@ def _quantize_blocks_pair(
     q_t = q.new_empty((q.shape[1], q.shape[0]))
     scale = empty_scale(x, q.shape, block)
     scale_t = empty_scale(x, q_t.shape, block)
-    sums = _column_sums(x, tile, column_sum)
+    sums = empty_column_sums(x, x.shape, tile, column_sum)
     _quantize_blocks_pair_kernel[grid_of(q.shape, tile)](
         x,
         q,
@@ -355,22 +349,11 @@ def _quantize_blocks_pair(
         num_warps=tile.warps,
         maxnreg=_REGISTERS if tile.columns == 128 else None,
     )
-    return q, scale, q_t, scale_t, _total(sums)
+    return q, scale, q_t, scale_t, total_of(sums)
 
 
 # The ops. A matrix of one column takes the reference, for ptxas crashes (CUDA 12.8's, in triton
 # 3.6).
-
-
-def has_block_pair(block: Sequence[int]) -> bool:
-    """Whether ``store_by_block`` takes such blocks."""
-    return block[0] == 1 and block[1] in (4, 8, 16, 32, 64, 128)
-
-
-def _one_pass(x: Tensor, block: Sequence[int], align: int) -> bool:
-    if round_up(x.shape[0], align) % 4:
-        return False
-    return tuple(block) in ((-1, -1), (1, -1)) or has_block_pair(block)
 
 
 @on_device_of_first
@@ -386,7 +369,7 @@ def quantize_pair(
     shape = tuple(block)
     if x.numel() == 0 or x.shape[1] == 1:
         return reference.quantize_pair(x, fp8_dtype, block, rule, eps, align, column_sum)
-    if _one_pass(x, shape, align):
+    if takes_words(x, shape, align):
         if shape == (-1, -1):
             return _quantize_tensor_pair(x, fp8_dtype, rule, eps, align, column_sum)
         if shape == (1, -1):
@@ -395,8 +378,7 @@ def quantize_pair(
     total = reference.sum_of_rows(x, column_sum)
     q, scale, _ = quantize(x, fp8_dtype, block, rule, eps, align)
     if shape[0] == shape[1]:
-        scale_t = scale.t().clone(memory_format=torch.contiguous_format)
-        return q, scale, transpose(q, 1), scale_t, total
+        return q, scale, *transpose_scaled(q, scale), total
     q_t, scale_t, _ = quantize(x.t(), fp8_dtype, block, rule, eps, align)
     return q, scale, q_t, scale_t, total
 
@@ -412,7 +394,7 @@ def cast_pair(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0 or x.shape[1] == 1:
         return reference.cast_pair(x, scale, amax_slot, fp8_dtype, align, column_sum)
-    if not _one_pass(x, (-1, -1), align):
+    if not has_words(x, align):
         q = cast(x, scale, amax_slot, fp8_dtype, (-1, -1), align)
         return q, transpose(q, 1), reference.sum_of_rows(x, column_sum)
     return _cast_pair(x, (scale, scale), fp8_dtype, align, column_sum, slot=amax_slot)
@@ -464,3 +446,8 @@ def transpose(q: Tensor, align: int) -> Tensor:
         num_warps=tile.warps,
     )
     return q_t
+
+
+def transpose_scaled(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 data in square blocks, or under one scale, transposed; and the scales."""
+    return transpose(q, 1), scale.t().clone(memory_format=torch.contiguous_format)

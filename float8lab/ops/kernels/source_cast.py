@@ -1,4 +1,4 @@
-"""Cast on the GPU what is computed tile by tile and never written, by one scale for all of it.
+"""Cast on the GPU what is computed tile by tile and never written, by scales that are known.
 
 M rows, K columns of the source; ROWS, COLUMNS the same after padding to the alignment. One kernel
 writes one orientation or both, the transpose as ``_rows.py`` says.
@@ -18,6 +18,7 @@ from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
+    empty_column_sums,
     encode_from_scale,
     grid_of,
     record_amax,
@@ -25,8 +26,15 @@ from float8lab.ops.kernels._common import (
     scale_from_amax,
     store_column_sum,
     store_tile,
+    total_of,
 )
-from float8lab.ops.kernels._rows import largest_bits, store_by_row, store_by_scale, sum_of_rows
+from float8lab.ops.kernels._rows import (
+    has_words,
+    largest_bits,
+    store_by_row,
+    store_by_scale,
+    sum_of_rows,
+)
 from float8lab.ops.kernels.pair import transpose
 from float8lab.ops.kernels.source import (
     arguments_of,
@@ -39,12 +47,7 @@ from float8lab.ops.kernels.source import (
 )
 from float8lab.ops.reference import round_up, source_shape
 
-__all__ = ["Outputs", "cast_of", "cast_pair_of", "cast_source", "has_words"]
-
-
-def has_words(x: Tensor, align: int) -> bool:
-    """Whether the columns of a source with the rows of ``x`` are whole words of FP8."""
-    return round_up(x.shape[0], align) % 4 == 0
+__all__ = ["Outputs", "cast_of", "cast_pair_of", "cast_source"]
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
@@ -129,18 +132,13 @@ class Outputs:
         q = first.new_empty((self.rows, self.columns) if write else (0,), dtype=fp8_dtype)
         shape = (self.columns, self.rows) if transpose else (0,)
         self.q, self.q_t = q, first.new_empty(shape, dtype=fp8_dtype)
-        tiles = triton.cdiv(self.shape[0], tile.rows) if column_sum else 0
-        size = (tiles, self.shape[1] if column_sum else 0)
-        self.sums = first.new_empty(size, dtype=torch.float32)
+        self.sums = empty_column_sums(first, self.shape, tile, column_sum)
         self.grid = grid_of((self.rows, self.columns), tile)
         self.flags = {"WRITE": write, "TRANSPOSE": transpose, "COLUMN_SUM": column_sum}
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         return (*self.shape, self.rows, self.columns)
-
-    def total(self) -> Tensor:
-        return self.sums.sum(0) if self.sums.numel() else self.sums.view(-1)
 
 
 def cast_source(
@@ -228,4 +226,4 @@ def cast_pair_of(
         write=True, transpose=one_pass, column_sum=column_sum, tile=tile,
     )  # fmt: skip
     cast_source(kind, inputs, dtype, scale, amax_slot, out, tile)
-    return out.q, out.q_t if one_pass else transpose(out.q, 1), out.total()
+    return out.q, out.q_t if one_pass else transpose(out.q, 1), total_of(out.sums)

@@ -25,14 +25,10 @@ from float8lab.ops.kernels._common import (
     scale_tile,
     store_column_sum,
     store_tile,
+    total_of,
 )
-from float8lab.ops.kernels._rows import store_by_block, sum_of_rows
-from float8lab.ops.kernels.pair import (
-    has_block_pair,
-    quantize_pair,
-    scales_of_rows,
-    transpose,
-)
+from float8lab.ops.kernels._rows import store_by_block, sum_of_rows, takes_words
+from float8lab.ops.kernels.pair import quantize_pair, scales_of_rows, transpose_scaled
 from float8lab.ops.kernels.quantize import quantize
 from float8lab.ops.kernels.source import (
     amax_of,
@@ -45,7 +41,7 @@ from float8lab.ops.kernels.source import (
     tile_of_program,
     value_of,
 )
-from float8lab.ops.kernels.source_cast import Outputs, cast_source, has_words
+from float8lab.ops.kernels.source_cast import Outputs, cast_source
 from float8lab.ops.quantize import empty_scale
 
 __all__ = ["quantize_of", "quantize_pair_of"]
@@ -175,7 +171,7 @@ def _quantize(
             kind, inputs, dtype, amax, None, out, tile,
             scales=(scale, scale_t), rule=rule, eps=eps,
         )  # fmt: skip
-        return out.q, scale, out.q_t, scale_t, out.total()
+        return out.q, scale, out.q_t, scale_t, total_of(out.sums)
     tensors, constants = arguments_of(kind, inputs, dtype, tile)
     how = {"LIMIT": largest(fp8_dtype), "RULE": rule, **out.flags, **constants}
     if block == (1, -1):
@@ -192,17 +188,7 @@ def _quantize(
             *scale.stride(), *scale_t.stride(), BM=block[0], BK=block[1],
             maxnreg=registers, **how,
         )  # fmt: skip
-    return out.q, scale, out.q_t, scale_t, out.total()
-
-
-def _writes_words(x: Tensor, block: Sequence[int], align: int) -> bool:
-    one_scale_or_row = tuple(block) in ((-1, -1), (1, -1))
-    return has_words(x, align) and (one_scale_or_row or has_block_pair(block))
-
-
-def _transposed(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of square blocks, or of one scale."""
-    return transpose(q, 1), scale.t().clone(memory_format=torch.contiguous_format)
+    return out.q, scale, out.q_t, scale_t, total_of(out.sums)
 
 
 def _has_kernel_for(block: tuple[int, ...]) -> bool:
@@ -228,7 +214,7 @@ def quantize_of(
             kind, inputs, dtype, transposed, known_amax, fp8_dtype, block, rule, eps, align
         )
     how = (fp8_dtype, tuple(block), rule, eps, align)
-    words = _writes_words(inputs[0], block, align)
+    words = takes_words(inputs[0], block, align)
     if transposed and not words and block[0] != block[1]:
         q, scale, _ = quantize(value_of(kind, inputs, dtype).t(), *how)
         return q, scale
@@ -239,7 +225,7 @@ def quantize_of(
     )  # fmt: skip
     if by_words:
         return q_t, scale_t
-    return _transposed(q, scale) if transposed else (q, scale)
+    return transpose_scaled(q, scale) if transposed else (q, scale)
 
 
 @on_device_of_source
@@ -259,12 +245,12 @@ def quantize_pair_of(
             kind, inputs, dtype, fp8_dtype, block, rule, eps, align, column_sum
         )
     how = (fp8_dtype, tuple(block), rule, eps, align)
-    words = _writes_words(inputs[0], block, align)
+    words = takes_words(inputs[0], block, align)
     if not words and block[0] != block[1]:
         return quantize_pair(value_of(kind, inputs, dtype), *how, column_sum)
     q, scale, q_t, scale_t, total = _quantize(
         kind, inputs, dtype, None, *how, write=True, transpose=words, column_sum=column_sum
     )
     if not words:
-        q_t, scale_t = _transposed(q, scale)
+        q_t, scale_t = transpose_scaled(q, scale)
     return q, scale, q_t, scale_t, total
