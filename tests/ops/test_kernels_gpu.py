@@ -369,7 +369,7 @@ def test_scaled_mm_of_views() -> None:
         loose.copy_(q)
         strided = torch.zeros(48, 300, dtype=torch.uint8, device="cuda").view(E4M3)[:, 7:263]
         strided.copy_(v)
-        wide = scale.repeat(1, 2)[:, : scale.shape[1]]
+        wide = scale.repeat(1, 2)[:, scale.shape[1] :]
         got = ops.scaled_mm_op(
             loose, wide, block, strided, v_scale, block, None, torch.bfloat16, False
         )

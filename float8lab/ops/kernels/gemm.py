@@ -57,6 +57,7 @@ def scaled_mm(
         types = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
         out = _multiply_blocks(a, a_scale, b, b_scale, types, bias, out_dtype)
     elif a_scale.numel() == b_scale.numel() == 1:
+        a_scale, b_scale = _per_tensor(a_scale), _per_tensor(b_scale)
         out = _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
     else:
         a_scale, b_scale = _per_row(a_scale, a_block, rows), _per_row(b_scale, b_block, columns)
@@ -195,6 +196,11 @@ def _pad_bias(bias: Tensor | None, columns: int) -> Tensor | None:
     padded = bias.new_zeros(columns)
     padded[: bias.shape[0]] = bias
     return padded
+
+
+def _per_tensor(scale: Tensor) -> Tensor:
+    """One aligned element, which one of a batch's scales need not be."""
+    return scale if _aligned(scale) else scale.clone()
 
 
 def _per_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:

@@ -132,7 +132,7 @@ def _quantize_blocks_kernel(
         tl.store(scale_ptr + offsets, scale, mask=mask)
 
 
-# The two ops: which kernels for which block. Blocks of no recipe take the reference.
+# The two ops: which kernels for which block. For blocks of no recipe the values are written.
 
 
 def _quantize(
@@ -209,14 +209,16 @@ def quantize_of(
     eps: float,
     align: int,
 ) -> tuple[Tensor, Tensor]:
-    if not has_kernel(kind, inputs, dtype) or not _has_kernel_for(tuple(block)):
+    if not has_kernel(kind, inputs, dtype):
         return reference.quantize_of(
             kind, inputs, dtype, transposed, known_amax, fp8_dtype, block, rule, eps, align
         )
     how = (fp8_dtype, tuple(block), rule, eps, align)
     words = takes_words(inputs[0], block, align)
-    if transposed and not words and block[0] != block[1]:
-        q, scale, _ = quantize(value_of(kind, inputs, dtype).t(), *how)
+    turned_apart = transposed and not words and block[0] != block[1]
+    if turned_apart or not _has_kernel_for(tuple(block)):
+        value = value_of(kind, inputs, dtype)
+        q, scale, _ = quantize(value.t() if transposed else value, *how)
         return q, scale
     by_words = transposed and words
     q, scale, q_t, scale_t, _ = _quantize(
@@ -240,13 +242,13 @@ def quantize_pair_of(
     align: int,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if not has_kernel(kind, inputs, dtype) or not _has_kernel_for(tuple(block)):
+    if not has_kernel(kind, inputs, dtype):
         return reference.quantize_pair_of(
             kind, inputs, dtype, fp8_dtype, block, rule, eps, align, column_sum
         )
     how = (fp8_dtype, tuple(block), rule, eps, align)
     words = takes_words(inputs[0], block, align)
-    if not words and block[0] != block[1]:
+    if (not words and block[0] != block[1]) or not _has_kernel_for(tuple(block)):
         return quantize_pair(value_of(kind, inputs, dtype), *how, column_sum)
     q, scale, q_t, scale_t, total = _quantize(
         kind, inputs, dtype, None, *how, write=True, transpose=words, column_sum=column_sum
