@@ -26,13 +26,12 @@ def _fake_attention(
     dropout: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=out_dtype)
+    out = reference.empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _fake_attention_backward(
     dout: Tensor,
-    dout_scale: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -42,15 +41,14 @@ def _fake_attention_backward(
     bias: Tensor | None,
     allowed: Tensor | None,
     keep: Tensor | None,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
     causal: bool,
     scale: float,
     dropout: float,
-    out_dtype: torch.dtype,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape, dtype=out_dtype) for x in (q, k, v))
+    dq, dk, dv = (reference.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
     full = (*q.shape[:3], k.shape[2])
     return dq, dk, dv, q.new_empty(full if wants_bias else (0,), dtype=torch.float32)
 
@@ -63,15 +61,15 @@ _OPERANDS = (
 fp8_attention_op = register(
     f"fp8_attention({_OPERANDS}, bool causal, float scale, float dropout, ScalarType out_dtype)"
     " -> (Tensor, Tensor)",
-    cuda=reference.fp8_attention,
+    cuda="attention:fp8_attention",
     reference=reference.fp8_attention,
     fake=_fake_attention,
 )
 fp8_attention_backward_op = register(
-    f"fp8_attention_backward(Tensor dout, Tensor dout_scale, {_OPERANDS}, Tensor lse, Tensor delta,"
-    " bool causal, float scale, float dropout, ScalarType out_dtype, bool wants_bias)"
+    f"fp8_attention_backward(Tensor dout, {_OPERANDS}, Tensor out, Tensor lse,"
+    " bool causal, float scale, float dropout, bool wants_bias)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    cuda=reference.fp8_attention_backward,
+    cuda="attention:fp8_attention_backward",
     reference=reference.fp8_attention_backward,
     fake=_fake_attention_backward,
 )

@@ -1,9 +1,8 @@
 """Attention of Float8Tensors.  B batch, H heads, G key/value heads, S sequence, D head size.
 
-Queries, keys and values with one scale each run the FP8 attention op, forward and backward: that
-rounds the probabilities to e4m3 too, and in backward the gradient of the output as a GEMM does,
-to the format of the queries. Masks, dropout and other blocks dequantize inside what torch runs; so
-does all attention on a GPU, where the op has no kernel yet and would hold every score.
+Queries, keys and values with one scale each run the FP8 attention op, which rounds the
+probabilities to e4m3 too; backward is in high precision. Masks, dropout and other blocks dequantize
+inside what torch runs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from float8lab.ops import fp8_attention_backward_op, fp8_attention_op, quantize_op
+from float8lab.ops import fp8_attention_backward_op, fp8_attention_op
 from float8lab.tensor.dispatch import implements, implements_whole
 from float8lab.tensor.float8_tensor import Float8Tensor
 
@@ -53,7 +52,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     for x in (q, k, v):
         if not isinstance(x, Float8Tensor) or not x.spec.per_tensor or x.ndim != 4:
             return False
-        if x.dtype != q.dtype or x.shape[0] != q.shape[0] or x.is_cuda:
+        if x.dtype != q.dtype or x.shape[0] != q.shape[0]:
             return False
     heads, groups = q.shape[1], k.shape[1]
     grouped = enable_gqa and groups and heads % groups == 0
@@ -77,17 +76,10 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        spec = q.spec
         if isinstance(dout, Float8Tensor):
             dout = dout._decode()
-        rows, dout_scale, _ = quantize_op(
-            dout.reshape(-1, dout.shape[-1]), spec.fp8_dtype, (-1, -1), spec.scale_rule, 0.0, 1
-        )
-        dout8 = rows.view(dout.shape)
-        # Of the rounded gradient, as dp is: the rows of the scores' gradient then sum to 0.
-        delta = (out.float() * dout8.float() * dout_scale.view(1)).sum(-1)
         gradients = fp8_attention_backward_op(
-            dout8, dout_scale, *_operands(q, k, v), lse, delta, *ctx.settings, dout.dtype, False
+            dout, *_operands(q, k, v), out, lse, *ctx.settings, False
         )
         needs = ctx.needs_input_grad[:3]
         dq, dk, dv = (g if need else None for g, need in zip(gradients, needs, strict=False))

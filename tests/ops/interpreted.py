@@ -16,7 +16,15 @@ from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import reference
-from float8lab.ops.kernels import norm, pair, scaling, source, source_cast, source_quantize
+from float8lab.ops.kernels import (
+    attention,
+    norm,
+    pair,
+    scaling,
+    source,
+    source_cast,
+    source_quantize,
+)
 from float8lab.ops.kernels import quantize as kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -159,6 +167,20 @@ def check_cast() -> None:
         all_same(data, wanted)
         same(got, want)
         sums_close(sums, sums_wanted)
+
+
+def check_turned_values() -> None:
+    """Keys of every 16 in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, then zeros."""
+    order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+    for B, G, SK, DV in ((2, 3, 128, 64), (1, 2, 77, 20), (1, 1, 300, 1)):
+        by_token = torch.randint(0, 120, (B, SK, G, DV), dtype=torch.uint8).view(E4M3)
+        v = by_token.transpose(1, 2)
+        padded = reference.round_up(SK, 128)
+        want = torch.zeros(B, G, DV, padded, dtype=torch.uint8)
+        want[..., :SK] = v.view(torch.uint8).mT
+        want = want.unflatten(3, (-1, 16))[..., order].flatten(3)
+        got = attention._turn(v)
+        assert torch.equal(got.view(torch.uint8), want)
 
 
 def check_transpose_and_dequantize() -> None:
@@ -348,6 +370,7 @@ if __name__ == "__main__":
     check_amax()
     check_cast()
     check_transpose_and_dequantize()
+    check_turned_values()
     check_update_scales()
     check_norm()
     check_fp8_norm()

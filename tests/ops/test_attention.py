@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from float8lab import ops
-from float8lab.formats import E4M3, E5M2
-from float8lab.ops.reference.attention import P_SCALE
+from float8lab.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES
+from float8lab.ops.reference import attention as reference
 
 
 def quantized(shape, fp8_dtype, device):
@@ -17,7 +17,7 @@ def quantized(shape, fp8_dtype, device):
 
 def make(device, B=2, H=4, G=2, Sq=5, Sk=7, D=8, Dv=6):
     pairs = [quantized(s, E4M3, device) for s in ((B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv))]
-    dout = quantized((B, H, Sq, Dv), E5M2, device)
+    dout = torch.randn((B, H, Sq, Dv), device=device)
     return [p[0] for p in pairs], [p[1] for p in pairs], dout
 
 
@@ -37,113 +37,208 @@ def masks(name, device):
     return bias, allowed, keep, causal, dropout
 
 
+def exact_attention(q64, k64, v64, settings, bias=None, allowed=None, keep=None):
+    """Output, probabilities and scores in float64."""
+    causal, scale, dropout = settings
+    groups = q64.shape[1] // k64.shape[1]
+    scores = q64 @ k64.repeat_interleave(groups, 1).transpose(2, 3) * scale
+    if bias is not None:
+        scores = scores + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if causal:
+        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    p = scores.softmax(-1)
+    kept = p if keep is None else p * keep / (1 - dropout)
+    return kept @ v64.repeat_interleave(groups, 1), p, scores
+
+
+def decoded(tensors, scales):
+    return [x.double() * s.double().view(1) for x, s in zip(tensors, scales, strict=True)]
+
+
+def check_forward(out, lse, operands, settings, bias=None, allowed=None, keep=None):
+    """Within the rounding of the probabilities, less than 1/16 of each or 2 ** -18.
+
+    The tensor cores keep about 13 bits of a sum; what that does to scores, they do to the logarithm
+    of the probabilities.
+    """
+    q64, k64, v64 = operands
+    expected, p, scores = exact_attention(*operands, settings, bias, allowed, keep)
+    _, scale, dropout = settings
+    groups = q64.shape[1] // k64.shape[1]
+    size = q64.abs() @ k64.abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
+    off = 2.0**-12 * size.amax(-1) * out.is_cuda
+    assert ((lse.double() - scores.logsumexp(-1)).abs() <= off + 1e-5).all()
+    rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + 2.0**-9 * out.is_cuda) + 2.0**-18
+    bound = rounding / (1 - dropout) @ v64.abs().repeat_interleave(groups, 1)
+    last_bit = torch.finfo(out.dtype).eps
+    assert ((out - expected).abs() <= bound + expected.abs() * last_bit + 1e-5).all()
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_forward_and_backward_against_float64(name, device):
-    """Only the probabilities are rounded, by less than 1/16 of each or 2 ** -18."""
-    (q, k, v), scales, (dout, dout_scale) = make(device)
+    (q, k, v), scales, dout = make(device)
     bias, allowed, keep, causal, dropout = masks(name, device)
     shared = (q, k, v, *scales, bias, allowed, keep)
     settings = (causal, 0.3, dropout)
     out, lse = ops.fp8_attention_op(*shared, *settings, torch.float32)
+    leaves = [x.requires_grad_() for x in decoded((q, k, v), scales)]
+    bias64 = None if bias is None else bias.double().requires_grad_()
+    check_forward(
+        out, lse, [x.detach() for x in leaves], settings,
+        None if bias64 is None else bias64.detach(), allowed, keep,
+    )  # fmt: skip
 
-    q64, k64, v64 = (
-        (x.double() * s.double().view(1)).requires_grad_()
-        for x, s in zip((q, k, v), scales, strict=True)
-    )
-    dout64 = dout.double() * dout_scale.double().view(1)
-    leaves = [q64, k64, v64]
-    scores = q64 @ k64.repeat_interleave(2, 1).transpose(2, 3) * 0.3
-    if bias is not None:
-        leaves.append(bias.double().requires_grad_())
-        scores = scores + leaves[-1]
-    hidden = torch.zeros(5, 7, dtype=torch.bool, device=device) if allowed is None else ~allowed
-    if causal:
-        hidden = torch.ones(5, 7, dtype=torch.bool, device=device).triu(1)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    p = scores.softmax(-1)
-    kept = p if keep is None else p * keep / (1 - dropout)
-    expected = kept @ v64.repeat_interleave(2, 1)
-    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-5)
-    rounding = p / 16 + 2.0**-18
-    bound = rounding / (1 - dropout) @ v64.abs().repeat_interleave(2, 1)
-    assert ((out - expected).abs() <= bound + 1e-5).all()
-
-    delta = (out.float() * dout.float() * dout_scale.view(1)).sum(-1)
-    exact_delta = (expected * dout64).sum(-1).float().detach()
+    expected, _, scores = exact_attention(*leaves, settings, bias64, allowed, keep)
     grads = ops.fp8_attention_backward_op(
-        dout, dout_scale, *shared, lse, exact_delta, *settings, torch.float32, bias is not None
-    )
-    exact = torch.autograd.grad(expected, leaves, dout64)
-    assert torch.allclose(grads[0].double(), exact[0], atol=1e-4)
-    assert torch.allclose(grads[1].double(), exact[1], atol=1e-4)
-    bound = (rounding / (1 - dropout)).transpose(2, 3) @ dout64.abs()
-    bound = bound.unflatten(1, (2, 2)).sum(2)
-    assert ((grads[2] - exact[2]).abs() <= bound + 1e-4).all()
+        dout, *shared, expected.detach().float(), scores.logsumexp(-1).detach().float(), *settings,
+        bias is not None,
+    )  # fmt: skip
+    wanted = leaves if bias64 is None else [*leaves, bias64]
+    exact = torch.autograd.grad(expected, wanted, dout.double())
+    for got, want in zip(grads[:3], exact, strict=False):
+        assert torch.allclose(got.double(), want, atol=1e-4)
     if bias is None:
         assert grads[3].numel() == 0
     else:
         assert torch.allclose(grads[3].sum(0, keepdim=True).double(), exact[3], atol=1e-4)
-    own = ops.fp8_attention_backward_op(
-        dout, dout_scale, *shared, lse, delta, *settings, torch.float32, False
-    )
-    assert (own[0] - grads[0]).norm() <= 0.1 * grads[0].norm()  # delta of the rounded output
+    own = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, False)
+    assert (own[0] - grads[0]).norm() <= 0.1 * grads[0].norm()  # of the rounded output
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_opcheck(name, device):
-    (q, k, v), scales, (dout, dout_scale) = make(device)
+    (q, k, v), scales, dout = make(device)
     bias, allowed, keep, causal, dropout = masks(name, device)
     shared = (q, k, v, *scales, bias, allowed, keep)
-    settings = (causal, 0.3, dropout, torch.bfloat16)
+    settings = (causal, 0.3, dropout)
     # Not test_schema: it compares inputs by torch.allclose, which has no FP8 kernel.
     utilities = tuple(u for u in torch.library._OPCHECK_DEFAULT_UTILS if u != "test_schema")
-    torch.library.opcheck(ops.fp8_attention_op, (*shared, *settings), test_utils=utilities)
-    # The forward's own, else probabilities are infinite and a NaN never equals a NaN.
-    _, lse = ops.fp8_attention_op(*shared, *settings)
-    delta = torch.zeros_like(lse)
+    arguments = (*shared, *settings, torch.bfloat16)
+    torch.library.opcheck(ops.fp8_attention_op, arguments, test_utils=utilities)
+    out, lse = ops.fp8_attention_op(*arguments)
     for wants_bias in (False, True):
-        arguments = (dout, dout_scale, *shared, lse, delta, *settings, wants_bias)
+        arguments = (dout.bfloat16(), *shared, out, lse, *settings, wants_bias)
         torch.library.opcheck(ops.fp8_attention_backward_op, arguments, test_utils=utilities)
 
 
-def test_small_probabilities_survive():
+# B, H, G, Sq, Sk, D, Dv
+SHAPES = {
+    "square": (2, 4, 2, 384, 384, 128, 128),
+    "short": (1, 2, 2, 200, 333, 64, 64),
+    "tall": (1, 2, 1, 333, 200, 128, 128),
+    "one-query": (1, 2, 2, 1, 77, 128, 128),
+    "one-key": (2, 2, 1, 130, 1, 32, 32),
+    "wide-values": (2, 3, 3, 129, 127, 40, 96),
+    "odd-heads": (1, 2, 1, 70, 515, 23, 9),
+    "long": (1, 1, 1, 8192, 8192, 64, 128),
+}
+LAYOUTS = {
+    "by-head": lambda x: x.contiguous(),
+    "by-token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "packed": lambda x: torch.cat((x, x), 1).transpose(1, 2).contiguous().transpose(1, 2)[
+        :, : x.shape[1]
+    ],
+    "by-column": lambda x: x.mT.contiguous().mT,
+}  # fmt: skip
+
+
+def arranged(q, layout):
+    """The same FP8 values, elsewhere in memory."""
+    return LAYOUTS[layout](q.view(torch.uint8)).view(q.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel(shape, causal, fp8_dtype):
+    """Forward against float64, backward against the reference of the same output."""
+    B, H, G, Sq, Sk, D, Dv = SHAPES[shape]
+    sizes = (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv)
+    pairs = [quantized(size, fp8_dtype, "cuda") for size in sizes]
+    tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
+    settings = (causal, D**-0.5, 0.0)
+    first = None
+    for layout in LAYOUTS:
+        shared = (*(arranged(x, layout) for x in tensors), *scales, None, None, None)
+        out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
+        if first is None:
+            first = out, lse
+            check_forward(out, lse, decoded(tensors, scales), settings)
+        assert torch.equal(out, first[0])
+        assert torch.equal(lse, first[1])
+        dout = LAYOUTS[layout](torch.randn_like(out))
+        got = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, False)
+        want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings, False)
+        for a, b in zip(got[:3], want, strict=False):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            # Probabilities and the scores' gradient are rounded to 8 bits.
+            assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm() + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+def test_kernel_dtypes_and_determinism(dtype):
+    pairs = [quantized((2, 2, 256, 64), E4M3, "cuda") for _ in range(3)]
+    shared = (*(p[0] for p in pairs), *(p[1] for p in pairs), None, None, None)
+    settings = (True, 0.125, 0.0)
+    out, lse = ops.fp8_attention_op(*shared, *settings, dtype)
+    check_forward(out, lse, decoded(*zip(*pairs, strict=True)), settings)
+    dout = torch.randn_like(out)
+    want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings, False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [
+            ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, False)
+            for _ in range(2)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, again, b in zip(*(run[:3] for run in runs), want, strict=False):
+        assert a.dtype == dtype
+        assert torch.equal(a, again)
+        assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm()
+
+
+@pytest.mark.gpu
+def test_kernel_holds_no_scores():
+    S = 65536  # scores of one head: 16 GiB in float32
+    pairs = [quantized((1, 1, S, 64), E4M3, "cuda") for _ in range(3)]
+    shared = (*(p[0] for p in pairs), *(p[1] for p in pairs), None, None, None)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = ops.fp8_attention_op(*shared, True, 0.125, 0.0, torch.bfloat16)
+    ops.fp8_attention_backward_op(out, *shared, out, lse, True, 0.125, 0.0, False)
+    assert torch.cuda.max_memory_allocated() - before < 2**28
+    assert out.isfinite().all()
+
+
+def test_small_probabilities_survive(device):
     """2048 equal probabilities of 2 ** -11 are exact."""
-    one = torch.ones(1)
-    q, k = torch.zeros(1, 1, 1, 4).to(E4M3), torch.zeros(1, 1, 2048, 4).to(E4M3)
-    v = torch.full((1, 1, 2048, 4), 1.5).to(E4M3)
+    one = torch.ones(1, device=device)
+    q, k, v = (
+        torch.full((1, 1, size, 4), value, device=device).to(E4M3)
+        for size, value in ((1, 0.0), (2048, 0.0), (2048, 1.5))
+    )
     out, lse = ops.fp8_attention_op(
         q, k, v, one, one, one, None, None, None, False, 1.0, 0.0, torch.float32
     )
-    assert torch.equal(out, torch.full((1, 1, 1, 4), 1.5))
+    assert out.tolist() == [[[[1.5] * 4]]]
     assert lse.item() == pytest.approx(11 * torch.tensor(2.0).log().item())
-    assert P_SCALE * 448 > 1
+    assert reference.P_SCALE * 448 > 1
 
 
-def test_probabilities_that_rounding_takes_above_1():
-    """Backward recomputes them from large scores and their rounded sum: they are then 1."""
-    one = torch.ones(1)
-    q, k, v = (torch.full((1, 1, 1, 4), 1.5).to(E4M3) for _ in range(3))
-    operands = (q.to(E5M2), one, q, k, v, one, one, one, None, None, None)
-    delta = torch.zeros(1, 1, 1)
-    lse = torch.full((1, 1, 1), 9.0)  # of a score of 9
-    results = [
-        ops.fp8_attention_backward_op(
-            *operands, lse - off, delta, False, 1.0, 0.0, torch.float32, False
-        )
-        for off in (0.0, 1.0)
-    ]
-    assert torch.equal(results[1][2], results[0][2])
-    assert results[0][2].tolist() == [[[[1.5] * 4]]]
-
-
-def test_nan_and_large_scores():
-    one = torch.ones(1)
-    q = torch.full((1, 1, 2, 4), 448.0).to(E4M3)
-    k = torch.stack([torch.full((1, 1, 4), 448.0), torch.full((1, 1, 4), -448.0)], 2).to(E4M3)
-    v = torch.tensor([1.0, 2.0]).view(1, 1, 2, 1).to(E4M3)
+def test_nan_and_large_scores(device):
+    one = torch.ones(1, device=device)
+    q = torch.full((1, 1, 2, 4), 448.0, device=device).to(E4M3)
+    k = torch.stack([torch.full((1, 1, 4), s * 448.0, device=device) for s in (1, -1)], 2).to(E4M3)
+    v = torch.tensor([1.0, 2.0], device=device).view(1, 1, 2, 1).to(E4M3)
     arguments = (None, None, None, False, 1.0, 0.0, torch.float32)
     out, _ = ops.fp8_attention_op(q, k, v, one, one, one, *arguments)
-    assert torch.equal(out, torch.ones(1, 1, 2, 1))  # the other key's weight underflows
+    assert out.flatten().tolist() == [1.0, 1.0]  # the other key's weight underflows
     q = q.float()
     q[0, 0, 0, 0] = torch.nan
     out, _ = ops.fp8_attention_op(q.to(E4M3), k, v, one, one, one, *arguments)

@@ -60,7 +60,7 @@ def test_fp8_attention_and_its_gradients(case, dtype, device):
     qkv = operands(dtype=dtype, device=device, **shapes)
     exact_qkv = [t.detach().dequantize().double().requires_grad_() for t in qkv]
     y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv, **how))
-    assert fp8 == (device.type == "cpu")  # there is no kernel yet
+    assert fp8
     exact = F.scaled_dot_product_attention(*exact_qkv, **how)
     assert (y.dtype, y.shape) == (dtype, exact.shape)
     # Each probability is off by 1/16 at most, or 2 ** -18: so is their mean of values.
@@ -71,9 +71,9 @@ def test_fp8_attention_and_its_gradients(case, dtype, device):
     got = torch.autograd.grad(y, qkv, dy)
     want = torch.autograd.grad(exact, exact_qkv, dy.double())
     for g, w in zip(got, want, strict=True):
-        # dy and, for v, the probabilities are rounded to e4m3, by half of 1/8 of each at most.
+        # Backward is in high precision, but for the rounded output's part in it.
         assert (g.dtype, g.shape) == (dtype, w.shape)
-        assert (g - w).norm() <= w.norm() / 8
+        assert (g - w).norm() <= w.norm() / 16
 
 
 def test_against_the_op():

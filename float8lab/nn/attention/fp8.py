@@ -1,10 +1,9 @@
-"""Attention in FP8: the cast of q, k, v and dout, and the autograd function.
+"""Attention in FP8: the cast of q, k and v, and the autograd function.
 
 A recipe with ``fp8_dpa`` (or ``fp8_mha``) asks for it. q, k, v are cast to the recipe's forward
-format and the output's gradient to its backward format, each with one scale per tensor, delayed
-under ``DelayedScaling``, else from the tensor itself by the recipe's scale rule, whatever blocks
-the recipe gives to linear layers. Saved for backward: q, k, v in FP8, the output, one float32 per
-query.
+format, each with one scale per tensor, delayed under ``DelayedScaling``, else from the tensor
+itself by the recipe's scale rule, whatever blocks the recipe gives to linear layers. Backward is in
+high precision. Saved for it: q, k, v in FP8, the output, one float32 per query.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
 
 __all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention"]
 
-Q, K, V, DOUT = 0, 1, 2, 3
+Q, K, V = 0, 1, 2
 """Indices of attention's cast tensors."""
 
 
@@ -32,9 +31,8 @@ class AttentionPrecision(Precision):
     """The FP8 state of one attention module."""
 
     def slot_layout(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
-        """Formats of q, k, v and the output's gradient."""
-        forward, backward = plan.x.fp8_dtype, plan.dy.fp8_dtype
-        return [forward, forward, forward, backward], [True, True, True, False]
+        """Formats of q, k and v."""
+        return [plan.x.fp8_dtype] * 3, [True] * 3
 
     def active_recipe(self) -> Recipe | None:
         """The recipe in force if it asks for FP8 attention."""
@@ -81,7 +79,9 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
 
 def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Tensor, Tensor]:
     plan = call.plan
-    rows = x.reshape(-1, x.shape[-1])
+    laid_out, order = _as_in_memory(x)
+    first, second, third, size = laid_out.shape
+    rows = laid_out.reshape(first * second, third * size)
     if plan.delayed and torch.compiler.is_compiling():
         q, scale = cast_in_graph(rows, index, call, fp8_dtype, 1)
     elif plan.delayed:
@@ -91,7 +91,21 @@ def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Te
         q, scale, _ = quantize_op(
             rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
         )
-    return q.view(x.shape), scale
+    return q.view(laid_out.shape).permute(order), scale
+
+
+_ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))
+"""Permutations of ``[B, H, S, D]`` to ``[B, S, H, D]`` and ``[S, B, H, D]``, and back."""
+
+
+def _as_in_memory(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """``x`` as a matrix in memory has it, if it is one, and the permutation back."""
+    for order, back in _ORDERS:
+        y = x.permute(order)
+        stride = y.stride()
+        if stride[3] == 1 and stride[2] == y.shape[3] and stride[0] == y.shape[1] * stride[1]:
+            return y, back
+    return x, (0, 1, 2, 3)
 
 
 class _Attention(torch.autograd.Function):
@@ -114,21 +128,17 @@ class _Attention(torch.autograd.Function):
         out, lse = fp8_attention_op(*operands, *settings, q.dtype)
         if any(ctx.needs_input_grad[:4]):
             ctx.save_for_backward(*operands, out, lse)
-        ctx.call, ctx.settings = call, settings
+        ctx.settings = settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *operands, out, lse = ctx.saved_tensors
-        call, bias = ctx.call, operands[6]
-        dout8, dout_scale = _cast(dout, call.plan.dy.fp8_dtype, DOUT, call)
-        # Of the rounded gradient, as dp is: the rows of the scores' gradient then sum to 0, but for
-        # the rounding of the probabilities that made the output.
-        delta = (out.float() * dout8.float() * dout_scale.view(1)).sum(-1)
+        bias = operands[6]
         needs = ctx.needs_input_grad
         dq, dk, dv, dbias = fp8_attention_backward_op(
-            dout8, dout_scale, *operands, lse, delta, *ctx.settings, dout.dtype, needs[3]
+            dout, *operands, out, lse, *ctx.settings, needs[3]
         )
         grads = [g if need else None for g, need in zip((dq, dk, dv), needs, strict=False)]
         db = dbias.sum_to_size(bias.shape).to(bias.dtype) if needs[3] else None

@@ -1,31 +1,40 @@
 """FP8 attention in plain PyTorch.  B batch, H heads, G key/value heads, S sequence, D head size.
 
-The specification of the ops in ``attention.py``, their oracle, and for now their implementation on
-CPU and CUDA. Scores and softmax are float32. The probabilities are rounded to e4m3 with the fixed
-decode scale ``P_SCALE`` (they are at most 1), the sum that normalizes them is of the unrounded
-ones. In backward the gradient of the scores stays float32.
+The specification of the ops in ``attention.py``, their oracle, and their implementation on the CPU
+and on a GPU where the kernel does not fit. Scores and softmax are float32. The probabilities are
+rounded to e4m3 with the fixed decode scale ``P_SCALE`` (they are at most 1), the sum that
+normalizes them is of the unrounded ones.
+
+Backward is in high precision, of the dequantized operands and the unrounded probabilities: to round
+the gradients of output and scores, too, would cost accuracy and, on Hopper, gain little time.
+
+Outputs and gradients lie in memory by token, ``[B, S, H, D]``, as the layers around want them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3
 
-__all__ = ["P_SCALE", "fp8_attention", "fp8_attention_backward"]
+__all__ = ["P_SCALE", "by_token", "empty_by_token", "fp8_attention", "fp8_attention_backward"]
 
 P_SCALE = 2.0**-8
 """Decode scale of the softmax probabilities: e4m3 then resolves them down to 2 ** -17."""
 
 
-def _round_p(p: Tensor) -> Tensor:
-    """Values in [0, 1] as e4m3 holds them under ``P_SCALE``, times ``1 / P_SCALE``.
+def by_token(x: Tensor) -> Tensor:
+    """``x``, ``[B, H, S, D]``, in memory as ``[B, S, H, D]``."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
-    In backward rounding can take them above 1, and far above e4m3's largest value torch 2.11 casts
-    to NaN.
-    """
-    return (p.clamp(max=1.0) / P_SCALE).to(E4M3).float()
+
+def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialized ``[B, H, S, D]``, in memory as ``[B, S, H, D]``."""
+    B, H, S, D = shape
+    return like.new_empty((B, S, H, D), dtype=dtype).transpose(1, 2)
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:
@@ -94,28 +103,26 @@ def fp8_attention(
         out_dtype: of the output.
 
     Returns:
-        ``[B, H, Sq, Dv]``, and the logarithm of each query's sum of exponentials, ``[B, H, Sq]``
-        float32.
+        ``[B, H, Sq, Dv]`` (in memory by token), and the logarithm of each query's sum of
+        exponentials, ``[B, H, Sq]`` float32.
     """
     scores = _scores(q, k, q_scale, k_scale, bias, allowed, causal, scale)
     if not scores.numel():
-        return q.new_zeros((*q.shape[:3], v.shape[3]), dtype=out_dtype), scores.new_zeros(
-            scores.shape[:3]
-        )
+        out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
+        return out, scores.new_zeros(scores.shape[:3])
     largest = scores.amax(-1, keepdim=True)
     p = (scores - largest).exp()
     total = p.sum(-1, keepdim=True)
-    p8 = _round_p(p)
+    p8 = (p / P_SCALE).to(E4M3).float()
     if keep is not None:
         p8 = p8 * keep
     decode = v_scale.view(1) * P_SCALE / (1.0 - dropout)
     out = (p8 @ _repeat(v, q.shape[1])) * (decode / total)
-    return out.to(out_dtype).contiguous(), (largest + total.log()).squeeze(-1)
+    return by_token(out.to(out_dtype)), (largest + total.log()).squeeze(-1)
 
 
 def fp8_attention_backward(
     dout: Tensor,
-    dout_scale: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,19 +132,17 @@ def fp8_attention_backward(
     bias: Tensor | None,
     allowed: Tensor | None,
     keep: Tensor | None,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
     causal: bool,
     scale: float,
     dropout: float,
-    out_dtype: torch.dtype,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``fp8_attention``.
+    """Gradients of ``fp8_attention``, its rounding of the probabilities taken as the identity.
 
     Args:
-        dout: ``[B, H, Sq, Dv]`` FP8, its decode scale in ``dout_scale``.
-        dout_scale: one element.
+        dout: ``[B, H, Sq, Dv]`` high precision.
         q: this and all up to ``keep`` as the forward had them.
         k: likewise.
         v: likewise.
@@ -147,28 +152,30 @@ def fp8_attention_backward(
         bias: likewise.
         allowed: likewise.
         keep: likewise.
+        out: from the forward.
         lse: from the forward.
-        delta: ``[B, H, Sq]`` float32, each query's sum of output times its gradient.
         causal: as in the forward, like ``scale`` and ``dropout``.
         scale: likewise.
         dropout: likewise.
-        out_dtype: of the gradients of q, k, v.
         wants_bias: return the gradient of the bias.
 
     Returns:
-        Gradients of q, k, v, and ``[B, H, Sq, Sk]`` float32 of the bias (empty if not wanted).
+        Gradients of q, k, v in the dtype of ``dout`` (in memory by token), and ``[B, H, Sq, Sk]``
+        float32 of the bias (empty if not wanted).
     """
     H, G = q.shape[1], k.shape[1]
     scores = _scores(q, k, q_scale, k_scale, bias, allowed, causal, scale)
     p = (scores - lse.unsqueeze(-1)).exp()
-    dv = _round_p(p) * P_SCALE
-    dp = dout.float() @ _repeat(v, H).transpose(2, 3) * (dout_scale * v_scale).view(1)
+    gradient = dout.float()
+    dp = gradient @ _repeat(v, H).transpose(2, 3) * v_scale.view(1)
+    kept = p
     if keep is not None:
-        kept = keep / (1.0 - dropout)
-        dv, dp = dv * kept, dp * kept
-    dv = _sum_groups(dv.transpose(2, 3) @ dout.float(), G) * dout_scale.view(1)
-    ds = p * (dp - delta.unsqueeze(-1))
+        factor = keep / (1.0 - dropout)
+        kept, dp = p * factor, dp * factor
+    dv = _sum_groups(kept.transpose(2, 3) @ gradient, G)
+    ds = p * (dp - (out.float() * gradient).sum(-1, keepdim=True))
     dq = ds @ _repeat(k, H) * (k_scale.view(1) * scale)
     dk = _sum_groups(ds.transpose(2, 3) @ q.float(), G) * (q_scale.view(1) * scale)
     dbias = ds if wants_bias else ds.new_empty(0)
-    return dq.to(out_dtype), dk.to(out_dtype), dv.to(out_dtype), dbias
+    dq, dk, dv = (by_token(x.to(dout.dtype)) for x in (dq, dk, dv))
+    return dq, dk, dv, dbias

@@ -8,24 +8,23 @@ import torch
 import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import DotProductAttention
-from float8lab.nn.attention.fp8 import DOUT, K, Q, V
+from float8lab.nn.attention.fp8 import K, Q, V
 from float8lab.recipes import Format
 from tests.nn.attention import oracle
 
 # Signal-to-noise ratio in dB against float64 for normally distributed tensors, stated in
-# docs/modules/attention.md: output, dq, dk, dv. Rounding one operand to e4m3 leaves 31.5 dB, to
-# e5m2 25.5 dB. Rounding q and k leaves scores of variance 1 with 28.5 dB, hence probabilities too.
-# With their own rounding and that of v the output has 25.5 dB; dq and dk, from scores, dout, v and
-# k (or q), 24.5 dB (e5m2: 22.5); dv, from scores, probabilities and dout, 25.5 dB (e5m2: 23). Half
-# a dB less is for the sample.
-E4M3_SQNR, HYBRID_SQNR = (25.0, 24.0, 24.0, 25.0), (25.0, 22.0, 22.0, 22.5)
+# docs/modules/attention.md: output, dq, dk, dv. Rounding one operand to e4m3 leaves 31.5 dB.
+# Rounding q and k leaves scores of variance 1 with 28.5 dB, hence probabilities and dv, too. With
+# their own rounding and that of v the output has 25.5 dB; dq and dk, from probabilities, v and k
+# (or q), 25.5 dB. Half a dB less is for the sample.
+SQNR = (25.0, 25.0, 25.0, 28.0)
 RECIPES = {
-    "delayed": (recipes.DelayedScaling(fp8_dpa=True), HYBRID_SQNR),
-    "current": (recipes.Float8CurrentScaling(fp8_dpa=True), HYBRID_SQNR),
-    "e4m3": (recipes.Float8CurrentScaling(fp8_dpa=True, fp8_format=Format.E4M3), E4M3_SQNR),
-    "rowwise": (recipes.Float8RowwiseScaling(fp8_dpa=True), E4M3_SQNR),
-    "block": (recipes.Float8BlockScaling(fp8_dpa=True), E4M3_SQNR),
-    "mx": (recipes.MXFP8BlockScaling(fp8_mha=True), E4M3_SQNR),
+    "delayed": recipes.DelayedScaling(fp8_dpa=True),
+    "current": recipes.Float8CurrentScaling(fp8_dpa=True),
+    "e4m3": recipes.Float8CurrentScaling(fp8_dpa=True, fp8_format=Format.E4M3),
+    "rowwise": recipes.Float8RowwiseScaling(fp8_dpa=True),
+    "block": recipes.Float8BlockScaling(fp8_dpa=True),
+    "mx": recipes.MXFP8BlockScaling(fp8_mha=True),
 }
 each_recipe = pytest.mark.parametrize("name", RECIPES)
 
@@ -64,16 +63,16 @@ VARIANTS = {
 @each_recipe
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sqnr_of_output_and_gradients(name, variant, device):
-    recipe, stated = RECIPES[name]
+    recipe = RECIPES[name]
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     tensors = make(device=device)
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in
              VARIANTS[variant].items()}  # fmt: skip
-    run(module, tensors, recipe, **moved)  # delayed scaling: give the gradient a history
+    run(module, tensors, recipe, **moved)  # delayed scaling: give it a history
     results = run(module, tensors, recipe, **moved)
     exact = run(module, [t.double() for t in tensors], None, **moved)
     measured = [sqnr(a, e) for a, e in zip(results, exact, strict=True)]
-    assert all(m >= s for m, s in zip(measured, stated, strict=True)), measured
+    assert all(m >= s for m, s in zip(measured, SQNR, strict=True)), measured
     assert min(measured) < 40  # it did run in FP8
 
 
@@ -82,13 +81,13 @@ def test_sqnr_of_output_and_gradients(name, variant, device):
 def test_half_precision(dtype, name, device):
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     tensors = make(device=device, dtype=dtype)
-    recipe, stated = RECIPES[name]
+    recipe = RECIPES[name]
     run(module, tensors, recipe)
     results = run(module, tensors, recipe)
     exact = run(module, [t.double() for t in tensors], None)
     assert all(t.dtype == dtype for t in results)
     measured = [sqnr(a, e) for a, e in zip(results, exact, strict=True)]
-    assert all(m >= s for m, s in zip(measured, stated, strict=True)), measured
+    assert all(m >= s for m, s in zip(measured, SQNR, strict=True)), measured
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 8, 8), (2, 1, 8, 8)], ids=str)
@@ -97,7 +96,7 @@ def test_gradient_of_a_bias(shape):
     *qkv, dy = make(8)
     bias = torch.randn(shape)
     results = []
-    for recipe in (RECIPES["e4m3"][0], None):
+    for recipe in (RECIPES["e4m3"], None):
         dtype = torch.float32 if recipe else torch.float64
         leaves = oracle.leaves(*(t.to(dtype) for t in (*qkv, bias)))
         with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
@@ -118,17 +117,17 @@ def test_edge_lengths(name, b, sq, sk, device):
     module = DotProductAttention(2, 4, attn_mask_type="causal_bottom_right", qkv_format="bshd")
     shapes = (b, sq, 2, 4), (b, sk, 2, 4), (b, sk, 2, 4), (b, sq, 8)
     tensors = [torch.randn(shape, device=device) for shape in shapes]
-    results = run(module, tensors, RECIPES[name][0])
+    results = run(module, tensors, RECIPES[name])
     exact = run(module, [t.double() for t in tensors], None)
     for a, e in zip(results, exact, strict=True):
         assert a.shape == e.shape
-        assert (a - e).norm() <= 0.25 * e.norm()
+        assert (a - e).norm() <= 0.25 * e.norm() + 1e-6
 
 
 def test_queries_that_see_nothing_give_zero():
     module = DotProductAttention(2, 4, attn_mask_type="causal_bottom_right", qkv_format="bshd")
     q, k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 2, 2, 4), torch.randn(1, 2, 2, 4)
-    y, dq, dk, dv = run(module, [q, k, v, torch.ones(1, 5, 8)], RECIPES["current"][0])
+    y, dq, dk, dv = run(module, [q, k, v, torch.ones(1, 5, 8)], RECIPES["current"])
     assert torch.equal(y[:, :3], torch.zeros(1, 3, 8))
     assert torch.equal(dq[:, :3], torch.zeros(1, 3, 2, 4))
     assert dk.isfinite().all()
@@ -146,7 +145,7 @@ def test_inputs_are_saved_in_fp8():
 
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        float8lab.autocast(recipe=RECIPES["current"][0]),
+        float8lab.autocast(recipe=RECIPES["current"]),
     ):
         module(*leaves)
     by_dtype = {}
@@ -186,12 +185,11 @@ def test_delayed_scales_come_from_earlier_steps():
         run(module, [q * factor, k, v, dy * factor], recipe)
     slots = module._fp8.slots[recipe, None]
     state = slots.tensors()
-    assert state["steps"].tolist() == [3, 3, 3, 2]  # the last gradient's amax is taken in later
+    assert state["steps"].tolist() == [3, 3, 3]
     assert state["history"][:, Q].tolist() == [q.abs().max() * 2, q.abs().max() * 4]
-    assert state["history"][:, DOUT].tolist() == [dy.abs().max() * 4, dy.abs().max()]
     encode = 1 / state["scale"]
-    for index, x, limit in ((Q, q * 4, 448), (K, k, 448), (V, v, 448), (DOUT, dy * 4, 57344)):
-        assert encode[index] == 2.0 ** torch.floor(torch.log2(limit / x.abs().max()))
+    for index, x in ((Q, q * 4), (K, k), (V, v)):
+        assert encode[index] == 2.0 ** torch.floor(torch.log2(448 / x.abs().max()))
 
 
 def test_eval_freezes_the_scales_and_calibration_collects_them():
@@ -226,7 +224,7 @@ def test_state_is_copied_and_saved():
 def test_double_backward_is_refused():
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     leaves = oracle.leaves(*make(8)[:3])
-    with float8lab.autocast(recipe=RECIPES["current"][0]):
+    with float8lab.autocast(recipe=RECIPES["current"]):
         y = module(*leaves)
     (dq,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
