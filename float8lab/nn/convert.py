@@ -215,8 +215,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
             + "\nExclude these layers, correct the names, or pass strict=False."
         )
     for plan in plans:
-        if plan.report.converted:
-            _convert_layer(plan)
+        if plan.report.converted or plan.stays:
+            _set_recipe(plan)
     for module, name, found, pinned in attention:
         precision = module._fp8
         precision.recipe, precision.pinned, precision.name = found, pinned, name
@@ -234,6 +234,8 @@ class _LayerPlan:
     pinned: bool = False
     failed: bool = False
     """Asked for, but not possible."""
+    stays: bool = False
+    """Asked to be in high precision."""
 
 
 def _is_opaque_linear(layer: nn.Module) -> bool:
@@ -255,17 +257,17 @@ def _plan_layer(
     excluded = next((pattern for pattern in exclude if matches(name, pattern)), None)
     obstacle = _obstacle(layer, told=bool(named))
 
-    def plan(note: str, *, converted: bool = False, failed: bool = False) -> _LayerPlan:
+    def plan(note: str, *, converted: bool = False, **reason: bool) -> _LayerPlan:
         shape, count = _shape_and_count(layer)
         report = LayerReport(name, shape, converted, note, count)
-        return _LayerPlan(layer, report, recipe if converted else None, bool(named), failed)
+        return _LayerPlan(layer, report, recipe if converted else None, bool(named), **reason)
 
     if excluded is not None:
         return plan(f"excluded by {excluded!r}")
     if filter_fn is not None and not filter_fn(layer, name):
         return plan("left out by filter_fn")
     if recipe is None:
-        return plan("high precision by overrides")
+        return plan("high precision by overrides", stays=True)
     if obstacle is not None:
         return plan(obstacle, failed=True)
     return plan(repr(recipe), converted=True)
@@ -368,9 +370,9 @@ def _emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
     ]
 
 
-def _convert_layer(plan: _LayerPlan) -> None:
+def _set_recipe(plan: _LayerPlan) -> None:
     layer: Any = plan.layer  # its class changes below
-    if not isinstance(layer, (Linear, FusedModule)):
+    if plan.report.converted and not isinstance(layer, (Linear, FusedModule)):
         layer.__class__ = _class_of(layer, _float8_class)
         layer._fp8 = Precision(key=f"name {plan.report.name}")
     for part, precision in precisions(layer):

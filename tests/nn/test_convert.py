@@ -324,6 +324,19 @@ def test_overrides_win_over_recipe_and_autocast():
     assert not model.blocks[0].attn._fp8.slots  # no delayed state: its own recipe was used
 
 
+def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
+    norm_linear = float8lab.LayerNormLinear(16, 16, device="cpu")
+    model = nn.Sequential(norm_linear, nn.Linear(16, 16), nn.Linear(16, 16))
+    float8lab.convert_to_float8(model)
+    report = float8lab.convert_to_float8(model, overrides={"0": None, "1": None})
+    assert converted(report) == ["2"]
+    for recipe in (None, recipes.DelayedScaling()):
+        with float8lab.autocast(recipe=recipe), float8lab.count_gemms() as counts:
+            model(torch.randn(4, 16))
+        assert counts.fp8_by_module == {"2": 1}
+        assert counts.high_precision_by_module == {"0": 1, "1": 1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
