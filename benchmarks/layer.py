@@ -3,8 +3,9 @@
     python -m benchmarks.layer [--compile] [--batch 4] [--sequence 4096]
 
 Needs a CUDA GPU. The baseline is plain bfloat16 under ``torch.compile``. ``TransformerLayer`` is
-ours; ``converted`` is the plain layer after ``convert_to_float8``. All have the same weights, and
-output and input gradient, without the residual stream, must be the plain layer's.
+ours; ``converted`` is the plain layer after ``convert_to_float8``, also with ``"auto"``. All have
+the same weights, and output and input gradient, without the residual stream, must be the plain
+layer's.
 
 The floor: the layer's GEMMs, the fastest bfloat16 attention of torch, and the bytes of casts,
 norms, rotary embedding, activation and residual sums, each as one pass fused with the cast that
@@ -16,7 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,20 +42,23 @@ from benchmarks.models import (
 from benchmarks.peers import layer_peers
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject, Target
-from float8lab.recipes import Recipe
+from float8lab.recipes import Auto, Recipe
 
-__all__ = ["SUBJECT", "attention_ms", "candidates", "floor_ms", "main", "rows"]
+__all__ = ["SUBJECT", "attention_ms", "candidates", "compare_auto", "floor_ms", "main", "rows"]
 
 FLOOR_DB = 15.0
 """Four GEMMs in a row of 25 to 28 dB each, added up, and room for the gradient's e5m2."""
+OF_BEST = "x best recipe"
 TARGETS = {
+    "converted, auto, eager": (Target(OF_BEST, ">=", 0.98),),
+    "converted, auto, compile": (Target(OF_BEST, ">=", 0.98),),
     "TransformerLayer, delayed, eager": (Target("x bf16", ">=", 1.60),),
     "TransformerLayer, current, eager": (Target("x bf16", ">=", 1.55),),
     "TransformerLayer, block, eager": (Target("x bf16", ">=", 1.40),),
     "converted, current, eager": (Target("x bf16", ">=", 1.42),),
     "converted, current, compile": (Target("x bf16", ">=", 1.54),),
 }
-"""Against compiled bfloat16."""
+"""Against compiled bfloat16; of ``auto``, against the fastest recipe in the same mode."""
 CUDA_ATTENTION = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 """Torch's fused kernels with a backward that is not slow."""
 
@@ -124,7 +129,7 @@ def floor_ms(
     return gemms + attention + floor.move_ms(moved_bytes(size, recipe))
 
 
-def converted(plain: nn.Module, recipe: Recipe) -> nn.Module:
+def converted(plain: nn.Module, recipe: Recipe | Auto) -> nn.Module:
     """A copy of the plain layer with its linear layers in FP8."""
     model = copy.deepcopy(plain)
     float8lab.convert_to_float8(model, recipe, strict=True)
@@ -156,7 +161,26 @@ def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candid
             yield Candidate(
                 f"converted, {name}, {mode}", partial(converted, plain, recipe), PLAIN, **shared
             )
+        auto = Auto(tokens=size.tokens, mode=mode)
+        # Its layers may differ in recipe, and so it has no floor.
+        yield Candidate(
+            f"converted, auto, {mode}", partial(converted, plain, auto), PLAIN,
+            compiled=compiled, fp8=True, has_floor=False,
+        )  # fmt: skip
     yield from layer_peers(plain, size, setting.modes, PLAIN, OURS)
+
+
+def compare_auto(rows: Iterable[Row]) -> Iterator[Row]:
+    """Add to the rows of ``auto`` how fast they are beside the fastest recipe."""
+    best: dict[str, float] = {}  # ms by mode
+    for row in rows:
+        *kind, mode = row.name.split(", ")
+        if kind[:1] == ["converted"] and row.median is not None:
+            if kind != ["converted", "auto"]:
+                best[mode] = min(row.median, best.get(mode, row.median))
+            elif mode in best:
+                row = replace(row, values={**row.values, OF_BEST: best[mode] / row.median})
+        yield row
 
 
 def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
@@ -170,7 +194,7 @@ def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
     floor = partial(floor_ms, setting.floor, size, attention_ms(setting, size))
     trial = Trial(size.describe(), data, gate, size.flops(), floor, less)
     made = candidates(setting, plain, size)
-    yield from trial.rows(setting, made, TARGETS if size == LLAMA else {})
+    yield from compare_auto(trial.rows(setting, made, TARGETS if size == LLAMA else {}))
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +219,7 @@ SUBJECT = Subject(
         report.FLOOR,
         report.TIMES_FLOOR,
         report.SPEED_UP,
+        report.Column(OF_BEST),
         report.FLOPS,
         report.CEILING,
         report.TARGET,

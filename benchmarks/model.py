@@ -4,8 +4,8 @@
 
 Needs a CUDA GPU. A step is forward, backward and fused AdamW, everything in bfloat16 but for the
 FP8 GEMMs; the time is that of the host, which is what a program sees. The baseline is plain
-bfloat16 with each layer compiled. ``converted`` is the plain stack after ``convert_to_float8``;
-``TransformerLayer`` is ours.
+bfloat16 with each layer compiled. ``converted`` is the plain stack after ``convert_to_float8``
+with a recipe or ``"auto"``; ``TransformerLayer`` is ours.
 
 The task is to memorise random targets, on which Adam's first steps follow the sign of every
 gradient. A row is refused if the loss of the first step is more than 1 % off the baseline's, or if
@@ -33,7 +33,7 @@ from benchmarks.models import EPS, LLAMA, InContext, LayerSize
 from benchmarks.peers import te_stack, torchao_stack
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject
-from float8lab.recipes import Recipe
+from float8lab.recipes import Auto, Recipe
 
 __all__ = ["SUBJECT", "Stack", "main", "rows"]
 
@@ -68,7 +68,7 @@ def plain_stack(size: LayerSize, layers: int, device: torch.device, seed: int) -
     return nn.Sequential(*made).bfloat16()
 
 
-def converted(plain: nn.Sequential, recipe: Recipe) -> nn.Module:
+def converted(plain: nn.Sequential, recipe: Recipe | Auto) -> nn.Module:
     """A copy with its linear layers in FP8."""
     model = copy.deepcopy(plain)
     float8lab.convert_to_float8(model, recipe, strict=True)
@@ -92,6 +92,11 @@ def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[
                 partial(our_stack, plain, size, recipe),
                 **shared,
             )
+        auto = Auto(tokens=size.tokens, mode=mode)
+        yield Stack(
+            f"converted, auto, {mode}", partial(converted, plain, auto),
+            compiled=mode == "compile", fp8=True, has_floor=False,
+        )  # fmt: skip
     for name, make, compiled in (
         *torchao_stack(plain, setting.modes),
         *te_stack(plain, size),

@@ -9,7 +9,8 @@ does not wait, in microseconds:
   kernels, copies and fills that torch's profiler sees of one forward and backward;
 - ``autocast`` entered and left, with that many FP8 modules alive which have run before, and left
   after all of them have run: then delayed scaling advances their scales;
-- a training step of a GPT of 50 million parameters, where FP8 never wins.
+- a training step of a GPT of 50 million parameters, where FP8 never wins, and ``"auto"`` must not
+  lose.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from benchmarks.models import Candidate, train_step, training_results
 from benchmarks.peers import linear_peers
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject, Target
-from float8lab.recipes import Recipe
+from float8lab.recipes import Auto, Recipe
 
 __all__ = ["SUBJECT", "count_launches", "main", "rows"]
 
@@ -43,6 +44,7 @@ SAME_LOSS = 0.01
 """How far, relative to bfloat16's, the loss of the first step may be off."""
 FORWARD, BOTH = "forward us", "forward + backward us"
 FORWARD_RATIO, BOTH_RATIO = "forward, of bf16 both", "both, of bf16 both"
+SAME_MODE = "x bf16 in the same mode"
 ENTER_EXIT, EXIT = "enter + exit us", "exit after all ran us"
 
 
@@ -233,12 +235,14 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
     targets = tokens.roll(-1, dims=1)
     with torch.no_grad():
         right = float(plain(tokens, targets))
-    names: list[tuple[str, Recipe | None, str]] = [("bfloat16", None, "eager")]
-    if setting.compile:
-        names.append(("bfloat16", None, "compile"))
-    names += [(name, RECIPES[name](), mode) for mode in setting.modes for name in setting.recipes]
+    names: list[tuple[str, Recipe | Auto | None, str]]
+    names = [("bfloat16", None, mode) for mode in setting.modes]
+    for mode in setting.modes:
+        names += [(name, RECIPES[name](), mode) for name in setting.recipes]
+        names.append(("auto", Auto(tokens=size.batch * size.sequence, mode=mode), mode))
+    plain_ms: dict[str, float] = {}  # by mode
 
-    def measure(name: str, recipe: Recipe | None, mode: str) -> Row:
+    def measure(name: str, recipe: Recipe | Auto | None, mode: str) -> Row:
         model = copy.deepcopy(plain)
         if recipe is not None:
             float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
@@ -258,11 +262,17 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
         label = f"{name}, {mode}"
         if not abs(loss - right) <= SAME_LOSS * right:
             return setting.row(case, label, refusal=f"wrong: loss {loss:.4f}, not {right:.4f}")
+        timing = setting.wall(step)
+        if recipe is None:
+            plain_ms[mode] = timing.median
+        auto = isinstance(recipe, Auto)
         return setting.row(
             case,
             label,
-            ms=setting.wall(step).samples,
+            ms=timing.samples,
             baseline=recipe is None and mode == "eager",
+            values={SAME_MODE: plain_ms[mode] / timing.median} if mode in plain_ms else {},
+            targets=(Target(SAME_MODE, ">=", 0.97),) if auto else (),
         )
 
     for name, recipe, mode in names:
@@ -289,6 +299,7 @@ SUBJECT = Subject(
         report.decibels("y", "dX", "dW"),
         report.Column("wall ms (quartiles)", cell=report.TIME.cell),
         report.SPEED_UP,
+        report.Column(SAME_MODE),
         report.Column(FORWARD, 1),
         report.Column(BOTH, 1),
         report.Column(FORWARD_RATIO),

@@ -8,9 +8,9 @@ layer stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions, precisions_below
 from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
@@ -42,7 +43,7 @@ class LayerReport:
     """(out_features, in_features)"""
     converted: bool
     note: str
-    """Converted: the recipe. Skipped: why."""
+    """Converted: the recipe. Skipped: why. With predicted times where the recipe was chosen."""
     parameters: int
 
 
@@ -122,13 +123,16 @@ def matches(name: str, pattern: str) -> bool:
     return found or fnmatchcase(name, pattern)
 
 
+_Choice = Recipe | Auto
+
+
 def convert_to_float8(  # each is a keyword that users set on its own
     model: nn.Module,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Auto | Literal["auto"] | None = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     exclude: Sequence[str] = (),
-    overrides: Mapping[str, Recipe | None] | None = None,
+    overrides: Mapping[str, Recipe | Auto | Literal["auto"] | None] | None = None,
     strict: bool = False,
     fp8_all_gather: bool = True,
 ) -> ConversionReport:
@@ -145,7 +149,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
 
     Args:
         model: converted in place; may itself be a linear layer.
-        recipe: None is ``Float8CurrentScaling()``.
+        recipe: None is ``Float8CurrentScaling()``. ``"auto"``, which is ``recipes.Auto()``, chooses
+            for each layer what is predicted to be fastest, high precision included.
         filter_fn: ``filter_fn(layer, name)`` returns False for layers to leave alone.
         exclude: layers to leave alone: whole path components (``"lm_head"``, ``"blocks.0"``) or
             globs (``"*.router"``).
@@ -162,7 +167,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
         A printable report of each candidate: converted or skipped, and why.
 
     Raises:
-        TypeError: ``recipe`` or an override is not a recipe.
+        TypeError: ``recipe`` or an override is neither a recipe nor ``"auto"``.
         ValueError: ``strict`` and a layer cannot be converted, or a name matches nothing.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
@@ -172,39 +177,38 @@ def convert_to_float8(  # each is a keyword that users set on its own
     1      8 x 128   skipped  excluded by '1'         11.0 %
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
-    base = Float8CurrentScaling() if recipe is None else recipe
-    overrides = dict(overrides or {})
+    base = Float8CurrentScaling() if recipe is None else _checked("recipe", recipe)
+    choices = {
+        pattern: None if asked is None else _checked(f"overrides[{pattern!r}]", asked)
+        for pattern, asked in (overrides or {}).items()
+    }
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    for name, value in [
-        ("recipe", base),
-        *((f"overrides[{k!r}]", v) for k, v in overrides.items()),
-    ]:
-        if not isinstance(value, Recipe) and not (value is None and name != "recipe"):
-            raise TypeError(
-                f"{name} must be one of float8lab.recipes; got {type(value).__name__}. "
-                "Construct one, for example recipes.Float8CurrentScaling()."
-            )
     plans = [
-        _plan_layer(layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=overrides)
+        _plan_layer(layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=choices)
         for name, layer in model.named_modules()
         if isinstance(layer, (nn.Linear, FusedModule)) or _is_opaque_linear(layer)
     ]
+    plans, predicted = _choose_recipes(plans)
     attention = [
-        (module, name, *_attention_recipe(module, name, base, filter_fn, exclude, overrides))
+        (module, name, *_attention_recipe(module, name, base, filter_fn, exclude, choices))
         for name, module in model.named_modules()
         if isinstance(module, DotProductAttention)
     ]
     names = [*(plan.report.name for plan in plans), *(name for _, name, _, _ in attention)]
     unmatched = tuple(
         pattern
-        for pattern in (*exclude, *overrides)
+        for pattern in (*exclude, *choices)
         if not any(matches(name, pattern) for name in names)
     )
     report = ConversionReport(
         layers=tuple(plan.report for plan in plans),
         unmatched=unmatched,
         total_parameters=sum(_size(p) for p in model.parameters()),
-        notes=(*_notes(plans), *_attention_notes(base, [found for _, _, found, _ in attention])),
+        notes=(
+            *predicted,
+            *_notes(plans),
+            *_attention_notes(base, [found for _, _, found, _ in attention]),
+        ),
     )
     undone = [plan.report for plan in plans if plan.failed]
     if strict and (undone or unmatched):
@@ -215,8 +219,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
             + "\nExclude these layers, correct the names, or pass strict=False."
         )
     for plan in plans:
-        if plan.report.converted:
-            _convert_layer(plan)
+        if plan.report.converted or plan.stays:
+            _set_recipe(plan)
     for module, name, found, pinned in attention:
         precision = module._fp8
         precision.recipe, precision.pinned, precision.name = found, pinned, name
@@ -231,9 +235,26 @@ class _LayerPlan:
     layer: nn.Module
     report: LayerReport
     recipe: Recipe | None
+    auto: Auto | None = None
+    """Chooses the recipe."""
     pinned: bool = False
     failed: bool = False
     """Asked for, but not possible."""
+    stays: bool = False
+    """Asked to be in high precision."""
+
+
+def _checked(name: str, asked: Any) -> _Choice:
+    """A recipe, or how to choose one."""
+    if asked == "auto":
+        return Auto()
+    if isinstance(asked, (Recipe, Auto)):
+        return asked
+    got = repr(asked) if isinstance(asked, str) else type(asked).__name__
+    raise TypeError(
+        f'{name} must be one of float8lab.recipes, or "auto"; got {got}. '
+        "Construct one, for example recipes.Float8CurrentScaling()."
+    )
 
 
 def _is_opaque_linear(layer: nn.Module) -> bool:
@@ -244,56 +265,94 @@ def _is_opaque_linear(layer: nn.Module) -> bool:
 def _plan_layer(
     layer: nn.Module,
     name: str,
-    base: Recipe,
+    base: _Choice,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None,
     exclude: Sequence[str],
-    overrides: Mapping[str, Recipe | None],
+    overrides: Mapping[str, _Choice | None],
 ) -> _LayerPlan:
     named = [pattern for pattern in overrides if matches(name, pattern)]
-    recipe = overrides[named[-1]] if named else base
+    choice = overrides[named[-1]] if named else base
     excluded = next((pattern for pattern in exclude if matches(name, pattern)), None)
     obstacle = _obstacle(layer, told=bool(named))
 
-    def plan(note: str, *, converted: bool = False, failed: bool = False) -> _LayerPlan:
+    def plan(note: str, recipe: Recipe | None = None, **how: Any) -> _LayerPlan:
         shape, count = _shape_and_count(layer)
-        report = LayerReport(name, shape, converted, note, count)
-        return _LayerPlan(layer, report, recipe if converted else None, bool(named), failed)
+        report = LayerReport(name, shape, recipe is not None, note, count)
+        return _LayerPlan(layer, report, recipe, pinned=bool(named), **how)
 
     if excluded is not None:
         return plan(f"excluded by {excluded!r}")
     if filter_fn is not None and not filter_fn(layer, name):
         return plan("left out by filter_fn")
-    if recipe is None:
-        return plan("high precision by overrides")
+    if choice is None:
+        return plan("high precision by overrides", stays=True)
     if obstacle is not None:
         return plan(obstacle, failed=True)
-    return plan(repr(recipe), converted=True)
+    if isinstance(choice, Auto):
+        return plan("", auto=choice)
+    return plan(repr(choice), choice)
+
+
+def _choose_recipes(plans: Sequence[_LayerPlan]) -> tuple[list[_LayerPlan], list[str]]:
+    """Give plans that ask for it a recipe or high precision, and predict what they take in all."""
+    done = list(plans)
+    asking = [(index, plan.auto) for index, plan in enumerate(plans) if plan.auto is not None]
+    predictions = [_predict(plans[index].layer, auto) for index, auto in asking]
+    totals: dict[Auto, list[tuple[Times, Times]]] = {}
+    for (index, auto), times, recipe in zip(asking, predictions, choose(predictions), strict=True):
+        plan, converted = plans[index], recipe is not None
+        report = replace(plan.report, converted=converted, note=explain(times, recipe))
+        done[index] = replace(plan, report=report, recipe=recipe, stays=not converted)
+        totals.setdefault(auto, []).append((times[recipe], times[None]))
+    return done, [_describe_total(auto, times) for auto, times in totals.items()]
+
+
+def _predict(layer: nn.Module, auto: Auto) -> Prediction:
+    device = next(layer.parameters()).device
+    usable = [recipe for recipe in auto.candidates if not _emulated_gemms(recipe.linear, device)]
+    if isinstance(layer, LayerNormMLP):
+        shapes: list[Sequence[int]] = [layer.fc1_weight.shape, layer.fc2_weight.shape]
+    else:
+        shapes = [_shape_and_count(layer)[0]]
+    return predict(shapes, usable, tokens=auto.tokens, mode=auto.mode)
+
+
+def _describe_total(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
+    gpu, cpu, high_gpu, high_cpu = (
+        f"{1e3 * sum(seconds):.2f} ms"
+        for seconds in zip(*((*chosen, *high) for chosen, high in times), strict=True)
+    )
+    return (
+        f"predicted on Hopper, {auto.tokens} tokens, {auto.mode}: "
+        f"{gpu} GPU, {cpu} CPU; bfloat16 {high_gpu}, {high_cpu}"
+    )
 
 
 def _attention_recipe(
     module: nn.Module,
     name: str,
-    base: Recipe,
+    base: _Choice,
     filter_fn: Callable[[nn.Module, str], bool] | None,
     exclude: Sequence[str],
-    overrides: Mapping[str, Recipe | None],
+    overrides: Mapping[str, _Choice | None],
 ) -> tuple[Recipe | None, bool]:
-    """The recipe of an attention module, and whether it is pinned."""
+    """The recipe of an attention module, and whether it is pinned; nothing chooses for it."""
     named = [pattern for pattern in overrides if matches(name, pattern)]
     if any(matches(name, pattern) for pattern in exclude):
         return None, False
     if filter_fn is not None and not filter_fn(module, name):
         return None, False
-    return (overrides[named[-1]] if named else base), bool(named)
+    choice = overrides[named[-1]] if named else base
+    return (choice if isinstance(choice, Recipe) else None), bool(named)
 
 
-def _attention_notes(base: Recipe, found: Sequence[Recipe | None]) -> tuple[str, ...]:
+def _attention_notes(base: _Choice, found: Sequence[Recipe | None]) -> tuple[str, ...]:
     """Whether the attention that a recipe asks for in FP8 runs in FP8."""
     count = sum(asks_for_fp8_attention(recipe) for recipe in found if recipe is not None)
     if count:
         return (f"{count} of {len(found)} attention modules in FP8",)
-    if not found and asks_for_fp8_attention(base):
+    if not found and isinstance(base, Recipe) and asks_for_fp8_attention(base):
         return (
             f"{base}: the model has no float8lab.DotProductAttention; attention stays in high "
             "precision",
@@ -368,9 +427,9 @@ def _emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
     ]
 
 
-def _convert_layer(plan: _LayerPlan) -> None:
+def _set_recipe(plan: _LayerPlan) -> None:
     layer: Any = plan.layer  # its class changes below
-    if not isinstance(layer, (Linear, FusedModule)):
+    if plan.report.converted and not isinstance(layer, (Linear, FusedModule)):
         layer.__class__ = _class_of(layer, _float8_class)
         layer._fp8 = Precision(key=f"name {plan.report.name}")
     for part, precision in precisions(layer):

@@ -1,5 +1,6 @@
 """Recipes (data), autocast (what is in force) and delayed-scaling state."""
 
+from float8lab.recipes.auto import Auto
 from float8lab.recipes.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -18,6 +19,7 @@ from float8lab.recipes.state import (
 )
 
 __all__ = [
+    "Auto",
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",

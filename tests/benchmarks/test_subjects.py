@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import float8lab
 from benchmarks import (
     accuracy,
     attention,
@@ -221,7 +222,30 @@ def test_layer(few):
     check(layer.SUBJECT, rows)
     assert [row.name for row in rows if row.baseline] == ["plain bfloat16, compile"]
     assert {"TransformerLayer, block, eager", "converted, delayed, eager"} < names(rows)
-    assert all(row.floor_ms > 0 for row in rows)
+    by_name = {row.name: row for row in rows}
+    auto = by_name.pop("converted, auto, eager")
+    assert auto.floor_ms is None
+    assert all(row.floor_ms > 0 for row in by_name.values())
+    best = min(by_name[f"converted, {name}, eager"].median for name in few.recipes)
+    assert auto.values["x best recipe"] == best / auto.median
+
+
+def test_auto_is_compared_with_the_fastest_recipe_of_its_mode():
+    rows = [
+        report.Row("layer", name, ms=(ms,) if ms else (), refusal=None if ms else "wrong")
+        for name, ms in {
+            "plain bfloat16, eager": 1.0, "converted, delayed, eager": 4.0,
+            "converted, block, eager": 5.0, "converted, mx, eager": None, "peer": 2.0,
+            "converted, auto, eager": 3.0, "converted, delayed, compile": 6.0,
+            "converted, auto, compile": 8.0, "TransformerLayer, delayed, compile": 1.0,
+        }.items()
+    ]  # fmt: skip
+    compared = list(layer.compare_auto(rows))
+    assert {row.name: row.values for row in compared if row.values} == {
+        "converted, auto, eager": {"x best recipe": 4 / 3},
+        "converted, auto, compile": {"x best recipe": 6 / 8},
+    }
+    assert list(layer.compare_auto(rows[5:6])) == rows[5:6]  # nothing to compare with
 
 
 def test_targets_of_the_layer_name_candidates(setting, monkeypatch):
@@ -237,6 +261,7 @@ def test_model(few):
     check(model.SUBJECT, rows)
     assert rows[0].baseline
     assert {"TransformerLayer, block, eager", "converted, delayed, eager"} < names(rows)
+    assert "converted, auto, eager" in names(rows)
     for row in rows:
         assert row.values["last loss"] < row.values["first loss"]
         assert row.values["tokens/s"] == pytest.approx(64 / row.median * 1e3)
@@ -270,6 +295,19 @@ def test_overhead(few):
         layer["forward + backward us"] / rows[0].values["forward + backward us"]
     )
     assert sum("exit after all ran us" in row.values for row in rows) == 2
+    gpt = {row.name: row for row in rows if row.case.startswith("GPT")}
+    auto, plain = gpt["auto, eager"], gpt["bfloat16, eager"]
+    assert auto.values == {"x bf16 in the same mode": plain.median / auto.median}
+    assert [target.bound for target in auto.targets] == [0.97]
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile", "cuda_graph"])
+def test_auto_leaves_the_small_gpt_of_overhead_in_bfloat16(mode):
+    with torch.device("meta"):
+        model = overhead.Gpt(overhead.SMALL)
+    auto = recipes.Auto(tokens=overhead.SMALL.batch * overhead.SMALL.sequence, mode=mode)
+    report = float8lab.convert_to_float8(model, auto, exclude=["lm_head"])
+    assert (len(report.layers), report.converted) == (57, ())
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn import convert
 from float8lab.nn.convert import matches
 
 BLOCK = recipes.Float8BlockScaling()
@@ -324,16 +325,131 @@ def test_overrides_win_over_recipe_and_autocast():
     assert not model.blocks[0].attn._fp8.slots  # no delayed state: its own recipe was used
 
 
+def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
+    norm_linear = float8lab.LayerNormLinear(16, 16, device="cpu")
+    model = nn.Sequential(norm_linear, nn.Linear(16, 16), nn.Linear(16, 16))
+    float8lab.convert_to_float8(model)
+    report = float8lab.convert_to_float8(model, overrides={"0": None, "1": None})
+    assert converted(report) == ["2"]
+    for recipe in (None, recipes.DelayedScaling()):
+        with float8lab.autocast(recipe=recipe), float8lab.count_gemms() as counts:
+            model(torch.randn(4, 16))
+        assert counts.fp8_by_module == {"2": 1}
+        assert counts.high_precision_by_module == {"0": 1, "1": 1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"recipe": "current"}, "recipe must be one of float8lab.recipes; got str"),
+        ({"recipe": "current"}, 'recipe must be one of float8lab.recipes, or "auto"; got \'cur'),
+        ({"recipe": recipes.Auto}, 'recipe must be one of float8lab.recipes, or "auto"; got type'),
         ({"overrides": {"lm_head": 1}}, r"overrides\['lm_head'\] must be one of"),
     ],
 )
 def test_what_is_not_a_recipe_is_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         float8lab.convert_to_float8(Model(), **arguments)
+
+
+# --- recipe="auto" -------------------------------------------------------------------------------
+
+
+def decoder_layer(width, mlp, device="meta"):
+    """The linear layers of a Llama decoder layer with four query heads for each key."""
+    shapes = {
+        "q": (width, width), "k": (width // 4, width), "v": (width // 4, width),
+        "o": (width, width), "gate": (mlp, width), "up": (mlp, width), "down": (width, mlp),
+    }  # fmt: skip
+    return nn.ModuleDict(
+        {name: nn.Linear(K, N, bias=False, device=device) for name, (N, K) in shapes.items()}
+    )
+
+
+def test_auto_leaves_a_small_model_as_it_was():
+    model = Model()
+    reference = copy.deepcopy(model)
+    report = float8lab.convert_to_float8(model, "auto", strict=True)
+    assert converted(report) == []
+    assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
+    assert not model._forward_pre_hooks
+    assert torch.equal(model(TOKENS), reference(TOKENS))
+
+
+def test_auto_converts_a_large_layer_on_a_cpu_as_for_a_gpu():
+    auto = recipes.Auto(mode="cuda_graph", candidates=(BLOCK,))
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 16))
+    report = float8lab.convert_to_float8(model, auto)
+    assert converted(report) == ["0"]
+    assert model[0]._fp8.recipe == BLOCK
+    assert not model[0]._fp8.pinned
+    with float8lab.count_gemms() as counts:
+        model(torch.randn(4, 2048)).sum().backward()
+    assert counts.fp8_by_module == {"0": 2}  # the input needs no gradient
+
+
+def test_auto_with_a_delayed_recipe_makes_calls_of_the_model_regions():
+    model = nn.Sequential(nn.Linear(2048, 2048, device="meta"))
+    float8lab.convert_to_float8(model, recipes.Auto(mode="cuda_graph"))
+    assert model[0]._fp8.recipe == recipes.Auto().candidates[-1]
+    assert model._forward_pre_hooks
+
+
+def test_auto_depends_on_the_tokens():
+    few, many = decoder_layer(4096, 14336), decoder_layer(4096, 14336)
+    assert converted(float8lab.convert_to_float8(few, recipes.Auto(tokens=32))) == []
+    report = float8lab.convert_to_float8(many, "auto")
+    assert len(converted(report)) == 7
+    assert str(report) == str(float8lab.convert_to_float8(many, recipes.Auto(tokens=16384)))
+
+
+def test_auto_decides_for_modules_of_this_library():
+    def make(D, F):
+        norm = {"normalization": "RMSNorm", "bias": False, "device": "meta"}
+        return nn.Sequential(
+            float8lab.LayerNormLinear(D, F, **norm),
+            float8lab.LayerNormMLP(F, 2 * F, activation="swiglu", **norm),
+            float8lab.Linear(F, D, device="meta"),
+        )
+
+    small, large = make(256, 256), make(4096, 4096)
+    assert converted(float8lab.convert_to_float8(small, "auto")) == []
+    report = float8lab.convert_to_float8(large, "auto")
+    assert converted(report) == ["0", "1", "2"]
+    # Two GEMMs of 4096 features: 4 and 2 times as many operations as those of the first.
+    first, mlp = (float(layer.note.split(": ")[1].split(" ms")[0]) for layer in report.layers[:2])
+    assert 5.5 * first < mlp < 6.5 * first
+
+
+def test_auto_turns_fp8_off_where_it_does_not_pay():
+    model = nn.Sequential(nn.Linear(16, 16), float8lab.LayerNormLinear(16, 16, device="cpu"))
+    float8lab.convert_to_float8(model)
+    report = float8lab.convert_to_float8(model, "auto")
+    assert converted(report) == []
+    with float8lab.count_gemms() as counts:
+        model(torch.randn(4, 16))
+    assert (counts.fp8, counts.high_precision) == (0, 2)
+
+
+def test_auto_in_overrides_and_beside_them():
+    model = decoder_layer(4096, 14336)
+    report = float8lab.convert_to_float8(
+        model, overrides={"k": "auto", "v": recipes.Auto(tokens=32), "q": None}
+    )
+    notes = {layer.name: layer.note for layer in report.layers}
+    assert notes["q"] == "high precision by overrides"
+    assert notes["o"] == "Float8CurrentScaling()"
+    assert notes["k"].startswith("bfloat16: DelayedScaling saves")  # alone, it hides no CPU time
+    assert notes["v"].startswith("bfloat16 is faster")
+    assert [note.split(",")[1] for note in report.notes] == [" 16384 tokens", " 32 tokens"]
+
+
+def test_auto_needs_an_fp8_gemm(monkeypatch):
+    monkeypatch.setattr(convert, "has_fp8_gemm", lambda *blocks, **dtypes: False)
+    report = float8lab.convert_to_float8(decoder_layer(4096, 14336), "auto")
+    assert converted(report) == []
+    assert {layer.note for layer in report.layers} == {
+        "bfloat16: no recipe has FP8 GEMMs on its device"
+    }
 
 
 def test_strict_raises_and_changes_nothing():
@@ -367,6 +483,46 @@ lm_head         32 x 16   skipped  excluded by 'lm_head'        32.0 %
 3 of 5 linear layers in FP8, 51.0 % of 1,600 parameters
 no layer is called 'lm_heads'
 MXFP8BlockScaling(): cpu has no FP8 GEMM for fprop, dgrad, wgrad; they run in high precision""",
+        )
+
+    def test_auto(self):
+        model = decoder_layer(4096, 14336)
+        report = float8lab.convert_to_float8(
+            model,
+            recipes.Auto(tokens=4096, candidates=(BLOCK, recipes.DelayedScaling())),
+            overrides={"o": BLOCK},
+        )
+        self.assertExpectedInline(
+            str(report),
+            """\
+layer  out x in                                                                              share
+q      4096 x 4096   skipped  bfloat16: DelayedScaling saves 193 us GPU, costs 1.22 ms CPU   7.7 %
+k      1024 x 4096   skipped  bfloat16: DelayedScaling saves 27 us GPU, costs 1.22 ms CPU    1.9 %
+v      1024 x 4096   skipped  bfloat16: DelayedScaling saves 27 us GPU, costs 1.22 ms CPU    1.9 %
+o      4096 x 4096   FP8      Float8BlockScaling()                                           7.7 %
+gate   14336 x 4096  FP8      DelayedScaling(): 1.16 ms, bfloat16 1.90 ms                   26.9 %
+up     14336 x 4096  FP8      DelayedScaling(): 1.16 ms, bfloat16 1.90 ms                   26.9 %
+down   4096 x 14336  FP8      DelayedScaling(): 1.16 ms, bfloat16 1.90 ms                   26.9 %
+4 of 7 linear layers in FP8, 88.5 % of 218,103,808 parameters
+predicted on Hopper, 4096 tokens, eager: 4.31 ms GPU, 4.23 ms CPU; bfloat16 6.55 ms, 0.56 ms""",
+        )
+
+    def test_auto_leaves_the_layers_of_a_small_gpt_alone(self):
+        model = decoder_layer(512, 1536)
+        report = float8lab.convert_to_float8(model, "auto")
+        self.assertExpectedInline(
+            str(report),
+            """\
+layer  out x in                                                                  share
+q      512 x 512   skipped  bfloat16 is faster: 45 us, DelayedScaling 58 us      8.7 %
+k      128 x 512   skipped  bfloat16 is faster: 26 us, DelayedScaling 44 us      2.2 %
+v      128 x 512   skipped  bfloat16 is faster: 26 us, DelayedScaling 44 us      2.2 %
+o      512 x 512   skipped  bfloat16 is faster: 45 us, DelayedScaling 58 us      8.7 %
+gate   1536 x 512  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us  26.1 %
+up     1536 x 512  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us  26.1 %
+down   512 x 1536  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us  26.1 %
+0 of 7 linear layers in FP8, 0.0 % of 3,014,656 parameters
+predicted on Hopper, 16384 tokens, eager: 0.48 ms GPU, 0.65 ms CPU; bfloat16 0.48 ms, 0.65 ms""",
         )
 
     def test_gemm_counts(self):

@@ -1,0 +1,247 @@
+"""Auto: predicted times against measured ones, and what is chosen by them."""
+
+import itertools
+
+import pytest
+
+from float8lab import recipes
+from float8lab.recipes import Auto
+from float8lab.recipes.auto import MODES, TIE, choose, estimate, explain, predict
+
+BLOCK, ROWWISE, CURRENT, DELAYED = Auto().candidates
+EVERY = (None, BLOCK, ROWWISE, CURRENT, DELAYED)
+MEASURED = {
+    (4096, 4096): (2.054, 1.572, 1.478, 1.368, 1.294),
+    (14336, 4096): (7.674, 5.246, 4.851, 4.404, 4.243),
+    (4096, 14336): (7.565, 5.232, 4.711, 4.461, 4.295),
+}
+"""GPU ms of a training step by (N, K), M = 16384, of bfloat16 and the recipes of EVERY: one H200,
+"Linear layer" in benchmarks/RESULTS.md at commit 8b34738."""
+SHAPES = [
+    (64, 64),
+    (512, 512),
+    (640, 640),
+    (896, 896),
+    (960, 960),
+    (1024, 1024),
+    (1536, 512),
+    (512, 1536),
+    (4096, 4096),
+    (17, 50304),
+]
+LLAMA = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    *[(14336, 4096)] * 2,
+    (4096, 14336),
+]
+"""Linear layers of one Llama-3-8B decoder layer."""
+GPT_53M = 8 * [*[(512, 512)] * 4, (1536, 512), (1536, 512), (512, 1536)]
+"""Linear layers of the small GPT of ``benchmarks.overhead``, but for its lm_head."""
+
+each_recipe = pytest.mark.parametrize("recipe", EVERY, ids=lambda r: type(r).__name__)
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def predictions(shapes, tokens, mode="eager", candidates=EVERY[1:]):
+    return [predict([shape], candidates, tokens=tokens, mode=mode) for shape in shapes]
+
+
+def step(predicted, chosen):
+    """Seconds of a step: all layers' GPU time, or CPU time where that is more."""
+    times = [p[recipe] for p, recipe in zip(predicted, chosen, strict=True)]
+    return max(sum(t.gpu for t in times), sum(t.cpu for t in times))
+
+
+# --- estimates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_estimates_are_near_what_was_measured(shape):
+    for recipe, measured in zip(EVERY, MEASURED[shape], strict=True):
+        assert 1e3 * estimate(recipe, 16384, *shape).gpu == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_estimates_are_in_the_order_of_what_was_measured(shape):
+    estimated = [estimate(recipe, 16384, *shape).gpu for recipe in EVERY]
+    order = sorted(range(len(EVERY)), key=MEASURED[shape].__getitem__)
+    assert sorted(range(len(EVERY)), key=estimated.__getitem__) == order
+
+
+@each_recipe
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gpu_time_grows_with_the_tokens_and_cpu_time_does_not(recipe, shape):
+    times = [estimate(recipe, 2**power, *shape) for power in range(18)]
+    assert all(b.gpu > a.gpu > 0 for a, b in itertools.pairwise(times))
+    assert len({t.cpu for t in times}) == 1
+
+
+@pytest.mark.parametrize("recipe", EVERY[1:], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fp8_pays_from_some_number_of_tokens_on_or_never(recipe, shape):
+    pays = [
+        estimate(recipe, 2**power, *shape).gpu < estimate(None, 2**power, *shape).gpu
+        for power in range(26)
+    ]
+    assert pays == sorted(pays)
+    N, K = shape
+    # The seconds that a token saves, NK * 6 * (1 / 763e12 - 1 / rate), are those of its casts.
+    widths = {DELAYED: 553, CURRENT: 800, ROWWISE: 937, BLOCK: 990}
+    assert pays[-1] == (widths[recipe] < 2 * N * K / (N + K))
+
+
+def test_gemms_in_high_precision_take_its_time():
+    mixed = recipes.Float8CurrentScaling(override_linear_precision=(False, False, True))
+    fp8, both, high = (estimate(r, 16384, 4096, 4096).gpu for r in (CURRENT, mixed, None))
+    assert fp8 < both < high
+    none = recipes.Float8CurrentScaling(override_linear_precision=(True, True, True))
+    assert estimate(none, 16384, 4096, 4096).gpu > high  # it casts for nothing
+
+
+@each_recipe
+def test_cpu_time_by_mode(recipe):
+    eager, compiled, graph = (estimate(recipe, 16, 16, 16, mode=mode).cpu for mode in MODES)
+    assert eager > compiled > graph == 0
+
+
+def test_an_unmeasured_recipe_is_refused():
+    with pytest.raises(ValueError, match=r"recipe must have scales .*; got MXFP8BlockScaling\(\)"):
+        estimate(recipes.MXFP8BlockScaling(), 16, 16, 16)
+
+
+def test_a_module_with_several_weights_takes_the_sum():
+    prediction = predict([(256, 128), (128, 512)], [CURRENT], tokens=64, mode="eager")
+    for recipe in (None, CURRENT):
+        parts = estimate(recipe, 64, 256, 128), estimate(recipe, 64, 128, 512)
+        assert prediction[recipe] == tuple(map(sum, zip(*parts, strict=True)))
+
+
+# --- choices -------------------------------------------------------------------------------------
+
+
+@each_mode
+def test_the_small_gpt_stays_in_bfloat16(mode):
+    assert set(choose(predictions(GPT_53M, 16 * 1024, mode))) == {None}
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_the_choice_is_within_2_percent_of_the_fastest_measured(shape):
+    (chosen,) = choose(predictions([shape], 16384, "cuda_graph"))
+    times = dict(zip(EVERY, MEASURED[shape], strict=True))
+    assert times[chosen] <= 1.02 * min(times.values())
+
+
+@each_mode
+def test_every_layer_of_an_8b_model_gets_the_fastest_recipe(mode):
+    # Measured, too: "converted, delayed" is the fastest row of "Transformer layer".
+    assert choose(predictions(LLAMA, 16384, mode)) == [DELAYED] * 7
+
+
+@each_mode
+@pytest.mark.parametrize("tokens", [1, 32, 512, 1024, 2048, 4096, 8192, 16384, 65536])
+@pytest.mark.parametrize("shapes", [LLAMA, GPT_53M, [(4096, 4096)]], ids=["8B", "53M", "one"])
+def test_a_choice_is_never_slower_than_any_one_recipe_everywhere(shapes, tokens, mode):
+    predicted = predictions(shapes, tokens, mode)
+    chosen = step(predicted, choose(predicted))
+    for recipe in EVERY:
+        assert chosen <= (1 + TIE) ** 2 * step(predicted, [recipe] * len(shapes))
+
+
+def test_cpu_time_that_the_gpu_does_not_hide_is_not_spent():
+    predicted = predictions(LLAMA, 4096)
+    chosen = choose(predicted)
+    # Those stay in FP8 that save most.
+    assert chosen == [None] * 4 + [DELAYED] * 3
+    assert choose(predictions(LLAMA, 4096, "compile")) == [DELAYED] * 7
+    assert choose(predictions(LLAMA, 512)) == [None] * 7
+
+
+def test_a_layer_of_its_own_takes_the_larger_of_its_two_times():
+    times = predictions([(4096, 4096)], 8192)
+    assert times[0][DELAYED].gpu < times[0][None].gpu < times[0][DELAYED].cpu
+    assert choose(times) == [None]
+    assert choose(predictions([(4096, 4096)], 8192, "compile")) == [DELAYED]
+
+
+def test_better_numerics_win_a_tie():
+    near = {None: (1.03, 0.0), BLOCK: (1.021, 0.0), ROWWISE: (1.019, 0.0), DELAYED: (1.0, 0.0)}
+    near = {recipe: recipes.auto.Times(*times) for recipe, times in near.items()}
+    assert choose([near]) == [ROWWISE]
+    assert choose([near | {None: recipes.auto.Times(1.02, 0.0)}]) == [None]
+
+
+def test_the_candidates_are_in_the_order_of_their_accuracy():
+    # RESULTS.md, "Accuracy of a linear layer": e5m2 gradients cost 4 dB, and old amaxes some more.
+    kinds = [type(recipe).__name__ for recipe in Auto().candidates]
+    assert kinds == [
+        "Float8BlockScaling", "Float8RowwiseScaling", "Float8CurrentScaling", "DelayedScaling",
+    ]  # fmt: skip
+
+
+def test_only_candidates_are_chosen():
+    candidates = (BLOCK, ROWWISE)
+    assert set(choose(predictions(LLAMA, 16384, candidates=candidates))) <= {ROWWISE, None}
+    assert choose(predictions(LLAMA, 16384, candidates=())) == [None] * 7
+    assert choose([]) == []
+
+
+def test_an_empty_layer_stays_in_high_precision():
+    assert choose(predictions([(0, 64), (64, 0)], 16384)) == [None, None]
+
+
+# --- explanations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "candidates", "text"),
+    [
+        ((14336, 4096), 16384, (CURRENT,), "Float8CurrentScaling(): 4.55 ms, bfloat16 7.58 ms"),
+        ((512, 512), 16384, (CURRENT,), "bfloat16 is faster: 45 us, Float8CurrentScaling 82 us"),
+        ((1536, 512), 16384, (DELAYED,), "bfloat16 is as fast: 113 us, DelayedScaling 111 us"),
+        (
+            (4096, 4096), 4096, (CURRENT,),
+            "bfloat16: Float8CurrentScaling saves 154 us GPU, costs 1.07 ms CPU",
+        ),
+        ((4096, 4096), 4096, (), "bfloat16: no recipe has FP8 GEMMs on its device"),
+    ],
+    ids=["pays", "slower", "tie", "cpu", "none"],
+)  # fmt: skip
+def test_explanations(shape, tokens, candidates, text):
+    (prediction,) = predictions([shape], tokens, candidates=candidates)
+    (chosen,) = choose([prediction])
+    assert explain(prediction, chosen) == text
+
+
+# --- Auto as data --------------------------------------------------------------------------------
+
+
+def test_auto_is_frozen_data():
+    assert Auto(tokens=64) == Auto(tokens=64) != Auto()
+    assert hash(Auto(tokens=64)) == hash(Auto(tokens=64))
+    assert repr(Auto()) == "Auto()"
+    assert repr(Auto(tokens=64, mode="compile")) == "Auto(tokens=64, mode='compile')"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": 0}, "tokens must be an integer > 0; got 0"),
+        ({"tokens": 1e4}, "tokens must be an integer > 0; got 10000.0"),
+        ({"tokens": True}, "tokens must be an integer > 0; got True"),
+        ({"mode": "graph"}, "mode must be one of 'eager', 'compile', 'cuda_graph'; got 'graph'"),
+        ({"candidates": [CURRENT]}, "candidates must be a tuple of recipes"),
+        ({"candidates": (None,)}, "candidates must be a tuple of recipes"),
+        ({"candidates": (recipes.MXFP8BlockScaling(),)}, "candidates must be a tuple of recipes"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Auto(**arguments)
+
+
+def test_auto_is_no_recipe():
+    with pytest.raises(TypeError, match=r"recipe must be one of float8lab\.recipes; got Auto"):
+        recipes.autocast(recipe=Auto())
