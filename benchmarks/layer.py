@@ -53,6 +53,7 @@ TARGETS = {
     "converted, auto, eager": (Target(OF_BEST, ">=", 0.98),),
     "converted, auto, compile": (Target(OF_BEST, ">=", 0.98),),
     "TransformerLayer, delayed, eager": (Target("x bf16", ">=", 1.60),),
+    "TransformerLayer, delayed, FP8 attention, eager": (Target("x bf16", ">=", 1.70),),
     "TransformerLayer, current, eager": (Target("x bf16", ">=", 1.55),),
     "TransformerLayer, block, eager": (Target("x bf16", ">=", 1.40),),
     "converted, current, eager": (Target("x bf16", ">=", 1.42),),
@@ -158,6 +159,10 @@ def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candid
             shared: dict[str, Any] = {"recipe": recipe, "compiled": compiled, "fp8": True}
             own = partial(our_layer, plain, size, recipe)
             yield Candidate(f"TransformerLayer, {name}, {mode}", own, OURS, **shared)
+            attending = partial(our_layer, plain, size, replace(recipe, fp8_dpa=True))
+            yield Candidate(
+                f"TransformerLayer, {name}, FP8 attention, {mode}", attending, OURS, **shared
+            )
             yield Candidate(
                 f"converted, {name}, {mode}", partial(converted, plain, recipe), PLAIN, **shared
             )
