@@ -23,6 +23,7 @@ __all__ = [
     "cast_unrecorded_op",
     "dequantize_op",
     "empty_scale",
+    "quantize_many_op",
     "quantize_op",
     "quantize_pair_op",
     "transpose_op",
@@ -51,6 +52,18 @@ def _fake_quantize(
     q = x.new_empty(shape, dtype=fp8_dtype)
     scale = empty_scale(x, shape, block)
     return q, scale, torch.empty_like(scale)
+
+
+def _fake_quantize_many_(
+    x: Sequence[Tensor],
+    q: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+) -> None:
+    return None
 
 
 def _fake_quantize_pair(
@@ -129,6 +142,14 @@ quantize_op = register(
     cuda="quantize:quantize",
     reference=reference.quantize,
     fake=_fake_quantize,
+)
+# Like any op here that writes to its arguments it leaves their version counters to the caller.
+quantize_many_op = register(
+    "quantize_many_(Tensor[] x, Tensor(a!)[] q, Tensor(b!)[] scale, Tensor(c!)[] amax, int[] block,"
+    " str rule, float eps) -> ()",
+    cuda="many:quantize_many_",
+    reference=reference.quantize_many_,
+    fake=_fake_quantize_many_,
 )
 quantize_pair_op = register(
     "quantize_pair(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"

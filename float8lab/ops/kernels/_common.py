@@ -40,6 +40,7 @@ __all__ = [
     "store_transposed",
     "store_words",
     "total_of",
+    "triton_dtype",
     "widen",
 ]
 
@@ -85,6 +86,17 @@ def empty_column_sums(x: Tensor, shape: Sequence[int], tile: Tile, wanted: bool)
 def total_of(sums: Tensor) -> Tensor:
     """The column sums; empty if none were wanted."""
     return sums.sum(0) if sums.numel() else sums.view(-1)
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The same dtype in Triton."""
+    return {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float8_e4m3fn: tl.float8e4nv,
+        torch.float8_e5m2: tl.float8e5,
+    }[dtype]
 
 
 def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:

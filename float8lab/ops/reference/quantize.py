@@ -21,6 +21,7 @@ __all__ = [
     "encode_from_amax",
     "expand_scale",
     "quantize",
+    "quantize_many_",
     "quantize_pair",
     "round_up",
     "scale_from_amax",
@@ -128,6 +129,22 @@ def quantize(
         block_amax = block_amax.t().contiguous().t()
     scale = scale_from_amax(block_amax, fp8_dtype, rule, eps)
     return _encode(x, scale, fp8_dtype, block).contiguous(), scale, block_amax
+
+
+def quantize_many_(
+    x: Sequence[Tensor],
+    q: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+) -> None:
+    """``quantize`` of each ``x`` into the ``q``, ``scale`` and ``amax`` that are there for it."""
+    for one, *outputs in zip(x, q, scale, amax, strict=True):
+        results = quantize(one, outputs[0].dtype, block, rule, eps, 1)
+        for output, result in zip(outputs, results, strict=True):
+            output.copy_(result)
 
 
 def quantize_pair(
