@@ -16,6 +16,7 @@ from float8lab.ops.norm import (
 )
 from float8lab.ops.quantize import (
     amax_op,
+    cast_many_op,
     cast_op,
     cast_pair_op,
     cast_unrecorded_op,
@@ -44,6 +45,7 @@ __all__ = [
     "Source",
     "amax_of_op",
     "amax_op",
+    "cast_many_op",
     "cast_of_op",
     "cast_of_unrecorded_op",
     "cast_op",

@@ -18,6 +18,7 @@ from float8lab.ops.reference import round_up
 
 __all__ = [
     "amax_op",
+    "cast_many_op",
     "cast_op",
     "cast_pair_op",
     "cast_unrecorded_op",
@@ -109,6 +110,12 @@ def _fake_cast_unrecorded(
     return _fake_cast(x, scale, None, fp8_dtype, block, align)
 
 
+def _fake_cast_many_(
+    x: Sequence[Tensor], scale: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
+) -> None:
+    return None
+
+
 def _fake_cast_pair(
     x: Tensor,
     scale: Tensor,
@@ -143,13 +150,19 @@ quantize_op = register(
     reference=reference.quantize,
     fake=_fake_quantize,
 )
-# Like any op here that writes to its arguments it leaves their version counters to the caller.
+# These two write to their arguments, and leave the version counters of these to the caller.
 quantize_many_op = register(
     "quantize_many_(Tensor[] x, Tensor(a!)[] q, Tensor(b!)[] scale, Tensor(c!)[] amax, int[] block,"
     " str rule, float eps) -> ()",
     cuda="many:quantize_many_",
     reference=reference.quantize_many_,
     fake=_fake_quantize_many_,
+)
+cast_many_op = register(
+    "cast_many_(Tensor[] x, Tensor[] scale, Tensor(a!)[] q, int[] block) -> ()",
+    cuda="many:cast_many_",
+    reference=reference.cast_many_,
+    fake=_fake_cast_many_,
 )
 quantize_pair_op = register(
     "quantize_pair(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"

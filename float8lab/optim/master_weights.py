@@ -337,7 +337,8 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
 
     The one place where a step writes parameters. Those of one format and master dtype are quantized
     by one op, on a GPU in at most two passes that write their memory directly, however many there
-    are. Shards of one block, which get the scale of the whole block, are written one by one.
+    are. Shards of one block get the scale of the whole block, from amaxes that are taken one by
+    one, and are then cast by one op likewise.
     """
     shards, values = [], []
     quantized: list[tuple[Float8Tensor, Tensor]] = []

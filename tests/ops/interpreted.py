@@ -133,6 +133,18 @@ def check_quantize_many() -> None:
             assert all(map(is_untouched_around, tensors))
 
 
+def check_cast_many() -> None:
+    shapes = [(70, 144), (3, 5), (0, 7), (130, 260), (9, 1), (66, 272)]
+    for block, dtype in (((-1, -1), BF16), ((128, 128), FP32), ((4, 128), FP32), ((1, -1), BF16)):
+        xs = [matrix(*shape, dtype) * 1e-2 for shape in shapes]
+        scales = [torch.rand(scale_shape(tuple(x.shape), block)) * 4 + 3 for x in xs]
+        want = [reference.cast(x, s, None, E4M3, block, 1) for x, s in zip(xs, scales, strict=True)]
+        got = [surrounded(q) for q in want]
+        many.cast_many_(xs, scales, got, block)
+        all_same(got, want)
+        assert all(map(is_untouched_around, got))
+
+
 def surrounded(like: Tensor) -> Tensor:
     """Room for a tensor, of the same strides, with 64 elements of 1 on both sides."""
     ones = torch.ones(like.numel() + 128, dtype=torch.float32).to(like.dtype)
@@ -390,6 +402,7 @@ if __name__ == "__main__":
     allow_run_time_loop_bounds()
     check_quantize()
     check_quantize_many()
+    check_cast_many()
     check_special_values()
     check_amax()
     check_cast()

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from float8lab.formats import E4M3, E5M2
+from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import kernels
 from float8lab.ops.kernels import (
     many,
@@ -71,6 +71,15 @@ def many_quantized(
         xs = [torch.zeros(256, columns, dtype=dtype), torch.zeros(64, columns, dtype=dtype)]
         outputs = [quantize.reference.quantize(y, fp8_dtype, block, rule, 0.0, 1) for y in xs]
         many.quantize_many_(xs, *map(list, zip(*outputs, strict=True)), block, rule, 0.0)
+
+    return call
+
+
+def many_cast(block: tuple[int, int], columns: int = 512) -> Any:
+    def call() -> None:
+        xs = [torch.zeros(256, columns), torch.zeros(64, columns)]
+        scales = [torch.ones(scale_shape(tuple(y.shape), block)) for y in xs]
+        many.cast_many_(xs, scales, [y.to(E4M3) for y in xs], block)
 
     return call
 
@@ -201,6 +210,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "many-128x128": many_quantized((128, 128)),
     "many-128x128-odd": many_quantized((128, 128), dtype=torch.bfloat16, columns=500),
     "many-1x32-e8m0": many_quantized((1, 32), "e8m0"),
+    "many-cast": many_cast((-1, -1)),
+    "many-cast-128x128": many_cast((128, 128)),
+    "many-cast-4x128": many_cast((4, 128)),
+    "many-cast-odd": many_cast((128, 128), columns=500),
     "cast": cast(one, (-1, -1)),
     "cast-amax": cast(one, (-1, -1), one),
     "cast-row": cast(torch.ones(256, 1), (1, -1)),

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from float8lab import ops
-from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES
+from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
 from float8lab.ops.kernels import many
 
 pytestmark = pytest.mark.gpu
@@ -226,6 +226,25 @@ def test_tables_on_several_streams(recipe: Recipe) -> None:
             quantize_many_(xs, got, recipe)
         torch.cuda.current_stream().wait_stream(stream)
         all_same(got, want)
+
+
+CAST_BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (4, 128), (5, -1)]
+
+
+@pytest.mark.parametrize("block", CAST_BLOCKS, ids=lambda b: "x".join(map(str, b)))
+@each_fp8_dtype
+@each_dtype
+def test_cast(dtype: torch.dtype, fp8_dtype: torch.dtype, block: tuple[int, int]) -> None:
+    xs = [matrix(shape, dtype) for shape in SHAPES] + [matrix((130, 96), dtype).t()]
+    scales = [torch.rand(scale_shape(tuple(x.shape), block), device="cuda") + 0.1 for x in xs]
+    scales[3] = scales[3].t().contiguous().t()
+    want = [
+        (ops.cast_op(x, scale, None, fp8_dtype, block, 1),)
+        for x, scale in zip(xs, scales, strict=True)
+    ]
+    got = blank(want)
+    ops.cast_many_op(xs, scales, [q for (q,) in got], block)
+    all_same(got, want)
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ def test_quantize_many(block: tuple[int, int], device: torch.device) -> None:
     stored = [ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1) for x in xs]
     targets = map(list, zip(*stored, strict=True))
     check(ops.quantize_many_op, [-x for x in xs], *targets, block, "fp32", 0.0)
+    q, scale, _ = (list(tensors) for tensors in zip(*stored, strict=True))
+    check(ops.cast_many_op, [-x for x in xs], scale, q, block)
 
 
 @each_align

@@ -103,11 +103,11 @@ def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """Run a launcher on the GPU of its first argument: triton launches on the current one."""
 
     @functools.wraps(launcher)
-    def call(x: Tensor, *args: Any) -> Any:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not x.is_cuda or x.device.index == torch.cuda.current_device():
-            return launcher(x, *args)
+            return launcher(x, *args, **kwargs)
         with torch.cuda.device(x.device):
-            return launcher(x, *args)
+            return launcher(x, *args, **kwargs)
 
     return call
 

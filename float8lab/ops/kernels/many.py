@@ -1,14 +1,15 @@
-"""Quantize many matrices at once on the GPU, into FP8 data, scales and amaxes that exist.
+"""Quantize or cast many matrices at once on the GPU, into tensors that exist.
 
-M rows, K columns of one matrix. The bytes are those of ``quantize``. The number of launches does
-not depend on the number of matrices: a program takes one tile, finds in a table which matrix it
-belongs to, and does with it what a program of ``quantize`` does.
+M rows, K columns of one matrix. The bytes are those of ``quantize`` and ``cast``. The number of
+launches does not depend on the number of matrices: a program takes one tile, finds in a table which
+matrix it belongs to, and does with it what a program of those two does.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from float8lab.formats import largest
 from float8lab.ops.kernels._common import (
+    Tile,
     abs_bits,
     grid_of,
     load_tile,
@@ -31,14 +33,16 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels.quantize import (
     TILE,
     block_tile,
+    cast,
     divides_a_tile,
     quantize,
     row_tile,
     write_blocks,
+    write_cast,
     write_rows,
 )
 
-__all__ = ["quantize_many_"]
+__all__ = ["cast_many_", "quantize_many_"]
 
 _ALIGNMENT = 16
 """Bytes of the widest access, and columns of a matrix whose every row allows them."""
@@ -190,6 +194,34 @@ def _quantize_blocks_of_many_kernel(
     )  # fmt: skip
 
 
+# Given scales.
+
+
+@triton.jit(do_not_specialize=["matrices"])
+def _cast_many_kernel(
+    table_ptr,  # [matrices, _WIDTH] int64
+    matrices,
+    X: tl.constexpr,
+    Q: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,  # 0 is the whole dimension
+    BK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
+    x_ptr, q_ptr, scale_ptr, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
+    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    scale_rows = tl.cdiv(M, BM) if BM else 1
+    scale_columns = tl.cdiv(K, BK) if BK else 1
+    write_cast(
+        x_ptr, scale_ptr, scale_ptr, q_ptr, tile, M, K, M, K, scale_rows, scale_columns,
+        stride_xm, 1, stride_sm, stride_sk, BM, BK, False, TILE_M, TILE_K,
+    )  # fmt: skip
+
+
 # The table.
 
 _Key = tuple[torch.device, tuple[tuple[int, ...], ...]]
@@ -231,11 +263,11 @@ def _table_of(key: _Key) -> Tensor | None:
     return table
 
 
-# The op.
+# The ops.
 
 
 class _Job(NamedTuple):
-    """A matrix and where its quantized form goes."""
+    """A matrix and where its quantized form goes; a cast has its scales for amaxes too."""
 
     x: Tensor
     q: Tensor
@@ -276,70 +308,102 @@ def quantize_many_(
     """
     jobs = [_Job(*tensors) for tensors in zip(xs, qs, scales, amaxes, strict=True)]
     shape = tuple(block)
-    known = shape in ((-1, -1), (1, -1)) or divides_a_tile(shape)
-    taken: list[_Job] = []
-    left: list[_Job] = []
-    for job in jobs:
-        fits = known and job.is_like(jobs[0]) and job.has_kernel()
-        (taken if fits else left).append(job)
-    # Apart, for else one odd matrix would keep all others from wide accesses.
-    for aligned in (True, False):
-        alike = [job for job in taken if job.is_aligned() == aligned]
-        if alike and not _launch(alike[0].x, alike, block, rule, eps, aligned):
-            left += alike
-    for x, *outputs in left:
+    if shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
+        jobs = _launch(jobs, partial(_launch_quantize, block=shape, rule=rule, eps=eps))
+    for x, *outputs in jobs:
         results = quantize(x, outputs[0].dtype, block, rule, eps, 1)
         for output, result in zip(outputs, results, strict=True):
             output.copy_(result)
 
 
-def _rows_of_table(jobs: Iterable[_Job], tiles: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def cast_many_(
+    xs: Sequence[Tensor], scales: Sequence[Tensor], qs: Sequence[Tensor], block: Sequence[int]
+) -> None:
+    """``reference.cast_many_``: at most two launches, and one by one what those above are."""
+    tensors = zip(xs, qs, scales, scales, strict=True)
+    jobs = _launch([_Job(*one) for one in tensors], partial(_launch_cast, block=block))
+    for x, q, scale, _ in jobs:
+        q.copy_(cast(x, scale, None, q.dtype, block, 1))
+
+
+def _launch(jobs: list[_Job], launch: Callable[..., bool]) -> list[_Job]:
+    """Launch a kernel for all jobs that it takes, and return the others."""
+    taken: list[_Job] = []
+    left: list[_Job] = []
+    for job in jobs:
+        (taken if job.is_like(jobs[0]) and job.has_kernel() else left).append(job)
+    # Apart, for else one odd matrix would keep all others from wide accesses.
+    for aligned in (True, False):
+        alike = [job for job in taken if job.is_aligned() == aligned]
+        if alike and not launch(alike[0].x, alike, aligned):
+            left += alike
+    return left
+
+
+@on_device_of_first
+def _launch_quantize(
+    x: Tensor, jobs: list[_Job], aligned: bool, *, block: tuple[int, ...], rule: str, eps: float
+) -> bool:
+    """Quantize matrices that are alike, ``x`` being one of them; False if there is no table."""
+    if block == (1, -1):
+        widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
+        tile = row_tile(widest, widest.shape[1])
+        tiles = [triton.cdiv(job.x.shape[0], tile.rows) for job in jobs]
+    else:
+        tile = TILE if block == (-1, -1) else block_tile(block)
+        tiles = [grid_of(job.x.shape, tile)[0] for job in jobs]
+    table, count, grid = _table_of(_key_of(jobs, tiles)), len(jobs), (sum(tiles),)
+    if table is None:
+        return False
+    constants = _constants_of(jobs[0], tile, aligned)
+    scaling = {"LIMIT": largest(jobs[0].q.dtype), "RULE": rule}
+    if block == (-1, -1):
+        slots = torch.zeros(count, dtype=torch.float32, device=x.device)
+        _amax_many_kernel[grid](table, slots, count, **constants)
+        _quantize_tensors_kernel[grid](table, slots, count, eps, **scaling, **constants)
+    elif block == (1, -1):
+        single = widest.shape[1] <= tile.columns
+        _quantize_rows_of_many_kernel[grid](
+            table, count, eps, SINGLE=single, **scaling, **constants
+        )
+    else:
+        BM, BK = block
+        _quantize_blocks_of_many_kernel[grid](
+            table, count, eps, BM=BM, BK=BK, **scaling, **constants
+        )
+    return True
+
+
+@on_device_of_first
+def _launch_cast(x: Tensor, jobs: list[_Job], aligned: bool, *, block: Sequence[int]) -> bool:
+    """Cast matrices that are alike, ``x`` being one of them; False if there is no table."""
+    tiles = [grid_of(job.x.shape, TILE)[0] for job in jobs]
+    table = _table_of(_key_of(jobs, tiles))
+    if table is None:
+        return False
+    BM, BK = (max(size, 0) for size in block)
+    constants = _constants_of(jobs[0], TILE, aligned)
+    _cast_many_kernel[(sum(tiles),)](table, len(jobs), BM=BM, BK=BK, **constants)
+    return True
+
+
+def _key_of(jobs: Sequence[_Job], tiles: Sequence[int]) -> _Key:
+    """The device of jobs and the rows of their table."""
     rows, first = [], 0
     for job, count in zip(jobs, tiles, strict=True):
         pointers = (tensor.data_ptr() for tensor in job)
         rows.append((*pointers, *job.x.shape, job.x.stride(0), *job.scale.stride(), first))
         first += count
-    return tuple(rows)
+    return jobs[0].x.device, tuple(rows)
 
 
-@on_device_of_first
-def _launch(
-    x: Tensor, jobs: list[_Job], block: Sequence[int], rule: str, eps: float, aligned: bool
-) -> bool:
-    """Quantize matrices that are alike, ``x`` being one of them; False if there is no table."""
-    by_row, q = tuple(block) == (1, -1), jobs[0].q
-    widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
-    if by_row:
-        tile = row_tile(widest, widest.shape[1])
-        tiles = [triton.cdiv(job.x.shape[0], tile.rows) for job in jobs]
-    else:
-        tile = TILE if block[0] == -1 else block_tile(block)
-        tiles = [grid_of(job.x.shape, tile)[0] for job in jobs]
-    table = _table_of((x.device, _rows_of_table(jobs, tiles)))
-    if table is None:
-        return False
-    constants: dict[str, Any] = {
-        "X": triton_dtype(x.dtype),
-        "Q": triton_dtype(q.dtype),
+def _constants_of(job: _Job, tile: Tile, aligned: bool) -> dict[str, Any]:
+    return {
+        "X": triton_dtype(job.x.dtype),
+        "Q": triton_dtype(job.q.dtype),
         "ALIGNED": aligned,
         "TILE_M": tile.rows,
         "TILE_K": tile.columns,
         # Narrow accesses have an address and a mask for every element: fewer of these a thread.
         "num_warps": tile.warps if aligned else 16,
     }
-    scaling = {"LIMIT": largest(q.dtype), "RULE": rule}
-    grid, count = (sum(tiles),), len(jobs)
-    if block[0] == -1:
-        slots = torch.zeros(count, dtype=torch.float32, device=x.device)
-        _amax_many_kernel[grid](table, slots, count, **constants)
-        _quantize_tensors_kernel[grid](table, slots, count, eps, **scaling, **constants)
-    elif by_row:
-        single = widest.shape[1] <= tile.columns
-        _quantize_rows_of_many_kernel[grid](
-            table, count, eps, SINGLE=single, **scaling, **constants
-        )
-    else:
-        _quantize_blocks_of_many_kernel[grid](
-            table, count, eps, BM=block[0], BK=block[1], **scaling, **constants
-        )
-    return True

@@ -51,6 +51,7 @@ __all__ = [
     "row_tile",
     "scale_of_tensor",
     "write_blocks",
+    "write_cast",
     "write_rows",
 ]
 
@@ -449,12 +450,13 @@ def quantize(
 # Given scales.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
-def _cast_kernel(
+@triton.jit
+def write_cast(
     x_ptr,  # [M, K] any float
     scale_ptr,  # one per block of BM x BK, or broadcast, fp32
     slot_ptr,  # [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
+    tile,
     M,
     K,
     ROWS,
@@ -471,9 +473,10 @@ def _cast_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
+    """Cast tile number ``tile`` by given scales."""
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    tile_m = (tile // tiles_k).to(tl.int64)
+    tile_k = (tile % tiles_k).to(tl.int64)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
@@ -489,6 +492,35 @@ def _cast_kernel(
 
     q = saturate(x * encode_from_scale(scale), q_ptr.dtype.element_ty)
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+def _cast_kernel(
+    x_ptr,
+    scale_ptr,
+    slot_ptr,
+    q_ptr,
+    M,
+    K,
+    ROWS,
+    COLUMNS,
+    scale_rows,
+    scale_columns,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sk,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    HAS_SLOT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    write_cast(
+        x_ptr, scale_ptr, slot_ptr, q_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
+        scale_rows, scale_columns, stride_xm, stride_xk, stride_sm, stride_sk,
+        BM, BK, HAS_SLOT, TILE_M, TILE_K,
+    )  # fmt: skip
 
 
 @on_device_of_first

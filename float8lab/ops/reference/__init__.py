@@ -16,6 +16,7 @@ from float8lab.ops.reference.norm import (
 from float8lab.ops.reference.quantize import (
     amax,
     cast,
+    cast_many_,
     cast_pair,
     dequantize,
     encode_from_amax,
@@ -45,6 +46,7 @@ __all__ = [
     "amax",
     "amax_of",
     "cast",
+    "cast_many_",
     "cast_of",
     "cast_pair",
     "cast_pair_of",

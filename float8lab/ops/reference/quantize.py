@@ -16,6 +16,7 @@ from float8lab.formats import FLOAT32_MAX, largest, scale_shape
 __all__ = [
     "amax",
     "cast",
+    "cast_many_",
     "cast_pair",
     "dequantize",
     "encode_from_amax",
@@ -192,6 +193,14 @@ def cast(
         amax_slot.copy_(torch.maximum(amax_slot, x.abs().max().float()))
     scale = scale.view(1, 1) if scale.numel() == 1 else scale
     return _encode(_align(x, align), scale, fp8_dtype, block).contiguous()
+
+
+def cast_many_(
+    x: Sequence[Tensor], scale: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
+) -> None:
+    """``cast`` of each ``x`` under its ``scale`` into the ``q`` that is there for it."""
+    for one, factor, output in zip(x, scale, q, strict=True):
+        output.copy_(cast(one, factor, None, output.dtype, block, 1))
 
 
 def cast_pair(
