@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8lab.ops import cast_many_op
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.fsdp import (
     Gathered,
@@ -199,22 +200,16 @@ class _Rewrite(MasterGather):
     def current_version(self) -> Any:
         return None
 
-    def write(self) -> None:
-        """Cast the value by the scales of the whole weight."""
-        assert self.scale is not None, "reduced before"
-        assert self.amax is not None, "reduced before"
+    def block_rows(self) -> slice | Tensor:
+        """The block row of the weight in which each of the shard's begins."""
         assert self.place is not None, "set above"
-        local = self.local
-        for rows, blocks in self.segments(local.shape[0]):
-            local.qdata[rows].copy_(self.cast(self.value[rows], self.scale[blocks]))
-        size = local.spec.block[0]
-        if size > 0:  # the block row of the weight in which each of the shard's begins
-            first = torch.arange(local.scale.shape[0], device=local.device) * size
-            index = (first + self.place.start) // self.spec.block[0]
-        else:
-            index = torch.zeros(1, dtype=torch.int64, device=local.device)
-        local.scale.copy_(self.scale[index])
-        local.amax.copy_(self.amax[index])
+        scale, size, start = self.local.scale, self.local.spec.block[0], self.place.start
+        whole = self.spec.block[0]
+        if size == -1:
+            return slice(0, 1)
+        if size == whole and start % size == 0:
+            return slice(start // size, start // size + scale.shape[0])
+        return (torch.arange(scale.shape[0], device=scale.device) * size + start) // whole
 
 
 def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> None:
@@ -235,5 +230,25 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
     with torch.no_grad():
         for mesh, rewrites in meshes.items():
             reduce_blocks(list(rewrites), rewrites[0].value.device, mesh)
-            for rewrite in rewrites:
-                rewrite.write()
+            _write(rewrites)
+
+
+def _write(rewrites: Sequence[_Rewrite]) -> None:
+    """Write the scales of the whole weights, then cast by them: one op for each kind of shard."""
+    factors: list[Tensor] = []
+    written: list[Tensor] = []
+    groups: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for rewrite in rewrites:
+        assert rewrite.scale is not None, "reduced before"
+        assert rewrite.amax is not None, "reduced before"
+        local, value, rows = rewrite.local, rewrite.value, rewrite.block_rows()
+        factors += [rewrite.scale[rows], rewrite.amax[rows]]
+        written += [local.scale, local.amax]
+        kind = (value.dtype, local.qdata.dtype, local.spec.block)
+        groups.setdefault(kind, []).append((value, local.scale, local.qdata))
+    torch._foreach_copy_(written, factors)
+    for (*_, block), group in groups.items():
+        values, scales, data = (list(tensors) for tensors in zip(*group, strict=True))
+        # Of the shard's blocks, each of which lies in one of the weight and has its scale by now.
+        cast_many_op(values, scales, data, block)
+        torch.autograd.graph.increment_version(data)

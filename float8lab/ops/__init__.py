@@ -16,10 +16,12 @@ from float8lab.ops.norm import (
 )
 from float8lab.ops.quantize import (
     amax_op,
+    cast_many_op,
     cast_op,
     cast_pair_op,
     cast_unrecorded_op,
     dequantize_op,
+    quantize_many_op,
     quantize_op,
     quantize_pair_op,
     transpose_op,
@@ -43,6 +45,7 @@ __all__ = [
     "Source",
     "amax_of_op",
     "amax_op",
+    "cast_many_op",
     "cast_of_op",
     "cast_of_unrecorded_op",
     "cast_op",
@@ -58,6 +61,7 @@ __all__ = [
     "norm_backward_op",
     "norm_op",
     "norm_stats_op",
+    "quantize_many_op",
     "quantize_of_op",
     "quantize_op",
     "quantize_pair_of_op",

@@ -18,11 +18,13 @@ from float8lab.ops.reference import round_up
 
 __all__ = [
     "amax_op",
+    "cast_many_op",
     "cast_op",
     "cast_pair_op",
     "cast_unrecorded_op",
     "dequantize_op",
     "empty_scale",
+    "quantize_many_op",
     "quantize_op",
     "quantize_pair_op",
     "transpose_op",
@@ -51,6 +53,18 @@ def _fake_quantize(
     q = x.new_empty(shape, dtype=fp8_dtype)
     scale = empty_scale(x, shape, block)
     return q, scale, torch.empty_like(scale)
+
+
+def _fake_quantize_many_(
+    x: Sequence[Tensor],
+    q: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+) -> None:
+    return None
 
 
 def _fake_quantize_pair(
@@ -96,6 +110,12 @@ def _fake_cast_unrecorded(
     return _fake_cast(x, scale, None, fp8_dtype, block, align)
 
 
+def _fake_cast_many_(
+    x: Sequence[Tensor], scale: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
+) -> None:
+    return None
+
+
 def _fake_cast_pair(
     x: Tensor,
     scale: Tensor,
@@ -129,6 +149,20 @@ quantize_op = register(
     cuda="quantize:quantize",
     reference=reference.quantize,
     fake=_fake_quantize,
+)
+# These two write to their arguments, and leave the version counters of these to the caller.
+quantize_many_op = register(
+    "quantize_many_(Tensor[] x, Tensor(a!)[] q, Tensor(b!)[] scale, Tensor(c!)[] amax, int[] block,"
+    " str rule, float eps) -> ()",
+    cuda="many:quantize_many_",
+    reference=reference.quantize_many_,
+    fake=_fake_quantize_many_,
+)
+cast_many_op = register(
+    "cast_many_(Tensor[] x, Tensor[] scale, Tensor(a!)[] q, int[] block) -> ()",
+    cuda="many:cast_many_",
+    reference=reference.cast_many_,
+    fake=_fake_cast_many_,
 )
 quantize_pair_op = register(
     "quantize_pair(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"

@@ -31,6 +31,7 @@ from torch import Tensor
 from float8lab.distributed.fsdp import requantize_shards_
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor.blocks import quantize_blocks_
 
 __all__ = ["MasterWeights"]
 
@@ -334,26 +335,34 @@ class MasterWeights(torch.optim.Optimizer):
 def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Overwrite stored parameters with their masters, quantized with new scales.
 
-    The one place where a step writes parameters: what a kernel for many tensors would replace.
+    The one place where a step writes parameters. Those of one format and master dtype are quantized
+    by one op, on a GPU in at most two passes that write their memory directly, however many there
+    are. Shards of one block get the scale of the whole block, from amaxes that are taken one by
+    one, and are then cast by one op likewise.
     """
-    # Shards of one block get the scale of the whole block.
-    shards = [p for p in parameters if _shares_blocks(p)]
-    values = [_local(m) for p, m in zip(parameters, masters, strict=True) if _shares_blocks(p)]
-    requantize_shards_(shards, values)
+    shards, values = [], []
+    quantized: list[tuple[Float8Tensor, Tensor]] = []
+    rounded: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for p, master in zip(parameters, masters, strict=True):
         local, value = _local(p), _local(master)
         if _shares_blocks(p):
-            torch.autograd.graph.increment_version([p, local])
+            shards.append(p)
+            values.append(value)
         elif isinstance(local, Float8Tensor):
-            spec = local.spec
-            new = quantize(value, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule)
-            local.qdata.copy_(new.qdata)
-            local.scale.copy_(new.scale)
-            local.amax.copy_(new.amax)
-            # The buffers were written behind the back of the tensor they belong to.
-            torch.autograd.graph.increment_version([p] if p is local else [p, local])
+            quantized.append((local, value))
         else:
-            p.copy_(master)
+            rounded[local.dtype, local.device].append((local, value))
+    requantize_shards_(shards, values)
+    quantize_blocks_(
+        [value for _, value in quantized],
+        [local.spec for local, _ in quantized],
+        [(local.qdata, local.scale, local.amax) for local, _ in quantized],
+    )
+    for pairs in rounded.values():
+        torch._foreach_copy_([local for local, _ in pairs], [value for _, value in pairs])
+    # The tensors inside were written, behind the back of those that they belong to.
+    outside = [[p] if p is _local(p) else [p, _local(p)] for p in parameters if p is not _buffer(p)]
+    torch.autograd.graph.increment_version(list(chain.from_iterable(outside)))
 
 
 class _Written:

@@ -6,14 +6,21 @@ Plain tensors and shapes in, fresh ones out; nothing here knows Float8Tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, Float8Spec
-from float8lab.ops import cast_unrecorded_op, dequantize_op, quantize_op, scale_from_amax
+from float8lab.ops import (
+    cast_unrecorded_op,
+    dequantize_op,
+    quantize_many_op,
+    quantize_op,
+    scale_from_amax,
+)
 
 __all__ = [
     "block_amax",
@@ -21,6 +28,7 @@ __all__ = [
     "dequantize_blocks",
     "expand_scale",
     "quantize_blocks",
+    "quantize_blocks_",
     "refine_scale",
 ]
 
@@ -100,18 +108,29 @@ def quantize_blocks(
         scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
     block = _matrix_block(spec, x.ndim)
     if block is None:
-        leading = x.ndim > 2 and spec.block[0] == 1 and x.shape[0]
-        return (_by_matrix if leading else _by_arithmetic)(x, spec, scale, amax_epsilon)
-    matrix = x.reshape(math.prod(shape[:-1]), shape[-1]) if x.ndim else x.reshape(1, 1)
+        how = _by_matrix if _is_batch(x, spec) else _by_arithmetic
+        return how(x, spec, scale, amax_epsilon)
+    matrix = _as_matrix(x)
     if scale is None:
         q, scale, amax = quantize_op(
             matrix, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1
         )
     else:
-        flat = scale.reshape(math.prod(scales[:-1]), scales[-1] if scales else 1)
-        q = cast_unrecorded_op(matrix, flat, spec.fp8_dtype, block, 1)
+        q = cast_unrecorded_op(matrix, _as_matrix(scale), spec.fp8_dtype, block, 1)
         amax, scale = scale * spec.largest(), scale.clone()
     return q.reshape(shape), scale.reshape(scales), amax.reshape(scales)
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    """The [rows, last dimension] form of a tensor, a copy where it cannot be a view."""
+    if x.ndim == 2:
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x.reshape(1, 1)
+
+
+def _is_batch(x: Tensor, spec: Float8Spec) -> bool:
+    """Whether a tensor that has no matrix form has parts along its first dimension."""
+    return x.ndim > 2 and spec.block[0] == 1 and x.shape[0] > 0
 
 
 def _by_matrix(
@@ -138,6 +157,59 @@ def _by_arithmetic(
     encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
     limit = spec.largest()
     return (x.float() * encode).clamp(-limit, limit).to(spec.fp8_dtype), scale, amax
+
+
+_Stored = tuple[Tensor, Tensor, Tensor]
+"""FP8 data, scales and amaxes of a tensor."""
+_Kind = tuple[torch.dtype, torch.device, torch.dtype, tuple[int, int], str]
+"""What matrices that one op quantizes have in common."""
+
+
+def quantize_blocks_(
+    values: Sequence[Tensor], specs: Sequence[Float8Spec], targets: Sequence[_Stored]
+) -> None:
+    """Write ``quantize_blocks`` of many tensors into tensors that exist.
+
+    One op for all that have one dtype, format, block, scale rule and device. Versions of targets
+    are counted.
+
+    Args:
+        values: any shapes, high precision.
+        specs: the format of each.
+        targets: FP8 data, scales and amaxes of each, of the shapes that ``quantize_blocks`` gives.
+    """
+    groups: dict[_Kind, list[list[Tensor]]] = defaultdict(list)
+    copies: list[tuple[Tensor, Tensor]] = []
+    for value, spec, target in zip(values, specs, targets, strict=True):
+        for x, part, stored in _matrices(value, spec, target):
+            block = _matrix_block(part, x.ndim)
+            if block is None:
+                for mine, new in zip(stored, _by_arithmetic(x, part, None, 0.0), strict=True):
+                    mine.copy_(new)
+                continue
+            matrices = [_as_matrix(tensor) for tensor in (x, *stored)]
+            groups[x.dtype, x.device, part.fp8_dtype, block, part.scale_rule].append(matrices)
+            for mine, matrix in zip(stored, matrices[1:], strict=True):
+                if matrix.data_ptr() != mine.data_ptr():
+                    copies.append((mine, matrix))
+    for (*_, block, rule), group in groups.items():
+        quantize_many_op(*map(list, zip(*group, strict=True)), block, rule, 0.0)
+    for mine, matrix in copies:
+        mine.copy_(matrix.view(mine.shape))
+    # The op leaves these to its caller.
+    torch.autograd.graph.increment_version([tensor for target in targets for tensor in target])
+
+
+def _matrices(
+    value: Tensor, spec: Float8Spec, stored: _Stored
+) -> Iterator[tuple[Tensor, Float8Spec, _Stored]]:
+    """The parts of a tensor that ``quantize_blocks`` quantizes one by one, or the tensor."""
+    if _matrix_block(spec, value.ndim) is None and _is_batch(value, spec):
+        part = replace(spec, block=spec.block[1:])
+        for x, q, scale, amax in zip(value, *stored, strict=True):
+            yield from _matrices(x, part, (q, scale, amax))
+    else:
+        yield value, spec, stored
 
 
 def dequantize_blocks(q: Tensor, scale: Tensor, spec: Float8Spec, dtype: torch.dtype) -> Tensor:

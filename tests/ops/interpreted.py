@@ -18,6 +18,7 @@ from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import reference
 from float8lab.ops.kernels import (
     attention,
+    many,
     norm,
     pair,
     scaling,
@@ -105,6 +106,55 @@ def check_quantize() -> None:
             arguments = (E4M3, block, "fp32", 0.0, 16)
             x = torch.zeros(shape)
             all_same(kernels.quantize(x, *arguments), reference.quantize(x, *arguments))
+
+
+def check_quantize_many() -> None:
+    """Every matrix of a list as it is quantized alone, and nothing beside it is written."""
+    shapes = [(70, 144), (3, 5), (0, 7), (130, 260), (9, 1), (66, 272), (4, 32)]
+    cases = [
+        ((-1, -1), "fp32", 0.0, BF16, E4M3),
+        ((-1, -1), "pow2", 0.5, FP32, E5M2),
+        ((1, -1), "pow2", 1e-2, BF16, E5M2),
+        ((1, -1), "fp32", 0.0, FP32, E4M3),
+        ((1, 128), "fp32", 0.0, FP32, E4M3),
+        ((128, 128), "fp32", 1e-2, FP32, E4M3),
+        ((1, 32), "e8m0", 0.0, BF16, E4M3),
+        ((1, 96), "fp32", 0.0, FP32, E4M3),
+    ]
+    for block, rule, eps, dtype, fp8_dtype in cases:
+        xs = [matrix(*shape, dtype) for shape in shapes]
+        xs += [matrix(20, 64, dtype).t(), matrix(20, 64, dtype)[:, 16:48], matrix(6, 48).half()]
+        if block == (1, -1):
+            xs.append(matrix(1, 8208, dtype))
+        want = [reference.quantize(x, fp8_dtype, block, rule, eps, 1) for x in xs]
+        got = [tuple(surrounded(tensor) for tensor in tensors) for tensors in want]
+        many.quantize_many_(xs, *map(list, zip(*got, strict=True)), block, rule, eps)
+        for tensors, wanted in zip(got, want, strict=True):
+            all_same(tensors, wanted)
+            assert all(map(is_untouched_around, tensors))
+
+
+def check_cast_many() -> None:
+    shapes = [(70, 144), (3, 5), (0, 7), (130, 260), (9, 1), (66, 272)]
+    for block, dtype in (((-1, -1), BF16), ((128, 128), FP32), ((4, 128), FP32), ((1, -1), BF16)):
+        xs = [matrix(*shape, dtype) * 1e-2 for shape in shapes]
+        scales = [torch.rand(scale_shape(tuple(x.shape), block)) * 4 + 3 for x in xs]
+        want = [reference.cast(x, s, None, E4M3, block, 1) for x, s in zip(xs, scales, strict=True)]
+        got = [surrounded(q) for q in want]
+        many.cast_many_(xs, scales, got, block)
+        all_same(got, want)
+        assert all(map(is_untouched_around, got))
+
+
+def surrounded(like: Tensor) -> Tensor:
+    """Room for a tensor, of the same strides, with 64 elements of 1 on both sides."""
+    ones = torch.ones(like.numel() + 128, dtype=torch.float32).to(like.dtype)
+    return ones.as_strided(like.shape, like.stride(), 64)
+
+
+def is_untouched_around(x: Tensor) -> bool:
+    whole = x.as_strided((x.numel() + 128,), (1,), 0).float()
+    return bool((whole[:64] == 1).all() and (whole[-64:] == 1).all())
 
 
 def check_special_values() -> None:
@@ -366,6 +416,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     allow_run_time_loop_bounds()
     check_quantize()
+    check_quantize_many()
+    check_cast_many()
     check_special_values()
     check_amax()
     check_cast()

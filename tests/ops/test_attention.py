@@ -238,7 +238,9 @@ def test_nan_and_large_scores(device):
     v = torch.tensor([1.0, 2.0], device=device).view(1, 1, 2, 1).to(E4M3)
     arguments = (None, None, None, False, 1.0, 0.0, torch.float32)
     out, _ = ops.fp8_attention_op(q, k, v, one, one, one, *arguments)
-    assert out.flatten().tolist() == [1.0, 1.0]  # the other key's weight underflows
+    # The other key's weight underflows. Scores this large lose their last bits in the kernel, and
+    # the first key's is then next to 1 and rounded.
+    assert (out.cpu() - 1).abs().max() <= (1 / 16 if out.is_cuda else 0)
     q = q.float()
     q[0, 0, 0, 0] = torch.nan
     out, _ = ops.fp8_attention_op(q.to(E4M3), k, v, one, one, one, *arguments)

@@ -27,10 +27,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from float8lab.formats import E4M3, E5M2
+from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import kernels
 from float8lab.ops.kernels import (
     attention,
+    many,
     norm,
     pair,
     quantize,
@@ -50,6 +51,7 @@ POINTER = {
     torch.float8_e5m2: "*fp8e5",
     torch.uint8: "*u8",
     torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 
 x = torch.zeros((256, 512), dtype=torch.bfloat16)
@@ -59,6 +61,30 @@ slots = torch.zeros(8)
 
 def quantized(block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3) -> Any:
     return lambda: quantize.quantize(x, fp8_dtype, block, rule, 0.0, 16)
+
+
+def many_quantized(
+    block: tuple[int, int],
+    rule: str = "fp32",
+    fp8_dtype: torch.dtype = E4M3,
+    dtype: torch.dtype = torch.float32,
+    columns: int = 512,
+) -> Any:
+    def call() -> None:
+        xs = [torch.zeros(256, columns, dtype=dtype), torch.zeros(64, columns, dtype=dtype)]
+        outputs = [quantize.reference.quantize(y, fp8_dtype, block, rule, 0.0, 1) for y in xs]
+        many.quantize_many_(xs, *map(list, zip(*outputs, strict=True)), block, rule, 0.0)
+
+    return call
+
+
+def many_cast(block: tuple[int, int], columns: int = 512) -> Any:
+    def call() -> None:
+        xs = [torch.zeros(256, columns), torch.zeros(64, columns)]
+        scales = [torch.ones(scale_shape(tuple(y.shape), block)) for y in xs]
+        many.cast_many_(xs, scales, [y.to(E4M3) for y in xs], block)
+
+    return call
 
 
 def both(
@@ -176,6 +202,21 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "1x32-e8m0": quantized((1, 32), "e8m0"),
     "1x32-e8m0-both-sum": both((1, 32), "e8m0", column_sum=True),
     "32x32-both": both((32, 32)),
+    "many-tensors": many_quantized((-1, -1)),
+    "many-tensors-e5m2-pow2": many_quantized((-1, -1), "pow2", E5M2, torch.bfloat16),
+    "many-tensors-odd": many_quantized((-1, -1), columns=500),
+    "many-row": many_quantized((1, -1)),
+    "many-row-long": many_quantized((1, -1), columns=14336),
+    "many-row-odd": many_quantized((1, -1), columns=9001),
+    "many-1x128": many_quantized((1, 128)),
+    "many-1x128-odd": many_quantized((1, 128), dtype=torch.bfloat16, columns=500),
+    "many-128x128": many_quantized((128, 128)),
+    "many-128x128-odd": many_quantized((128, 128), dtype=torch.bfloat16, columns=500),
+    "many-1x32-e8m0": many_quantized((1, 32), "e8m0"),
+    "many-cast": many_cast((-1, -1)),
+    "many-cast-128x128": many_cast((128, 128)),
+    "many-cast-4x128": many_cast((4, 128)),
+    "many-cast-odd": many_cast((128, 128), columns=500),
     "cast": cast(one, (-1, -1)),
     "cast-amax": cast(one, (-1, -1), one),
     "cast-row": cast(torch.ones(256, 1), (1, -1)),
@@ -245,7 +286,10 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 }
 """Of Hopper's tensor cores alone; its softmax is approximate."""
 
-PORTABLE = ("tensor-both", "row-both", "1x128-both", "cast-amax", "transpose", "dequantize")
+PORTABLE = (
+    *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
+    *("cast-amax", "transpose", "dequantize"),
+)
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
@@ -355,6 +399,17 @@ def test_arithmetic_is_ieee(name: str) -> None:
         assert "div.approx" not in ptx
         assert ".NaN" not in ptx
         assert "fma" not in ptx
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name.startswith("many-")])
+def test_pointers_from_a_table_allow_wide_accesses(name: str) -> None:
+    """Where all matrices are aligned: nothing else tells the compiler so."""
+    for launch in launches(LAUNCHES[name]):
+        ptx = compile_launch(launch, 90).asm["ptx"]
+        odd = name.endswith("-odd")
+        assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) != odd
+        if not odd:
+            assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\b", ptx)
 
 
 BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {

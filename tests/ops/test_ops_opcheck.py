@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES
@@ -21,7 +22,8 @@ each_align = pytest.mark.parametrize("align", [1, 16], ids=["align1", "align16"]
 
 def check(op: Any, *arguments: Any) -> None:
     utilities = torch.library._OPCHECK_DEFAULT_UTILS
-    if any(isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in arguments):
+    leaves = pytree.tree_leaves(arguments)
+    if any(isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in leaves):
         # It compares inputs before and after by torch.allclose, which has no FP8 kernel.
         utilities = tuple(name for name in utilities if name != "test_schema")
     torch.library.opcheck(op, arguments, test_utils=utilities)
@@ -40,6 +42,16 @@ def test_quantize(
 ) -> None:
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
     check(ops.quantize_op, x, E4M3, block, "fp32", 0.0, align)
+
+
+@each_block
+def test_quantize_many(block: tuple[int, int], device: torch.device) -> None:
+    xs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in SHAPES.values()]
+    stored = [ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1) for x in xs]
+    targets = map(list, zip(*stored, strict=True))
+    check(ops.quantize_many_op, [-x for x in xs], *targets, block, "fp32", 0.0)
+    q, scale, _ = (list(tensors) for tensors in zip(*stored, strict=True))
+    check(ops.cast_many_op, [-x for x in xs], scale, q, block)
 
 
 @each_align

@@ -69,6 +69,26 @@ def test_eps_raises_the_amax() -> None:
     torch.testing.assert_close(got, torch.tensor([2.0**-8, 2.0**-7, 1.0]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128), (128, 128), (5, -1)], ids=str)
+def test_many_are_written_as_one_is_returned(block: tuple[int, int]) -> None:
+    xs = [torch.randn(3, 300), torch.randn(0, 4).bfloat16(), torch.randn(130, 1), torch.randn(2, 8)]
+    formats = (E4M3, E5M2, E5M2, E4M3)
+    want = [
+        reference.quantize(x, fp8_dtype, block, "pow2", 0.5, 1)
+        for x, fp8_dtype in zip(xs, formats, strict=True)
+    ]
+    got = [tuple(torch.empty_like(tensor) for tensor in tensors) for tensors in want]
+    reference.quantize_many_(xs, *map(list, zip(*got, strict=True)), block, "pow2", 0.5)
+    for tensors, wanted in zip(got, want, strict=True):
+        for one, other in zip(tensors, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    scales = [scale for _, scale, _ in want]
+    qs = [torch.empty_like(q) for q, _, _ in want]
+    reference.cast_many_(xs, scales, qs, block)
+    for one, (other, _, _) in zip(qs, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
 def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
     limit = largest(fp8_dtype)

@@ -6,14 +6,17 @@ import contextlib
 import copy
 import gc
 import io
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab import recipes
 from float8lab.optim import MasterWeights
+from float8lab.optim.master_weights import write_parameters_
 from float8lab.tensor import Float8Tensor, dispatch, quantize
 
 RECIPES = {
@@ -165,7 +168,10 @@ def test_fp8_parameters_of_other_ranks_and_layouts():
     shapes = {"0-d": (), "1-d": (7,), "3-d": (2, 5, 6), "empty": (0, 4)}
     params = [nn.Parameter(quantize(torch.randn(s), block=(-1, -1))) for s in shapes.values()]
     params.append(nn.Parameter(quantize(torch.randn(2, 130, 140), block=(128, 128))))
+    params.append(nn.Parameter(quantize(torch.randn(2, 3, 140), block=(1, 128))))
     params.append(nn.Parameter(quantize(torch.randn(12, 20), block=(1, -1)).t()))
+    params.append(nn.Parameter(quantize(torch.randn(2, 5, 6)).transpose(0, 2)))
+    params.append(nn.Parameter(quantize(torch.randn(4, 9), block=(1, 3))))
     before = [p.dequantize().clone() for p in params]
     optimizer = MasterWeights(params, torch.optim.SGD, lr=1.0)
     for p in params:
@@ -175,6 +181,95 @@ def test_fp8_parameters_of_other_ranks_and_layouts():
         spec = p.spec
         new = quantize(old - 1, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule)
         assert_same(p, new)
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.counts[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def parameters_of_many_kinds(number: int, device: str = "cpu") -> list[nn.Parameter]:
+    blocks = ((-1, -1), (1, -1), (1, 128), (128, 128))
+    params = [
+        nn.Parameter(quantize(torch.randn(48, 64 + 16 * i, device=device), block=block))
+        for i in range(number)
+        for block in blocks
+    ]
+    half = [torch.randn(8, device=device, dtype=torch.bfloat16) for _ in range(number)]
+    return [*params, *map(nn.Parameter, half)]
+
+
+def assert_written(params, masters) -> None:
+    for p, master in zip(params, masters, strict=True):
+        fp8 = isinstance(p, Float8Tensor)
+        assert_same(p, quantize(master, block=p.spec.block) if fp8 else master.to(p.dtype))
+
+
+def test_writing_has_as_many_ops_for_many_parameters_as_for_few():
+    counts = []
+    for number in (2, 9):
+        params = parameters_of_many_kinds(number)
+        masters = [torch.randn(p.shape) for p in params]
+        with Ops() as ops:
+            write_parameters_(params, masters)
+        assert_written(params, masters)
+        counts.append(ops.counts)
+    expected = {"float8lab.quantize_many_.default": 4, "aten._foreach_copy_.default": 1}
+    assert counts == [expected] * 2
+
+
+def test_a_step_has_as_many_ops_for_many_parameters_as_for_few():
+    counts = []
+    for number in (2, 9):
+        params = [p for p in parameters_of_many_kinds(number) if isinstance(p, Float8Tensor)]
+        optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1, foreach=True)
+        for p in params:
+            p.grad = torch.ones(p.shape)
+        with Ops() as ops:
+            optimizer.step()
+        assert_written(params, [optimizer.masters[p].detach() for p in params])
+        counts.append(ops.counts)
+    assert counts[0]["float8lab.quantize_many_.default"] == 4
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the profiler's own, which differ between versions
+def test_gpu_launches_do_not_grow_with_the_number_of_parameters():
+    counts = []
+    for number in (2, 20):
+        params = parameters_of_many_kinds(number, "cuda")
+        masters = [torch.randn(p.shape, device="cuda") for p in params]
+        write_parameters_(params, masters)  # compiles, and copies the tables
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profile:
+            write_parameters_(params, masters)
+            torch.cuda.synchronize()
+        cuda = torch.autograd.DeviceType.CUDA
+        counts.append(sum(event.device_type == cuda for event in profile.events()))
+        assert_written(params, masters)
+    # Zeros, amaxes and casts per tensor; one of each other block; one copy in bfloat16.
+    assert counts == [3 + 3 + 1] * 2
+
+
+def test_every_buffer_that_a_step_writes_has_a_new_version(device):
+    params = [
+        nn.Parameter(quantize(torch.randn(32, 48, device=device), block=block))
+        for block in ((-1, -1), (1, -1), (1, 128), (1, 16))
+    ]
+    before = [(p._version, p.qdata._version, p.scale._version, p.amax._version) for p in params]
+    write_parameters_(params, [torch.randn(32, 48, device=device) for _ in params])
+    for p, versions in zip(params, before, strict=True):
+        after = (p._version, p.qdata._version, p.scale._version, p.amax._version)
+        assert all(new > old for new, old in zip(after, versions, strict=True))
 
 
 def test_parameters_keep_their_identity_and_caches_see_the_change():

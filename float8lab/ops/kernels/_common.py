@@ -40,6 +40,7 @@ __all__ = [
     "store_transposed",
     "store_words",
     "total_of",
+    "triton_dtype",
     "widen",
 ]
 
@@ -87,15 +88,26 @@ def total_of(sums: Tensor) -> Tensor:
     return sums.sum(0) if sums.numel() else sums.view(-1)
 
 
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The same dtype in Triton."""
+    return {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float8_e4m3fn: tl.float8e4nv,
+        torch.float8_e5m2: tl.float8e5,
+    }[dtype]
+
+
 def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """Run a launcher on the GPU of its first argument: triton launches on the current one."""
 
     @functools.wraps(launcher)
-    def call(x: Tensor, *args: Any) -> Any:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not x.is_cuda or x.device.index == torch.cuda.current_device():
-            return launcher(x, *args)
+            return launcher(x, *args, **kwargs)
         with torch.cuda.device(x.device):
-            return launcher(x, *args)
+            return launcher(x, *args, **kwargs)
 
     return call
 

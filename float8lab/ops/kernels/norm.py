@@ -21,6 +21,7 @@ from float8lab.ops.kernels._common import (
     load_tile,
     on_device_of_first,
     record_amax,
+    triton_dtype,
 )
 from float8lab.ops.norm import empty_stats
 
@@ -215,13 +216,6 @@ def _launch(
         num_warps=8 if rows * chunk > 4096 else 4,
         enable_fp_fusion=False,
     )
-
-
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The same dtype in Triton."""
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
-        dtype
-    ]
 
 
 def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:

@@ -39,19 +39,26 @@ from float8lab.ops.reference import round_up
 
 __all__ = [
     "PARTIALS",
+    "TILE",
     "amax",
+    "block_tile",
     "cast",
     "dequantize",
+    "divides_a_tile",
     "empty_output",
     "partial_amax",
     "quantize",
+    "row_tile",
     "scale_of_tensor",
+    "write_blocks",
+    "write_cast",
+    "write_rows",
 ]
 
 
 # At most 64 elements a thread, and few enough registers that several programs share a
 # multiprocessor: one loads while another stores. A tile of blocks holds whole blocks.
-_TILE = Tile(rows=64, columns=128, warps=4)
+TILE = Tile(rows=64, columns=128, warps=4)
 _LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
 _FLAT = Tile(rows=1, columns=4096, warps=8)
 _COLUMN_MAJOR = Tile(rows=64, columns=64, warps=4)
@@ -103,7 +110,7 @@ def partial_amax(x: Tensor) -> Tensor:
     if x.is_contiguous():
         x, tile = x.view(1, -1), _FLAT
     else:
-        tile = _TILE
+        tile = TILE
     (tiles,) = grid_of(x.shape, tile)
     partial = x.new_empty(min(tiles, _AMAX_PROGRAMS), dtype=torch.float32)
     _amax_kernel[(partial.numel(),)](
@@ -172,7 +179,7 @@ def _quantize_tensor_kernel(
 def _quantize_tensor(
     x: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float, align: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tile = _TILE
+    tile = TILE
     partial = partial_amax(x)
     q = empty_output(x, fp8_dtype, align)
     scale = x.new_empty((1, 1), dtype=torch.float32)
@@ -202,11 +209,12 @@ def _quantize_tensor(
 
 
 @triton.jit
-def _quantize_rows_kernel(
+def write_rows(
     x_ptr,  # [M, K] any float
     q_ptr,  # [ROWS, COLUMNS] fp8
     scale_ptr,  # [ROWS] fp32
     amax_ptr,  # [ROWS] fp32
+    tile,
     M,
     K,
     ROWS,
@@ -220,7 +228,8 @@ def _quantize_rows_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    """Quantize the rows of tile number ``tile``."""
+    rows = tile.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     chunk = tl.arange(0, TILE_K).to(tl.int64)
     x = load_tile(x_ptr, rows, chunk, M, K, stride_xm, stride_xk).to(tl.float32)
     bits = abs_bits(x)
@@ -243,7 +252,32 @@ def _quantize_rows_kernel(
             store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
-def _row_tile(x: Tensor, columns: int) -> Tile:
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    M,
+    K,
+    ROWS,
+    COLUMNS,
+    stride_xm,
+    stride_xk,
+    eps,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    SINGLE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    write_rows(
+        x_ptr, q_ptr, scale_ptr, amax_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
+        stride_xm, stride_xk, eps, LIMIT, RULE, SINGLE, TILE_M, TILE_K,
+    )  # fmt: skip
+
+
+def row_tile(x: Tensor, columns: int) -> Tile:
     if x.stride(0) < x.stride(1):
         return _COLUMN_MAJOR
     chunk = min(triton.next_power_of_2(columns), _ROW_CHUNK)
@@ -255,7 +289,7 @@ def _quantize_rows(
     x: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float, align: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     q = empty_output(x, fp8_dtype, align)
-    tile = _row_tile(x, q.shape[1])
+    tile = row_tile(x, q.shape[1])
     scale = x.new_empty((q.shape[0], 1), dtype=torch.float32)
     row_amax = torch.empty_like(scale)
     _quantize_rows_kernel[(triton.cdiv(q.shape[0], tile.rows),)](
@@ -281,11 +315,12 @@ def _quantize_rows(
 
 
 @triton.jit
-def _quantize_blocks_kernel(
+def write_blocks(
     x_ptr,  # [M, K] any float
     q_ptr,  # [ROWS, COLUMNS] fp8
     scale_ptr,  # [ceil ROWS / BM, ceil COLUMNS / BK] fp32
     amax_ptr,  # shape and strides of scale
+    tile,
     M,
     K,
     ROWS,
@@ -302,9 +337,10 @@ def _quantize_blocks_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
+    """Quantize the blocks of tile number ``tile``."""
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    tile_m = (tile // tiles_k).to(tl.int64)
+    tile_k = (tile % tiles_k).to(tl.int64)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
@@ -321,7 +357,39 @@ def _quantize_blocks_kernel(
     tl.store(amax_ptr + offsets, amaxes, mask=mask)
 
 
-def _divides_a_tile(block: Sequence[int]) -> bool:
+@triton.jit
+def _quantize_blocks_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    M,
+    K,
+    ROWS,
+    COLUMNS,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sk,
+    eps,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    write_blocks(
+        x_ptr, q_ptr, scale_ptr, amax_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
+        stride_xm, stride_xk, stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, TILE_M, TILE_K,
+    )  # fmt: skip
+
+
+def block_tile(block: Sequence[int]) -> Tile:
+    return _LARGE_BLOCKS if block[0] > TILE.rows else TILE
+
+
+def divides_a_tile(block: Sequence[int]) -> bool:
     return all(0 < size <= 128 and size & (size - 1) == 0 for size in block)
 
 
@@ -333,7 +401,7 @@ def _quantize_blocks(
     eps: float,
     align: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tile = _LARGE_BLOCKS if block[0] > _TILE.rows else _TILE
+    tile = block_tile(block)
     q = empty_output(x, fp8_dtype, align)
     scale = empty_scale(x, q.shape, block)
     amaxes = torch.empty_like(scale)
@@ -374,7 +442,7 @@ def quantize(
         return _quantize_tensor(x, fp8_dtype, rule, eps, align)
     if shape == (1, -1):
         return _quantize_rows(x, fp8_dtype, rule, eps, align)
-    if _divides_a_tile(shape):
+    if divides_a_tile(shape):
         return _quantize_blocks(x, fp8_dtype, block, rule, eps, align)
     return reference.quantize(x, fp8_dtype, block, rule, eps, align)
 
@@ -382,12 +450,13 @@ def quantize(
 # Given scales.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
-def _cast_kernel(
+@triton.jit
+def write_cast(
     x_ptr,  # [M, K] any float
     scale_ptr,  # one per block of BM x BK, or broadcast, fp32
     slot_ptr,  # [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
+    tile,
     M,
     K,
     ROWS,
@@ -404,9 +473,10 @@ def _cast_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
+    """Cast tile number ``tile`` by given scales."""
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    tile_m = (tile // tiles_k).to(tl.int64)
+    tile_k = (tile % tiles_k).to(tl.int64)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
@@ -424,6 +494,35 @@ def _cast_kernel(
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+def _cast_kernel(
+    x_ptr,
+    scale_ptr,
+    slot_ptr,
+    q_ptr,
+    M,
+    K,
+    ROWS,
+    COLUMNS,
+    scale_rows,
+    scale_columns,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sk,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    HAS_SLOT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    write_cast(
+        x_ptr, scale_ptr, slot_ptr, q_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
+        scale_rows, scale_columns, stride_xm, stride_xk, stride_sm, stride_sk,
+        BM, BK, HAS_SLOT, TILE_M, TILE_K,
+    )  # fmt: skip
+
+
 @on_device_of_first
 def cast(
     x: Tensor,
@@ -433,7 +532,7 @@ def cast(
     block: Sequence[int],
     align: int,
 ) -> Tensor:
-    tile = _TILE
+    tile = TILE
     if x.numel() == 0 or x.shape[1] == 1:
         return reference.cast(x, scale, amax_slot, fp8_dtype, block, align)
     q = empty_output(x, fp8_dtype, align)
@@ -495,7 +594,7 @@ def _dequantize_kernel(
 
 @on_device_of_first
 def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    tile = _TILE
+    tile = TILE
     y = q.new_empty(q.shape, dtype=dtype)
     if q.numel() == 0:
         return y

@@ -23,9 +23,9 @@ from float8lab.ops.kernels._common import (
     on_device_of_first,
     record_amax,
     store_tile,
+    triton_dtype,
 )
 from float8lab.ops.kernels.activation import apply_activation, derivative_of_activation
-from float8lab.ops.kernels.norm import triton_dtype
 from float8lab.ops.reference import ACTIVATIONS, source_shape
 
 __all__ = [

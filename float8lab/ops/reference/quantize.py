@@ -16,11 +16,13 @@ from float8lab.formats import FLOAT32_MAX, largest, scale_shape
 __all__ = [
     "amax",
     "cast",
+    "cast_many_",
     "cast_pair",
     "dequantize",
     "encode_from_amax",
     "expand_scale",
     "quantize",
+    "quantize_many_",
     "quantize_pair",
     "round_up",
     "scale_from_amax",
@@ -130,6 +132,22 @@ def quantize(
     return _encode(x, scale, fp8_dtype, block).contiguous(), scale, block_amax
 
 
+def quantize_many_(
+    x: Sequence[Tensor],
+    q: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+) -> None:
+    """``quantize`` of each ``x`` into the ``q``, ``scale`` and ``amax`` that are there for it."""
+    for one, *outputs in zip(x, q, scale, amax, strict=True):
+        results = quantize(one, outputs[0].dtype, block, rule, eps, 1)
+        for output, result in zip(outputs, results, strict=True):
+            output.copy_(result)
+
+
 def quantize_pair(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -175,6 +193,14 @@ def cast(
         amax_slot.copy_(torch.maximum(amax_slot, x.abs().max().float()))
     scale = scale.view(1, 1) if scale.numel() == 1 else scale
     return _encode(_align(x, align), scale, fp8_dtype, block).contiguous()
+
+
+def cast_many_(
+    x: Sequence[Tensor], scale: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
+) -> None:
+    """``cast`` of each ``x`` under its ``scale`` into the ``q`` that is there for it."""
+    for one, factor, output in zip(x, scale, q, strict=True):
+        output.copy_(cast(one, factor, None, output.dtype, block, 1))
 
 
 def cast_pair(
