@@ -91,15 +91,15 @@ def all_same(got: Sequence[Stored], want: Sequence[Stored]) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def launched(call: Callable[[], None]) -> int:
-    """How many kernels and memory operations a call runs on the GPU."""
+def launched(call: Callable[[], None]) -> list[str]:
+    """The kernels and memory operations that a call runs on the GPU."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == on_gpu for event in profile.events())
+    return [event.name for event in profile.events() if event.device_type == on_gpu]
 
 
 @each_recipe
@@ -183,8 +183,11 @@ def test_launches_do_not_grow_with_the_number_of_matrices(recipe: Recipe) -> Non
         stored = blank(alone(xs, E4M3, recipe))
         quantize_many_(xs, stored, recipe)
         counts.append(launched(lambda xs=xs, stored=stored: quantize_many_(xs, stored, recipe)))
-    # Per tensor: zeros, the amaxes, the casts.
-    assert counts == [3 if recipe[0] == (-1, -1) else 1] * 2
+    few, many_more = counts
+    assert few == many_more
+    ours = [name for name in few if name.endswith("_kernel")]
+    assert len(ours) == (2 if recipe[0] == (-1, -1) else 1)  # per tensor: the amaxes, the casts
+    assert len(few) <= len(ours) + 2  # and their zeros, with what a profile may add to those
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])

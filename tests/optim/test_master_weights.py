@@ -254,10 +254,13 @@ def test_gpu_launches_do_not_grow_with_the_number_of_parameters():
             write_parameters_(params, masters)
             torch.cuda.synchronize()
         cuda = torch.autograd.DeviceType.CUDA
-        counts.append(sum(event.device_type == cuda for event in profile.events()))
+        counts.append([event.name for event in profile.events() if event.device_type == cuda])
         assert_written(params, masters)
-    # Zeros, amaxes and casts per tensor; one of each other block; one copy in bfloat16.
-    assert counts == [3 + 3 + 1] * 2
+    few, many = counts
+    assert few == many
+    # Amaxes and casts per tensor, and one of each other block.
+    assert sum(name.endswith("_kernel") for name in few) == 2 + 3
+    assert len(few) <= 2 + 3 + 2 + 1  # zeros, with what a profile may add; one copy in bfloat16
 
 
 def test_every_buffer_that_a_step_writes_has_a_new_version(device):
