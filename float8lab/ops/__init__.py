@@ -27,6 +27,7 @@ from float8lab.ops.quantize import (
     transpose_op,
 )
 from float8lab.ops.reference import ACTIVATIONS, encode_from_amax, round_up, scale_from_amax
+from float8lab.ops.rotary import rotate_op
 from float8lab.ops.scaling import NO_DATA, update_scales_op
 from float8lab.ops.source import (
     Source,
@@ -67,6 +68,7 @@ __all__ = [
     "quantize_pair_of_op",
     "quantize_pair_op",
     "register_stateful",
+    "rotate_op",
     "round_up",
     "scale_from_amax",
     "scaled_bmm_op",

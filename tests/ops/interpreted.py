@@ -21,6 +21,7 @@ from float8lab.ops.kernels import (
     many,
     norm,
     pair,
+    rotary,
     scaling,
     source,
     source_cast,
@@ -233,6 +234,18 @@ def check_turned_values() -> None:
         assert torch.equal(got.view(torch.uint8), want)
 
 
+def check_rotary() -> None:
+    for A, B, H, D, R in ((2, 3, 5, 16, 16), (1, 4, 1, 20, 6), (3, 1, 40, 128, 2)):
+        t = torch.randn(A, B, D, H).transpose(2, 3)
+        for shape in ((A, B, 1, R), (1, B, 1, R), (A, 1, 1, R)):
+            cos, sin = torch.randn(shape), torch.randn(shape)
+            for flags in ((True, True), (True, False), (False, True), (False, False)):
+                same(
+                    rotary.rotate(t, cos, sin, *flags),
+                    rotary.reference.rotate(t, cos, sin, *flags),
+                )
+
+
 def check_transpose_and_dequantize() -> None:
     q = torch.randint(0, 127, (70, 135), dtype=torch.uint8).clamp(max=120).view(E4M3)
     for one in (q, q.t(), q[:, ::2], q[:0]):
@@ -423,6 +436,7 @@ if __name__ == "__main__":
     check_cast()
     check_transpose_and_dequantize()
     check_turned_values()
+    check_rotary()
     check_update_scales()
     check_norm()
     check_fp8_norm()

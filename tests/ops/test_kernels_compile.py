@@ -35,6 +35,7 @@ from float8lab.ops.kernels import (
     norm,
     pair,
     quantize,
+    rotary,
     scaling,
     source,
     source_cast,
@@ -179,7 +180,14 @@ def fp8_norm_backward(
     )
 
 
+def rotated(R: int, interleaved: bool, back: bool) -> Any:
+    t, angles = x.view(2, 32, 16, 128), torch.ones(1, 32, 1, R)
+    return lambda: rotary.rotate(t, angles, angles, interleaved, back)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
+    "rotary": rotated(128, interleaved=False, back=False),
+    "rotary-part-interleaved-back": rotated(48, interleaved=True, back=True),
     "tensor": quantized((-1, -1)),
     "tensor-e5m2-pow2": quantized((-1, -1), "pow2", E5M2),
     "tensor-both": both((-1, -1)),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.layout import check_format
+from float8lab.ops import rotate_op
+from float8lab.ops.reference.rotary import rotate
 
 __all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
 
@@ -126,17 +131,37 @@ def apply_rotary_pos_emb(
             # Padding may reach beyond the table.
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
             angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
-    turned, rest = t[..., :rotated].float(), t[..., rotated:]
-    turned = turned * angles.cos() + _quarter_turn(turned, interleaved) * angles.sin()
-    turned = turned.to(t.dtype)
-    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    if not _takes_op(t, angles):
+        return rotate(t, cos, sin, interleaved, False)
+    if tensor_format == "thd":
+        t, cos, sin = (x.unsqueeze(1) for x in (t, cos, sin))
+    turned: Tensor = _Rotate.apply(t, cos, sin, interleaved, False)
+    return turned.squeeze(1) if tensor_format == "thd" else turned
 
 
-def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+def _takes_op(t: Tensor, angles: Tensor) -> bool:
+    """Whether one kernel does it: not where a compiler fuses it or more is differentiated."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    plain = type(t) in (Tensor, nn.Parameter) and not angles.requires_grad
+    return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.how = (interleaved, back)
+        out: Tensor = rotate_op(t, cos, sin, interleaved, back)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        interleaved, back = ctx.how
+        return _Rotate.apply(dy, *ctx.saved_tensors, interleaved, not back), None, None, None, None
 
 
 def _positions_in_sequences(

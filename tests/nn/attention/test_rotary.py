@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn import RotaryPositionEmbedding, apply_rotary_pos_emb
+from float8lab.nn.attention import rotary
+from float8lab.ops import rotate_op
+from float8lab.ops.reference.rotary import rotate
 
 S, B, H, D = 6, 2, 3, 8
 
@@ -98,3 +102,76 @@ def test_wrong_arguments_are_refused():
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd")
     with pytest.raises(ValueError, match=r"dim \* rotary_percent must be even"):
         RotaryPositionEmbedding(6, 0.5)
+
+
+LAYOUTS = {
+    "contiguous": lambda *shape: torch.randn(shape),
+    "packed": lambda *shape: torch.randn(*shape[:2], 3, *shape[2:])[:, :, 1],
+    "by-head": lambda a, b, h, d: torch.randn(a, h, b, d).transpose(1, 2),
+    "by-column": lambda a, b, h, d: torch.randn(a, b, d, h).mT,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("back", [False, True], ids=["", "back"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernel_has_the_bits_of_the_reference(layout, dtype, interleaved, back):
+    for A, B_, H_, D_, R in ((5, 3, 7, 128, 128), (1, 33, 1, 80, 32), (2, 1, 130, 6, 2)):
+        t = LAYOUTS[layout](A, B_, H_, D_).to("cuda", dtype, copy=True)
+        for shape in ((A, B_, 1, R), (1, B_, 1, R), (A, 1, 1, R)):
+            cos, sin = torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda")
+            got = rotate_op(t, cos, sin, interleaved, back)
+            want = rotate(t, cos, sin, interleaved, back)
+            assert torch.equal(got, want)
+            assert got.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_on_a_gpu_as_on_the_cpu(percent, tensor_format):
+    shape = {"sbhd": (S, B, H, D), "bshd": (B, S, H, D), "thd": (S, H, D)}[tensor_format]
+    x, dy = torch.randn(shape), torch.randn(shape)
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = x.to(device).requires_grad_()
+        y = apply_rotary_pos_emb(
+            leaf, RotaryPositionEmbedding(D, percent, device=device)(10), tensor_format,
+            cu_seqlens=torch.tensor([0, 4, 6], device=device) if tensor_format == "thd" else None,
+        )  # fmt: skip
+        (dx,) = torch.autograd.grad(y, leaf, dy.to(device))
+        results.append((y.cpu(), dx.cpu()))
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        assert torch.allclose(on_cpu, on_gpu, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_the_function_and_its_two_derivatives(interleaved, device):
+    """Of angles that differ within a pair, too."""
+    shape = (2, 3, 4, 8)
+    t, dy = (torch.randn(shape, device=device, requires_grad=True) for _ in range(2))
+    cos, sin = torch.randn(2, 1, 1, 6, device=device), torch.randn(2, 1, 1, 6, device=device)
+    y = rotary._Rotate.apply(t, cos, sin, interleaved, False)
+    plain = rotate(t, cos, sin, interleaved, False)
+    assert torch.equal(y, plain)
+    found = []
+    for out in (y, plain):
+        (dt,) = torch.autograd.grad(out, t, dy, create_graph=True)
+        (ddy,) = torch.autograd.grad(dt.sum(), dy)
+        found.append((dt, ddy))
+    for own, exact in zip(*found, strict=True):
+        assert torch.allclose(own, exact, atol=1e-6)
+
+
+def test_opcheck(device):
+    t, angles = torch.randn(2, 3, 4, 8, device=device), torch.randn(2, 1, 1, 6, device=device)
+    for flags in ((False, False), (True, True)):
+        torch.library.opcheck(rotate_op, (t, angles.cos(), angles.sin(), *flags))
+
+
+def test_trained_angles_get_a_gradient(device):
+    angles = torch.randn(6, 1, 1, 8, device=device, requires_grad=True)
+    y = apply_rotary_pos_emb(torch.randn(6, 2, 3, 8, device=device), angles)
+    assert torch.autograd.grad(y.sum(), angles)[0].abs().sum() > 0

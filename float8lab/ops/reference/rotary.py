@@ -1,0 +1,40 @@
+"""Rotary position embedding in plain PyTorch.  D head size, R rotated part of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["rotate"]
+
+
+def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """Turn pairs of features by angles.
+
+    Args:
+        t: ``[A, B, H, D]``.
+        cos: cosines of the angles, float32 ``[A, B, 1, R]`` or 1 in the place of A or B; R is even.
+        sin: sines.
+        interleaved: pairs are neighbours, ``(0, 1), (2, 3) ...``, not halves,
+            ``(0, R / 2), (1, R / 2 + 1) ...``.
+        back: the transposed map instead, which gradients take; where both of a pair have one angle
+            it turns the other way.
+
+    Returns:
+        Shape and dtype of ``t``, contiguous; turned in float32. Features from R on are copied.
+    """
+    R = cos.shape[-1]
+    turned, rest = t[..., :R].float(), t[..., R:]
+    if back:
+        turned = turned * cos - _quarter_turn(turned * sin, interleaved)
+    else:
+        turned = turned * cos + _quarter_turn(turned, interleaved) * sin
+    turned = turned.to(t.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned.contiguous()
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
