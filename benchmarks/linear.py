@@ -92,7 +92,7 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
 
     def note(saved: Tensor) -> Tensor:
         found.update(storages(saved))
-        return saved
+        return saved.detach()  # a node that kept its own output would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         y = module(x.detach().requires_grad_())

@@ -1,6 +1,8 @@
 """Each subject on a CPU and tiny sizes: everything but the speed of a GPU."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -338,6 +340,15 @@ def test_subjects_run_on_a_gpu(program, argv, tmp_path):
         assert row.floor_ms is None or row.floor_ms > 0
         if program is overhead and "launches" in row.values:
             assert row.values["launches"] >= 2
+
+
+def test_counting_saved_bytes_leaves_nothing_behind():
+    layer = float8lab.TransformerLayer(16, 32, 2, self_attn_mask_type="causal", device="cpu")
+    alive = [weakref.ref(parameter) for parameter in layer.parameters()]
+    assert linear.saved_bytes(layer, torch.randn(4, 2, 16)) > 0
+    del layer
+    gc.collect()
+    assert not any(parameter() is not None for parameter in alive)
 
 
 @pytest.mark.gpu
