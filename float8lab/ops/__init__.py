@@ -5,7 +5,11 @@ only place that imports triton.
 """
 
 from float8lab.ops._register import register_stateful
-from float8lab.ops.attention import fp8_attention_backward_op, fp8_attention_op
+from float8lab.ops.attention import (
+    fp8_attention_backward_op,
+    fp8_attention_op,
+    has_fp8_attention,
+)
 from float8lab.ops.gemm import scaled_bmm_op, scaled_mm_op
 from float8lab.ops.norm import (
     fp8_norm_backward_op,
@@ -59,6 +63,7 @@ __all__ = [
     "fp8_attention_op",
     "fp8_norm_backward_op",
     "fp8_norm_op",
+    "has_fp8_attention",
     "norm_backward_op",
     "norm_op",
     "norm_stats_op",

@@ -8,7 +8,22 @@ from torch import Tensor
 from float8lab.ops._register import register
 from float8lab.ops.reference import attention as reference
 
-__all__ = ["fp8_attention_backward_op", "fp8_attention_op"]
+__all__ = ["fp8_attention_backward_op", "fp8_attention_op", "has_fp8_attention"]
+
+_LARGEST_HEAD = 128
+
+
+def has_fp8_attention(device: torch.device, *heads: int) -> bool:
+    """Whether the op does without a GPU's memory for all scores, if no mask or a causal one is set.
+
+    Args:
+        device: of the operands.
+        heads: head sizes, of queries and keys and of values.
+    """
+    if device.type != "cuda":
+        return True
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and all(0 < size <= _LARGEST_HEAD for size in heads)
 
 
 def _fake_attention(

@@ -1,8 +1,8 @@
 """Attention of Float8Tensors.  B batch, H heads, G key/value heads, S sequence, D head size.
 
 Queries, keys and values with one scale each run the FP8 attention op, which rounds the
-probabilities to e4m3 too; backward is in high precision. Masks, dropout and other blocks dequantize
-inside what torch runs.
+probabilities to e4m3 too; backward is in high precision. Masks, dropout, other blocks and a GPU for
+which there is no kernel dequantize inside what torch runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from float8lab.ops import fp8_attention_backward_op, fp8_attention_op
+from float8lab.ops import fp8_attention_backward_op, fp8_attention_op, has_fp8_attention
 from float8lab.tensor.dispatch import implements, implements_whole
 from float8lab.tensor.float8_tensor import Float8Tensor
 
@@ -54,6 +54,8 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
             return False
         if x.dtype != q.dtype or x.shape[0] != q.shape[0]:
             return False
+    if not has_fp8_attention(q.device, q.shape[3], v.shape[3]):
+        return False
     heads, groups = q.shape[1], k.shape[1]
     grouped = enable_gqa and groups and heads % groups == 0
     sizes_match = k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3] > 0

@@ -86,6 +86,14 @@ def test_against_the_op():
     assert torch.equal(y, out)
 
 
+def test_a_gpu_without_a_kernel_runs_torchs(monkeypatch):
+    monkeypatch.setattr(float8lab.tensor.attention, "has_fp8_attention", lambda *arguments: False)
+    qkv = operands()
+    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv))
+    assert not fp8
+    assert torch.equal(y, F.scaled_dot_product_attention(*(t.dequantize() for t in qkv)))
+
+
 def test_only_the_gradients_that_are_wanted():
     q, k, v = operands()
     k = k.detach()

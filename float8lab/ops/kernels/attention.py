@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from float8lab.ops.attention import has_fp8_attention
 from float8lab.ops.kernels._common import on_device_of_first
 from float8lab.ops.kernels.quantize import dequantize
 from float8lab.ops.reference import attention as plain
@@ -49,7 +50,6 @@ _KEYS = 128
 _STAGES = 2
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
-_LARGEST_HEAD = 128
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -280,13 +280,11 @@ def _attention_kernel(
     )
 
 
-def _has_kernel(*operands: Tensor, scale: float, masks: tuple[Tensor | None, ...]) -> bool:
+def _has_kernel(q: Tensor, v: Tensor, scale: float, masks: tuple[Tensor | None, ...]) -> bool:
     """Whether Hopper's kernel computes it."""
-    if any(mask is not None for mask in masks) or scale <= 0:
+    if any(mask is not None for mask in masks) or scale <= 0 or not q.numel() or not v.numel():
         return False
-    if any(x.numel() == 0 or x.shape[-1] > _LARGEST_HEAD for x in operands):
-        return False
-    return torch.cuda.get_device_capability(operands[0].device)[0] == 9
+    return has_fp8_attention(q.device, q.shape[3], v.shape[3])
 
 
 def _loadable(x: Tensor) -> Tensor:
@@ -322,7 +320,7 @@ def fp8_attention(
     dropout: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    if not _has_kernel(q, k, v, scale=scale, masks=(bias, allowed, keep)):
+    if not _has_kernel(q, v, scale, (bias, allowed, keep)):
         return plain.fp8_attention(
             q, k, v, q_scale, k_scale, v_scale, bias, allowed, keep, causal, scale, dropout,
             out_dtype,
@@ -375,7 +373,7 @@ def fp8_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    fits = _has_kernel(q, k, v, scale=scale, masks=(bias, allowed, keep)) and min(SQ, SK) > 1
+    fits = _has_kernel(q, v, scale, (bias, allowed, keep)) and min(SQ, SK) > 1
     fits = fits and D % 8 == DV % 8 == 0 and not (deterministic and (D != DV or SQ != SK))
     if not fits:
         return plain.fp8_attention_backward(
