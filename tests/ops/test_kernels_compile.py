@@ -40,6 +40,7 @@ from float8lab.ops.kernels import (
     source_cast,
     source_quantize,
 )
+from float8lab.ops.kernels._launch import Launched
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -354,7 +355,7 @@ def all_kernels() -> Iterator[str]:
     for module in pkgutil.iter_modules(kernels.__path__):
         names = vars(importlib.import_module(f"{kernels.__name__}.{module.name}"))
         for name, value in names.items():
-            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+            if isinstance(value, (JITFunction, Launched)) and name.endswith("_kernel"):
                 yield f"{module.name}.{name}"
 
 
