@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import kernels
 from float8lab.ops.kernels import (
+    _launch,
     attention,
     many,
     norm,
@@ -365,6 +367,20 @@ def test_every_kernel_is_compiled_here() -> None:
         for kernel, _, _ in launches(call):
             compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
     assert compiled == set(all_kernels())
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_can_be_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher passes what ``Launched`` leaves to Triton at every call."""
+    monkeypatch.setattr(_launch, "current_device", lambda: 0)
+    target = SimpleNamespace(backend="cuda")
+    compiled = SimpleNamespace(
+        metadata=SimpleNamespace(target=target), run=None, function=None, packed_metadata=None
+    )
+    for kernel, args, constants in launches(LAUNCHES[name]):
+        again = Launched(kernel)
+        again._remember(compiled, args, constants)
+        assert again._known, kernel.fn.__name__
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

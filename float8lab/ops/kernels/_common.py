@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8lab.ops.kernels._launch import current_device
+
 __all__ = [
     "FLOAT32_MAX",
     "INTERPRETED",
@@ -122,7 +124,7 @@ def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(launcher)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        if not x.is_cuda or x.get_device() == current_device():
             return launcher(x, *args, **kwargs)
         with torch.cuda.device(x.device):
             return launcher(x, *args, **kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Launched", "launched"]
+__all__ = ["Launched", "current_device", "launched"]
 
 _MOST_KERNELS = 4096
 """Of one function. Sizes are part of a key, so there is no end of keys where shapes vary."""
@@ -26,7 +26,7 @@ _RUNTIME = triton.knobs.runtime
 
 # The functions behind torch.cuda's, which cost several times as much. A CPU build has neither, and
 # never asks: it has no compiled kernels to find.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -72,7 +72,7 @@ class Launched:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if self._known and not self._has_hooks():
-            device = _current_device()
+            device = current_device()
             known = self._known.get(_key_of(device, args, constants))
             if known is not None:
                 run, handle, metadata, values = known
@@ -103,7 +103,7 @@ class Launched:
             or by_name != set(self._constants)
         ):
             return
-        key = _key_of(_current_device(), args, constants)
+        key = _key_of(current_device(), args, constants)
         if key is None:
             return
         if len(self._known) >= _MOST_KERNELS:

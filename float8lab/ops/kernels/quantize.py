@@ -117,8 +117,9 @@ def partial_amax(x: Tensor) -> Tensor:
     (tiles,) = grid_of(x.shape, tile)
     partial = x.new_empty(min(tiles, _AMAX_PROGRAMS), dtype=torch.float32)
     _amax_kernel[(partial.numel(),)](
-        x, partial, *x.shape, *x.stride(), tile.rows, tile.columns, num_warps=tile.warps
-    )
+        x, partial, *x.shape, *x.stride(), TILE_M=tile.rows, TILE_K=tile.columns,
+        num_warps=tile.warps,
+    )  # fmt: skip
     return partial
 
 
