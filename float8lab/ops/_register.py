@@ -17,11 +17,26 @@ __all__ = ["register", "register_stateful"]
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 
 
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from tracing an implementation, or what it calls, when a compiled graph calls it.
+
+    ``torch._disable_dynamo`` does so by a wrapper around every call. A mark on the code costs a
+    call nothing; all functions of the same code have it.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    try:
+        skip = dynamo._FrameAction.SKIP
+        strategy = dynamo._FrameExecStrategy(skip, skip)
+        dynamo.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:  # the names are private: another torch may not have them
+        return torch._disable_dynamo(function)
+    return function
+
+
 def _lazy(path: str) -> Callable[..., Any]:
     module_name, function_name = path.split(":")
     launcher: Callable[..., Any] | None = None
 
-    @torch._disable_dynamo  # torch 2.11 traces into kernels that a compiled graph calls
     def call(*args: Any) -> Any:
         nonlocal launcher
         if launcher is None:
@@ -29,7 +44,7 @@ def _lazy(path: str) -> Callable[..., Any]:
             launcher = getattr(module, function_name)
         return launcher(*args)
 
-    return call
+    return _untraced(call)  # torch 2.11 traces into kernels that a compiled graph calls
 
 
 def register(
@@ -62,8 +77,7 @@ def register_stateful(
         implementation: called on any device, with Python's state as it is when the graph runs.
         fake: allocates the outputs, for fake tensors.
     """
-    anywhere = torch._disable_dynamo(implementation)
-    return _define(schema, {"CompositeExplicitAutograd": anywhere}, fake)
+    return _define(schema, {"CompositeExplicitAutograd": _untraced(implementation)}, fake)
 
 
 def _define(

@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import kernels
 from float8lab.ops.kernels import (
+    _launch,
     attention,
     many,
     norm,
@@ -41,6 +43,7 @@ from float8lab.ops.kernels import (
     source_cast,
     source_quantize,
 )
+from float8lab.ops.kernels._launch import Launched
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -361,7 +364,7 @@ def all_kernels() -> Iterator[str]:
     for module in pkgutil.iter_modules(kernels.__path__):
         names = vars(importlib.import_module(f"{kernels.__name__}.{module.name}"))
         for name, value in names.items():
-            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+            if isinstance(value, (JITFunction, Launched)) and name.endswith("_kernel"):
                 yield f"{module.name}.{name}"
 
 
@@ -371,6 +374,20 @@ def test_every_kernel_is_compiled_here() -> None:
         for kernel, _, _ in launches(call):
             compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
     assert compiled == set(all_kernels())
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_can_be_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher passes what ``Launched`` leaves to Triton at every call."""
+    monkeypatch.setattr(_launch, "current_device", lambda: 0)
+    target = SimpleNamespace(backend="cuda")
+    compiled = SimpleNamespace(
+        metadata=SimpleNamespace(target=target), run=None, function=None, packed_metadata=None
+    )
+    for kernel, args, constants in launches(LAUNCHES[name]):
+        again = Launched(kernel)
+        again._remember(compiled, args, constants)
+        assert again._known, kernel.fn.__name__
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

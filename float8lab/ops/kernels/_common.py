@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from float8lab.ops.kernels._launch import current_device
+
 __all__ = [
     "FLOAT32_MAX",
     "INTERPRETED",
@@ -23,10 +25,12 @@ __all__ = [
     "block_amax",
     "block_index",
     "broadcast_scale",
+    "ceil_div",
     "empty_column_sums",
     "encode_from_scale",
     "grid_of",
     "load_tile",
+    "next_power_of_2",
     "on_device_of_first",
     "pack",
     "pow2_floor",
@@ -64,6 +68,15 @@ WIDEN_FP16 = tl.constexpr("""{
 }""")
 
 
+_TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
+
+
 @dataclass(frozen=True)
 class Tile:
     """Shape of the tile of one program, and its warps."""
@@ -73,13 +86,26 @@ class Tile:
     warps: int
 
 
+# triton.cdiv and triton.next_power_of_2 also run in kernels, which makes them slow outside of one.
+
+
+def ceil_div(size: int, part: int) -> int:
+    """How many parts it takes to hold ``size``."""
+    return -(-size // part)
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest power of two that is not below ``size``."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 def grid_of(shape: Sequence[int], tile: Tile) -> tuple[int]:
-    return (triton.cdiv(shape[0], tile.rows) * triton.cdiv(shape[1], tile.columns),)
+    return (ceil_div(shape[0], tile.rows) * ceil_div(shape[1], tile.columns),)
 
 
 def empty_column_sums(x: Tensor, shape: Sequence[int], tile: Tile, wanted: bool) -> Tensor:
     """Room, beside ``x``, for a row of partial column sums per row of tiles of ``shape``."""
-    rows, columns = (triton.cdiv(shape[0], tile.rows), shape[1]) if wanted else (0, 0)
+    rows, columns = (ceil_div(shape[0], tile.rows), shape[1]) if wanted else (0, 0)
     return x.new_empty((rows, columns), dtype=torch.float32)
 
 
@@ -90,13 +116,7 @@ def total_of(sums: Tensor) -> Tensor:
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     """The same dtype in Triton."""
-    return {
-        torch.float32: tl.float32,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-        torch.float8_e4m3fn: tl.float8e4nv,
-        torch.float8_e5m2: tl.float8e5,
-    }[dtype]
+    return _TRITON_DTYPES[dtype]
 
 
 def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +124,7 @@ def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(launcher)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        if not x.is_cuda or x.get_device() == current_device():
             return launcher(x, *args, **kwargs)
         with torch.cuda.device(x.device):
             return launcher(x, *args, **kwargs)

@@ -19,7 +19,6 @@ on the dequantized operands, from the forward's output and log-sum-exp.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,7 +33,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.attention import has_fp8_attention
-from float8lab.ops.kernels._common import on_device_of_first
+from float8lab.ops.kernels._common import (
+    ceil_div,
+    next_power_of_2,
+    on_device_of_first,
+)
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.quantize import dequantize
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
@@ -60,7 +64,7 @@ P_BITS = gl.constexpr(8.0)
 # Values, transposed.
 
 
-@triton.jit
+@launched
 def _turn_kernel(
     v_ptr,  # [B, G, SK, DV] uint8
     out_ptr,  # [B, G, DV, PADDED / 4] int32: bytes of four keys each
@@ -92,7 +96,7 @@ def _turn(v: Tensor) -> Tensor:
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
     _turn_kernel[(padded // _KEYS, B * G)](
         v.view(torch.uint8), out.view(torch.int32), SK, padded, DV, G, *v.stride(),
-        TILE_K=_KEYS, TILE_D=triton.next_power_of_2(DV),
+        TILE_K=_KEYS, TILE_D=next_power_of_2(DV),
     )  # fmt: skip
     return out
 
@@ -326,14 +330,14 @@ def fp8_attention(
             out_dtype,
         )  # fmt: skip
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
-    d_tile = max(triton.next_power_of_2(D), 32)
-    dv_tile = max(triton.next_power_of_2(DV), 16)
+    d_tile = max(next_power_of_2(D), 32)
+    dv_tile = max(next_power_of_2(DV), 16)
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse = q.new_empty((B, H, SQ), dtype=torch.float32)
     v_desc = _descriptor(_turn(v), dv_tile, _KEYS)
     q_desc = _descriptor(_loadable(q), _GROUP, d_tile)
     k_desc = _descriptor(_loadable(k), _KEYS, d_tile)
-    _attention_kernel[(triton.cdiv(SQ, _QUERIES) * B * H,)](
+    _attention_kernel[(ceil_div(SQ, _QUERIES) * B * H,)](
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, H, G, SQ, SK, DV,
         *out.stride()[:3], scale, CAUSAL=causal, GROUP=_GROUP, KEYS=_KEYS, STAGES=_STAGES,
         D_TILE=d_tile, DV_TILE=dv_tile, QK_LAYOUT=_of_rank_2(q_desc), V_LAYOUT=_of_rank_2(v_desc),

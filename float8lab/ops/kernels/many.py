@@ -21,6 +21,7 @@ from float8lab.formats import largest
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
+    ceil_div,
     grid_of,
     load_tile,
     on_device_of_first,
@@ -30,6 +31,7 @@ from float8lab.ops.kernels._common import (
     store_tile,
     triton_dtype,
 )
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.quantize import (
     TILE,
     block_tile,
@@ -91,7 +93,7 @@ def _indices(tile, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 # Per tensor: the amaxes of all, then the casts.
 
 
-@triton.jit(do_not_specialize=["matrices"])
+@launched(do_not_specialize=["matrices"])
 def _amax_many_kernel(
     table_ptr,  # [matrices, _WIDTH] int64
     slots_ptr,  # [matrices] fp32, zeros: the amax of each
@@ -111,7 +113,7 @@ def _amax_many_kernel(
     record_amax(slots_ptr + matrix, abs_bits(x))
 
 
-@triton.jit(do_not_specialize=["matrices"])
+@launched(do_not_specialize=["matrices"])
 def _quantize_tensors_kernel(
     table_ptr,  # [matrices, _WIDTH] int64
     slots_ptr,  # [matrices] fp32
@@ -144,7 +146,7 @@ def _quantize_tensors_kernel(
 # Per row, and blocks that divide a tile: as one matrix is quantized.
 
 
-@triton.jit(do_not_specialize=["matrices"])
+@launched(do_not_specialize=["matrices"])
 def _quantize_rows_of_many_kernel(
     table_ptr,  # [matrices, _WIDTH] int64
     matrices,
@@ -168,7 +170,7 @@ def _quantize_rows_of_many_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["matrices"])
+@launched(do_not_specialize=["matrices"])
 def _quantize_blocks_of_many_kernel(
     table_ptr,  # [matrices, _WIDTH] int64
     matrices,
@@ -197,7 +199,7 @@ def _quantize_blocks_of_many_kernel(
 # Given scales.
 
 
-@triton.jit(do_not_specialize=["matrices"])
+@launched(do_not_specialize=["matrices"])
 def _cast_many_kernel(
     table_ptr,  # [matrices, _WIDTH] int64
     matrices,
@@ -348,7 +350,7 @@ def _launch_quantize(
     if block == (1, -1):
         widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
         tile = row_tile(widest, widest.shape[1])
-        tiles = [triton.cdiv(job.x.shape[0], tile.rows) for job in jobs]
+        tiles = [ceil_div(job.x.shape[0], tile.rows) for job in jobs]
     else:
         tile = TILE if block == (-1, -1) else block_tile(block)
         tiles = [grid_of(job.x.shape, tile)[0] for job in jobs]

@@ -18,11 +18,14 @@ from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
     abs_bits,
     broadcast_scale,
+    ceil_div,
     load_tile,
+    next_power_of_2,
     on_device_of_first,
     record_amax,
     triton_dtype,
 )
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.norm import empty_stats
 
 __all__ = ["fp8_norm", "fp8_norm_backward", "norm", "norm_backward", "norm_stats"]
@@ -88,7 +91,7 @@ def _load_values(
     return x
 
 
-@triton.jit
+@launched
 def _norm_kernel(
     x_ptr,  # [M, K] any float, or FP8 if SCALED
     scale_ptr,  # one per block of BM x BK, or broadcast, fp32
@@ -187,9 +190,9 @@ def _launch(
     (M, K), center = x.shape, bias is not None
     scaled = scale is not None
     scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
-    chunk = min(triton.next_power_of_2(K), _ROW_CHUNK)
+    chunk = min(next_power_of_2(K), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
-    _norm_kernel[(triton.cdiv(M, rows),)](
+    _norm_kernel[(ceil_div(M, rows),)](
         x,
         scale,
         weight.contiguous(),
@@ -272,7 +275,7 @@ def fp8_norm(
     return y, mean, rstd
 
 
-@triton.jit
+@launched
 def _norm_backward_kernel(
     dy_ptr,  # [M, K] any float
     x_ptr,  # [M, K] any float, or FP8 if SCALED
@@ -372,7 +375,7 @@ def _launch_backward(
     M, K = x.shape
     scaled = scale is not None
     scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
-    tile = triton.next_power_of_2(K)
+    tile = next_power_of_2(K)
     programs = min(M, _BACKWARD_PROGRAMS)
     dx = x.new_empty(x.shape, dtype=dtype)
     dweight = x.new_empty((programs, K), dtype=torch.float32)

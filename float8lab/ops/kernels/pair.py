@@ -20,6 +20,7 @@ from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
+    ceil_div,
     empty_column_sums,
     encode_from_scale,
     grid_of,
@@ -31,6 +32,7 @@ from float8lab.ops.kernels._common import (
     store_transposed,
     total_of,
 )
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._rows import (
     has_words,
     largest_bits,
@@ -79,7 +81,7 @@ def _load_rows(x_ptr, tile_m, columns, M, K, stride_m, stride_k, TILE_M: tl.cons
 # One scale per tensor, or one per row and one per column.
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+@launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_pair_kernel(
     x_ptr,  # [M, K] any float
     scale_ptr,  # [1], or [ROWS] if PER_ROW, fp32
@@ -178,7 +180,7 @@ def _cast_pair(
     return q, q_t, total_of(sums)
 
 
-@triton.jit
+@launched
 def _amax_rows_columns_kernel(
     x_ptr,  # [M, K] any float
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, zero at first
@@ -201,7 +203,7 @@ def _amax_rows_columns_kernel(
     tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
 
 
-@triton.jit
+@launched
 def _scales_kernel(
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns
     scale_ptr,  # [ROWS] fp32
@@ -229,7 +231,7 @@ def scales_of_rows(
     columns = amaxes.numel() - rows
     scale = amaxes.new_empty((rows, 1), dtype=torch.float32)
     scale_t = amaxes.new_empty((columns, 1), dtype=torch.float32)
-    _scales_kernel[(triton.cdiv(rows + columns, _SCALES),)](
+    _scales_kernel[(ceil_div(rows + columns, _SCALES),)](
         amaxes, scale, scale_t, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
     )  # fmt: skip
@@ -270,7 +272,7 @@ def _quantize_tensor_pair(
 # Blocks of one row.
 
 
-@triton.jit
+@launched
 def _quantize_blocks_pair_kernel(
     x_ptr,  # [M, K] any float
     q_ptr,  # [ROWS, COLUMNS] fp8
@@ -403,7 +405,7 @@ def cast_pair(
 # One-byte transpose.
 
 
-@triton.jit
+@launched
 def _transpose_kernel(
     q_ptr,  # [M, K] one byte
     q_t_ptr,  # [COLUMNS, ROWS] one byte

@@ -24,9 +24,11 @@ from float8lab.ops.kernels._common import (
     block_amax,
     block_index,
     broadcast_scale,
+    ceil_div,
     encode_from_scale,
     grid_of,
     load_tile,
+    next_power_of_2,
     on_device_of_first,
     record_amax,
     saturate,
@@ -34,6 +36,7 @@ from float8lab.ops.kernels._common import (
     scale_tile,
     store_tile,
 )
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import round_up
 
@@ -65,7 +68,7 @@ _COLUMN_MAJOR = Tile(rows=64, columns=64, warps=4)
 
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of a tensor: six programs per multiprocessor of an H200, all resident."""
-PARTIALS = triton.next_power_of_2(_AMAX_PROGRAMS)
+PARTIALS = next_power_of_2(_AMAX_PROGRAMS)
 
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers between its amax and its cast."""
@@ -79,7 +82,7 @@ def empty_output(x: Tensor, fp8_dtype: torch.dtype, align: int) -> Tensor:
 # Per tensor: amax.
 
 
-@triton.jit
+@launched
 def _amax_kernel(
     x_ptr,  # [M, K] any float
     partial_ptr,  # [programs] fp32: the amax of every tile that a program visited
@@ -114,8 +117,9 @@ def partial_amax(x: Tensor) -> Tensor:
     (tiles,) = grid_of(x.shape, tile)
     partial = x.new_empty(min(tiles, _AMAX_PROGRAMS), dtype=torch.float32)
     _amax_kernel[(partial.numel(),)](
-        x, partial, *x.shape, *x.stride(), tile.rows, tile.columns, num_warps=tile.warps
-    )
+        x, partial, *x.shape, *x.stride(), TILE_M=tile.rows, TILE_K=tile.columns,
+        num_warps=tile.warps,
+    )  # fmt: skip
     return partial
 
 
@@ -142,7 +146,7 @@ def scale_of_tensor(
     return scale, encode, amax
 
 
-@triton.jit
+@launched
 def _quantize_tensor_kernel(
     x_ptr,  # [M, K] any float
     partial_ptr,  # [programs] fp32
@@ -252,7 +256,7 @@ def write_rows(
             store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
-@triton.jit
+@launched
 def _quantize_rows_kernel(
     x_ptr,
     q_ptr,
@@ -280,7 +284,7 @@ def _quantize_rows_kernel(
 def row_tile(x: Tensor, columns: int) -> Tile:
     if x.stride(0) < x.stride(1):
         return _COLUMN_MAJOR
-    chunk = min(triton.next_power_of_2(columns), _ROW_CHUNK)
+    chunk = min(next_power_of_2(columns), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
     return Tile(rows=rows, columns=chunk, warps=8 if rows * chunk > 4096 else 4)
 
@@ -292,7 +296,7 @@ def _quantize_rows(
     tile = row_tile(x, q.shape[1])
     scale = x.new_empty((q.shape[0], 1), dtype=torch.float32)
     row_amax = torch.empty_like(scale)
-    _quantize_rows_kernel[(triton.cdiv(q.shape[0], tile.rows),)](
+    _quantize_rows_kernel[(ceil_div(q.shape[0], tile.rows),)](
         x,
         q,
         scale,
@@ -357,7 +361,7 @@ def write_blocks(
     tl.store(amax_ptr + offsets, amaxes, mask=mask)
 
 
-@triton.jit
+@launched
 def _quantize_blocks_kernel(
     x_ptr,
     q_ptr,
@@ -494,7 +498,7 @@ def write_cast(
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+@launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_kernel(
     x_ptr,
     scale_ptr,
@@ -557,7 +561,7 @@ def cast(
     return q
 
 
-@triton.jit
+@launched
 def _dequantize_kernel(
     q_ptr,  # [M, K] fp8
     scale_ptr,  # one per block of BM x BK, or broadcast, fp32

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import on_device_of_first
+from float8lab.ops.kernels._common import ceil_div, next_power_of_2, on_device_of_first
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.reference import rotary as reference
 
 __all__ = ["rotate"]
@@ -15,7 +15,7 @@ _ELEMENTS = 4096
 """Of a program: all features of some heads of a token."""
 
 
-@triton.jit
+@launched
 def _rotate_kernel(
     t_ptr,  # [A, B, H, D]
     cos_ptr,  # [A, B, 1, R] fp32
@@ -66,11 +66,11 @@ def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -
     if not t.numel() or t.element_size() > 4 or cos.stride() != sin.stride() or cos.stride(3) != 1:
         return reference.rotate(t, cos, sin, interleaved, back)
     out = t.new_empty(t.shape)
-    heads = min(triton.next_power_of_2(H), max(_ELEMENTS // triton.next_power_of_2(D), 1))
+    heads = min(next_power_of_2(H), max(_ELEMENTS // next_power_of_2(D), 1))
     stride_a, stride_b = (0 if cos.shape[dim] == 1 else cos.stride(dim) for dim in (0, 1))
-    _rotate_kernel[(A * B, -(-H // heads))](
+    _rotate_kernel[(A * B, ceil_div(H, heads))](
         t, cos, sin, out, B, H, D, R, *t.stride(), stride_a, stride_b,
-        INTERLEAVED=interleaved, BACK=back, HEADS=heads, PAIRS=triton.next_power_of_2(R // 2),
-        REST=triton.next_power_of_2(D - R) if D > R else 0, enable_fp_fusion=False,
+        INTERLEAVED=interleaved, BACK=back, HEADS=heads, PAIRS=next_power_of_2(R // 2),
+        REST=next_power_of_2(D - R) if D > R else 0, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import FLOAT32_MAX, abs_bits, on_device_of_first, pow2_floor
+from float8lab.ops.kernels._common import (
+    FLOAT32_MAX,
+    abs_bits,
+    next_power_of_2,
+    on_device_of_first,
+    pow2_floor,
+)
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.reference import NO_DATA
 
 __all__ = ["update_scales_"]
 
 
-@triton.jit
+@launched
 def _update_scales_kernel(
     history_ptr,  # [H, S] fp32, newest first
     amax_ptr,  # [S] fp32
@@ -101,6 +107,6 @@ def update_scales_(
         EMPTY=NO_DATA,
         MOST_RECENT=most_recent,
         POWER_OF_2=power_of_2,
-        BLOCK_H=triton.next_power_of_2(length),
+        BLOCK_H=next_power_of_2(length),
         num_warps=4,
     )

@@ -25,6 +25,7 @@ from float8lab.ops.kernels._common import (
     store_tile,
     triton_dtype,
 )
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.activation import apply_activation, derivative_of_activation
 from float8lab.ops.reference import ACTIVATIONS, source_shape
 
@@ -229,7 +230,7 @@ def has_kernel(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
     return rows > 0 and columns > 1 and not wide
 
 
-@triton.jit
+@launched
 def _value_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     y_ptr,  # [M, K] DTYPE
@@ -258,7 +259,7 @@ def value_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return y
 
 
-@triton.jit
+@launched
 def _amax_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     amax_ptr,  # [1] fp32, 0 at first

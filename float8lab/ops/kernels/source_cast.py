@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from float8lab.ops.kernels._common import (
     store_tile,
     total_of,
 )
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._rows import (
     has_words,
     largest_bits,
@@ -50,7 +50,7 @@ from float8lab.ops.reference import round_up, source_shape
 __all__ = ["Outputs", "cast_of", "cast_pair_of", "cast_source"]
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+@launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     given_ptr,  # [1] fp32: the scale, or the amax that makes it

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from float8lab.ops.kernels._common import (
     store_tile,
     total_of,
 )
+from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._rows import store_by_block, sum_of_rows, takes_words
 from float8lab.ops.kernels.pair import quantize_pair, scales_of_rows, transpose_scaled
 from float8lab.ops.kernels.quantize import quantize
@@ -59,7 +59,7 @@ _REGISTERS_OF_SUMS = 168
 # Per row of the source, and per row of its transpose.
 
 
-@triton.jit
+@launched
 def _amax_rows_columns_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, zero at first
@@ -84,7 +84,7 @@ def _amax_rows_columns_kernel(
 # Blocks that divide a tile.
 
 
-@triton.jit
+@launched
 def _quantize_blocks_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     q_ptr,  # [ROWS, COLUMNS] fp8

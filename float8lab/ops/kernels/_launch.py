@@ -1,0 +1,136 @@
+"""Launching a kernel again without what Triton does in Python before every launch.
+
+Triton works out anew at each launch which compiled kernel serves the arguments, and calls its hooks
+even if there are none: some 20 us, which is longer than a small kernel runs. Here the kernel that
+Triton chose is remembered under all that the choice depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import Parameter
+from triton.runtime.jit import JITFunction
+
+__all__ = ["Launched", "current_device", "launched"]
+
+_MOST_KERNELS = 4096
+"""Of one function. Sizes are part of a key, so there is no end of keys where shapes vary."""
+
+_RUNTIME = triton.knobs.runtime
+
+# The functions behind torch.cuda's, which cost several times as much. A CPU build has neither, and
+# never asks: it has no compiled kernels to find.
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def launched(
+    function: Callable[..., Any] | None = None,
+    *,
+    do_not_specialize: Sequence[str] = (),
+    do_not_specialize_on_alignment: Sequence[str] = (),
+) -> Any:
+    """``triton.jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``."""
+    if function is None:
+        return partial(
+            launched,
+            do_not_specialize=do_not_specialize,
+            do_not_specialize_on_alignment=do_not_specialize_on_alignment,
+        )
+    compiled = triton.jit(
+        function,
+        do_not_specialize=do_not_specialize,
+        do_not_specialize_on_alignment=do_not_specialize_on_alignment,
+    )
+    return Launched(compiled) if isinstance(compiled, JITFunction) else compiled  # interpreted
+
+
+class Launched:
+    """A Triton function that remembers its compiled kernels.
+
+    A call takes its run-time arguments by position and its constants, and Triton's options, by
+    name. Any other call, and one under hooks (of a profiler, say), goes through Triton. So does the
+    first call with a key, and Triton's settings (``triton.knobs``) are those of that call.
+    """
+
+    def __init__(self, function: JITFunction) -> None:
+        self.function = function
+        self._known: dict[tuple[Any, ...] | None, tuple[Any, ...]] = {}
+        run_time = [not parameter.is_constexpr for parameter in function.params]
+        self._arguments = sum(run_time)
+        self._constants = function.arg_names[self._arguments :]
+        self._takes_both_in_turn = all(run_time[: self._arguments])
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if self._known and not self._has_hooks():
+            device = current_device()
+            known = self._known.get(_key_of(device, args, constants))
+            if known is not None:
+                run, handle, metadata, values = known
+                x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+                stream = _current_stream(device)
+                run(x, y, z, stream, handle, metadata, None, None, None, *args, *values)
+                return
+        self._remember(self.function[grid](*args, **constants), args, constants)
+
+    def _has_hooks(self) -> bool:
+        # A hook is a function or, since Triton 3.5, a chain of those that were added.
+        enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+        return bool(
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or self.function.pre_run_hooks
+        )
+
+    def _remember(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        # Other GPUs' kernels also depend on the sizes of tensors; a future has no metadata yet.
+        metadata = getattr(kernel, "metadata", None)
+        if metadata is None or metadata.target.backend != "cuda":
+            return
+        by_name = constants.keys() & self.function.arg_names
+        if (
+            not self._takes_both_in_turn
+            or len(args) != self._arguments
+            or by_name != set(self._constants)
+        ):
+            return
+        key = _key_of(current_device(), args, constants)
+        if key is None:
+            return
+        if len(self._known) >= _MOST_KERNELS:
+            self._known.clear()
+        values = tuple(constants[name] for name in self._constants)
+        self._known[key] = (kernel.run, kernel.function, kernel.packed_metadata, values)
+
+
+def _key_of(
+    device: int, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """What Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
+
+    A kernel differs for an integer that is 1, divisible by 16, or above 32 bits: hence its value.
+    Of tensors it knows the dtype and whether the address is divisible by 16, of others the type.
+    """
+    key = [device, len(constants), *constants, *constants.values()]
+    for arg in args:
+        kind = type(arg)
+        if kind is int:
+            key.append(arg)
+        elif kind is Tensor or kind is Parameter:
+            key.append(arg.dtype)
+            if arg.data_ptr() & 15:
+                key.append("unaligned")
+        elif kind is float or kind is bool or arg is None:
+            key.append(kind)
+        else:
+            return None
+    return tuple(key)

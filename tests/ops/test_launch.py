@@ -1,0 +1,331 @@
+"""Which launches go past Triton, with what, and that it is the kernel that Triton would choose.
+
+Triton binds and specializes as it does on a GPU; what it would compile and run is a stub.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from float8lab.ops.kernels import _launch
+from float8lab.ops.kernels._launch import Launched, launched
+
+STREAM = 7
+"""Of device 0; that of device 1 is one more."""
+
+
+def _some_kernel(
+    x_ptr, y_ptr, size, factor, flag, nothing_ptr, BLOCK: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    pass
+
+
+class Compiled:
+    """A compiled kernel that notes its launches, and what Triton distinguished it by."""
+
+    function = "handle"
+    packed_metadata = (4, 1, 0)
+
+    def __init__(self, host: Host, key: str) -> None:
+        self.host, self.key = host, key
+        self.metadata = types.SimpleNamespace(target=types.SimpleNamespace(backend=host.backend))
+
+    def run(self, *args: Any) -> None:
+        self.host.runs.append((self.key, args))
+
+    def launch_metadata(self, *args: Any) -> None:
+        return None
+
+
+class Host:
+    """What there would be on a machine with GPUs."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.backend = "cuda"
+        self.runs: list[tuple[str, tuple[Any, ...]]] = []
+        self.through_triton = 0
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAM + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def went_past_triton(self, call: Callable[[], Any]) -> bool:
+        before, runs = self.through_triton, len(self.runs)
+        call()
+        assert len(self.runs) == runs + 1
+        return self.through_triton == before
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+
+    def compiled(self: JITFunction, key: str, *args: Any, **kwargs: Any) -> Compiled:
+        kernel = self.device_caches[host.device][0][key] = Compiled(host, key)
+        return kernel
+
+    def run(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        host.through_triton += 1
+        return original(self, *args, **kwargs)
+
+    original = JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    monkeypatch.setattr(_launch, "current_device", host.get_current_device)
+    monkeypatch.setattr(_launch, "_current_stream", host.get_current_stream)
+    monkeypatch.setattr(triton.runtime.driver, "_active", host)
+    return host
+
+
+@pytest.fixture
+def kernel() -> Launched:
+    return launched(_some_kernel)
+
+
+x, y = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
+
+
+def arguments(**changed: Any) -> tuple[list[Any], dict[str, Any]]:
+    args = {"x": x, "y": y, "size": 48, "factor": 0.5, "flag": True, "nothing": None}
+    constants = {"BLOCK": 128, "KIND": "row", "num_warps": 4}
+    for name, value in changed.items():
+        (args if name in args else constants)[name] = value
+    return list(args.values()), constants
+
+
+def call(kernel: Launched, grid: tuple[int, ...] = (3,), **changed: Any) -> Callable[[], None]:
+    args, constants = arguments(**changed)
+    return lambda: kernel[grid](*args, **constants)
+
+
+def test_a_second_launch_goes_past_triton(host, kernel):
+    assert not host.went_past_triton(call(kernel))
+    assert host.went_past_triton(call(kernel))
+    (first, by_triton), (second, past_triton) = host.runs
+    assert first == second
+    hooks = slice(6, 9)
+    assert past_triton[hooks] == (None, None, None)
+    for one, other in zip(
+        by_triton[: hooks.start] + by_triton[hooks.stop :],
+        past_triton[: hooks.start] + past_triton[hooks.stop :],
+        strict=True,
+    ):
+        assert one is other or one == other
+
+
+@pytest.mark.parametrize("grid", [(5,), (5, 6), (5, 6, 7)], ids=len)
+def test_arguments_are_in_the_order_of_the_signature(host, kernel, grid):
+    args, _ = arguments()
+    for _ in range(2):
+        kernel[grid](*args, num_warps=4, KIND="row", BLOCK=128)
+    assert host.through_triton == 1
+    _, (*launch, _, _, _, x_ptr, y_ptr, size, factor, flag, nothing, block, kind) = host.runs[-1]
+    assert launch == [*grid, *(1,) * (3 - len(grid)), STREAM, "handle", (4, 1, 0)]
+    assert x_ptr is x
+    assert y_ptr is y
+    assert (size, factor, flag, nothing, block, kind) == (48, 0.5, True, None, 128, "row")
+
+
+def test_run_time_arguments_are_those_of_the_call(host, kernel):
+    other = torch.ones(64)
+    for args in ({}, {"x": other, "factor": 2.0, "flag": False}):
+        call(kernel, **args)()
+    assert host.through_triton == 1
+    *_, got, _, _, factor, flag, _, _, _ = host.runs[-1][1]
+    assert got is other
+    assert (factor, flag) == (2.0, False)
+
+
+DIFFERENT = {
+    "dtype": {"x": x.int()},
+    "alignment": {"y": torch.zeros(64, dtype=torch.bfloat16)[1:]},
+    "no-tensor": {"y": None},
+    "a-tensor": {"nothing": x},
+    "size-1": {"size": 1},
+    "size-odd": {"size": 49},
+    "size-long": {"size": 2**40},
+    "size-unsigned": {"size": 2**63 + 16},
+    "size-float": {"size": 48.0},
+    "size-bool": {"size": True},
+    "factor-int": {"factor": 1},
+    "flag-int": {"flag": 1},
+    "constant": {"BLOCK": 64},
+    "constant-bool": {"BLOCK": False},
+    "constant-name": {"KIND": "tensor"},
+    "constant-dtype": {"KIND": tl.float32},
+    "option": {"num_warps": 8},
+    "other-option": {"num_stages": 4},
+}
+"""Changes of one argument for which Triton has another kernel."""
+ALIKE = {
+    "other-tensor": {"x": torch.zeros(3)},
+    "parameter": {"x": torch.nn.Parameter(torch.zeros(8))},
+    "empty": {"x": torch.zeros(0)},
+    "factor": {"factor": -1.0},
+    "flag": {"flag": False},
+}
+"""Changes that need neither another kernel nor another launch through Triton."""
+
+
+@pytest.mark.parametrize("changed", DIFFERENT.values(), ids=DIFFERENT)
+def test_what_makes_a_difference_to_triton_does_here(host, kernel, changed):
+    for _ in range(2):
+        call(kernel)()
+        call(kernel, **changed)()
+    assert host.through_triton == 2
+    one, other, one_again, other_again = (key for key, _ in host.runs)
+    assert one != other
+    assert (one, other) == (one_again, other_again)
+
+
+@pytest.mark.parametrize("changed", ALIKE.values(), ids=ALIKE)
+def test_what_makes_none_does_not_here(host, kernel, changed):
+    call(kernel)()
+    assert host.went_past_triton(call(kernel, **changed))
+    kernel.function[(3,)](*arguments(**changed)[0], **arguments()[1])
+    assert len({key for key, _ in host.runs}) == 1
+
+
+def test_it_is_the_kernel_that_triton_would_choose(host, kernel):
+    """Of all pairs of the changes above, in turn, so that a wrong one could be found."""
+    changes = [*DIFFERENT.values(), *ALIKE.values()]
+    pairs = [one | other for one in changes for other in changes]
+    for changed in pairs:
+        call(kernel, **changed)()
+    for changed in pairs:
+        args, constants = arguments(**changed)
+        assert host.went_past_triton(call(kernel, **changed))
+        kernel.function[(3,)](*args, **constants)
+        (chosen, _), (wanted, _) = host.runs[-2:]
+        assert chosen == wanted
+
+
+def test_devices_and_streams(host, kernel):
+    call(kernel)()
+    host.device = 1
+    assert not host.went_past_triton(call(kernel))
+    assert host.went_past_triton(call(kernel))
+    assert host.runs[-1][1][3] == STREAM + 1
+    host.device = 0
+    assert host.went_past_triton(call(kernel))
+    assert host.runs[-1][1][3] == STREAM
+
+
+def _add_to_chain(hook: Callable[..., None]) -> Callable[[], None]:
+    chain = triton.knobs.runtime.launch_enter_hook
+    chain.add(hook)
+    return lambda: chain.remove(hook)
+
+
+def _set(hook: Callable[..., None]) -> Callable[[], None]:
+    runtime = triton.knobs.runtime
+    before, runtime.launch_exit_hook = runtime.launch_exit_hook, hook
+    return lambda: setattr(runtime, "launch_exit_hook", before)
+
+
+@pytest.mark.parametrize("install", [_add_to_chain, _set])
+def test_launch_hooks(host, kernel, install):
+    call(kernel)()
+    remove = install(lambda metadata: None)
+    try:
+        assert not host.went_past_triton(call(kernel))
+    finally:
+        remove()
+    assert host.went_past_triton(call(kernel))
+
+
+def test_hooks_set_to_none(host, kernel, monkeypatch):
+    call(kernel)()
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(triton.knobs.runtime, name, None)
+    assert host.went_past_triton(call(kernel))
+
+
+def test_pre_run_hooks(host, kernel):
+    call(kernel)()
+    seen: list[Any] = []
+    kernel.function.add_pre_run_hook(lambda *args, **kwargs: seen.append(args[2]))
+    assert not host.went_past_triton(call(kernel))
+    assert seen == [48]
+
+
+def _by_name(kernel: Launched) -> None:
+    kernel[(1,)](x, y, 48, 0.5, True, nothing_ptr=None, BLOCK=128, KIND="row")
+
+
+def _constant_by_position(kernel: Launched) -> None:
+    kernel[(1,)](x, y, 48, 0.5, True, None, 128, KIND="row")
+
+
+def _tuple(kernel: Launched) -> None:
+    call(kernel, nothing=(1, 2))()
+
+
+OTHER = [_by_name, _constant_by_position, _tuple]
+
+
+@pytest.mark.parametrize("other", OTHER, ids=[function.__name__ for function in OTHER])
+def test_other_calls_go_through_triton(host, kernel, other):
+    for _ in range(2):
+        call(kernel)()
+        assert not host.went_past_triton(lambda: other(kernel))
+    assert host.through_triton == 3
+
+
+def test_other_gpus_go_through_triton(host, kernel):
+    host.backend = "hip"
+    for _ in range(3):
+        assert not host.went_past_triton(call(kernel))
+
+
+def test_a_compilation_that_a_hook_prevented(host, kernel, monkeypatch):
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda *args, **kwargs: None)
+    for _ in range(2):
+        call(kernel)()
+    assert not host.runs
+    assert host.through_triton == 2
+
+
+def test_the_number_of_kernels_is_bounded(host, kernel, monkeypatch):
+    monkeypatch.setattr(_launch, "_MOST_KERNELS", 4)
+    for size in range(2, 30):
+        call(kernel, size=size)()
+        assert len(kernel._known) <= 4
+        assert host.went_past_triton(call(kernel, size=size))
+
+
+def test_options_of_jit(host):
+    def sizes(kernel: Launched) -> set[str]:
+        start = len(host.runs)
+        for size in (1, 48, 49):
+            call(kernel, size=size)()
+        call(kernel, x=torch.zeros(64)[1:], size=48)()
+        return {key for key, _ in host.runs[start:]}
+
+    assert len(sizes(launched(_some_kernel))) == 4
+    assert len(sizes(launched(do_not_specialize=["size"])(_some_kernel))) == 2
+    assert len(sizes(launched(do_not_specialize_on_alignment=["x_ptr"])(_some_kernel))) == 3
+
+
+def test_the_interpreter_is_left_alone(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert isinstance(launched(_some_kernel), InterpretedFunction)

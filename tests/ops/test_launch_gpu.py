@@ -1,0 +1,150 @@
+"""Launches past Triton on the GPU: the bits of launches through it, and none goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from float8lab import ops
+from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES
+from float8lab.ops.kernels._launch import Launched
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(272, 1040), (63, 1500), (1030, 131), (5, 9001), (2, 16)]
+
+OPS: dict[str, Callable[[Tensor], Any]] = {
+    "quantize-tensor": lambda x: ops.quantize_op(x, E4M3, (-1, -1), "fp32", 0.0, 16),
+    "quantize-row": lambda x: ops.quantize_op(x, E5M2, (1, -1), "pow2", 0.0, 1),
+    "quantize-1x128": lambda x: ops.quantize_op(x, E4M3, (1, 128), "fp32", 0.0, 16),
+    "quantize-pair": lambda x: ops.quantize_pair_op(x, E4M3, (1, 128), "fp32", 0.0, 16, False),
+    "cast": lambda x: ops.cast_op(x, _scale(x), x.new_full((1,), -1.0).float(), E4M3, (-1, -1), 16),
+    "cast-pair": lambda x: ops.cast_pair_op(x, _scale(x), None, E5M2, 16, True),
+    "dequantize": lambda x: ops.dequantize_op(x.to(E4M3), _scale(x), (-1, -1), torch.bfloat16),
+    "transpose": lambda x: ops.transpose_op(x.to(E4M3), 16),
+    "norm": lambda x: ops.norm_op(
+        x, x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]), 1e-5, True, torch.bfloat16
+    ),
+}
+
+
+def _scale(x: Tensor) -> Tensor:
+    return torch.full((1,), 0.25, device=x.device)
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype, offset: int, device: str) -> Tensor:
+    """At an address that is a multiple of 16, or ``offset`` elements behind one."""
+    rows, columns = shape
+    storage = torch.randn(rows * columns + offset, device=device).to(dtype)
+    return storage[offset:].view(shape)
+
+
+def inputs(device: str = "cuda") -> list[Tensor]:
+    return [
+        matrix(shape, dtype, offset, device)
+        for shape in SHAPES
+        for dtype in HIGH_PRECISION_DTYPES
+        for offset in (0, 1)
+    ]
+
+
+def flat(outputs: Any) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def through_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
+    def launch(self: Launched, grid: Any, *args: Any, **constants: Any) -> None:
+        self.function[grid](*args, **constants)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launched, "_launch", launch)
+        return flat(op(x))
+
+
+def past_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
+    """Of a call whose kernels must be known."""
+
+    def run(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"{self} went through Triton")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        return flat(op(x))
+
+
+def all_same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        if one.dtype in FP8_DTYPES:
+            one, other = one.view(torch.uint8), other.view(torch.uint8)
+        assert torch.equal(one, other)
+
+
+each_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+
+
+@each_op
+def test_bits_of_a_launch_through_triton(op) -> None:
+    xs = inputs()
+    for x in xs:
+        op(x)
+    for x in xs:
+        all_same(past_triton(op, x), through_triton(op, x))
+
+
+@each_op
+def test_new_values_in_new_memory(op) -> None:
+    """What is remembered holds nothing of the tensors that it was made for."""
+    op(matrix((272, 1040), torch.bfloat16, 0, "cuda"))
+    for _ in range(3):
+        x = matrix((272, 1040), torch.bfloat16, 0, "cuda")
+        all_same(past_triton(op, x), through_triton(op, x))
+
+
+@each_op
+def test_in_a_cuda_graph(op) -> None:
+    x = matrix((272, 1040), torch.bfloat16, 0, "cuda")
+    op(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = past_triton(op, x)
+    for _ in range(2):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        all_same(got, through_triton(op, x))
+
+
+@each_op
+def test_on_another_stream(op) -> None:
+    x = matrix((1030, 131), torch.float32, 0, "cuda")
+    op(x)
+    y = torch.empty_like(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # a launch on the first stream would read too early
+        y.copy_(x)
+        got = past_triton(op, y)
+    torch.cuda.synchronize()
+    all_same(got, through_triton(op, x))
+
+
+@pytest.mark.multi_gpu
+@each_op
+def test_on_another_gpu(op) -> None:
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        x = matrix((272, 1040), torch.bfloat16, 0, device)
+        op(x)
+        got = past_triton(op, x)
+        assert all(one.device == x.device for one in got)
+        all_same(got, through_triton(op, x))
