@@ -75,7 +75,7 @@ class Launched:
             device = current_device()
             known = self._known.get(_key_of(device, args, constants))
             if known is not None:
-                run, handle, metadata, values = known
+                run, handle, metadata, values, _ = known
                 x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
                 stream = _current_stream(device)
                 run(x, y, z, stream, handle, metadata, None, None, None, *args, *values)
@@ -83,7 +83,7 @@ class Launched:
         self._remember(self.function[grid](*args, **constants), args, constants)
 
     def _has_hooks(self) -> bool:
-        # A hook is a function or, since Triton 3.5, a chain of those that were added.
+        # A hook is a function, or a chain of those that were added.
         enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
         return bool(
             getattr(enter, "calls", enter)
@@ -109,7 +109,8 @@ class Launched:
         if len(self._known) >= _MOST_KERNELS:
             self._known.clear()
         values = tuple(constants[name] for name in self._constants)
-        self._known[key] = (kernel.run, kernel.function, kernel.packed_metadata, values)
+        # With the kernel itself, whose end may be that of its function.
+        self._known[key] = (kernel.run, kernel.function, kernel.packed_metadata, values, kernel)
 
 
 def _key_of(
