@@ -77,6 +77,7 @@ class Host:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    monkeypatch.setattr(_launch, "ENABLED", True)
     host = Host()
 
     def compiled(self: JITFunction, key: str, *args: Any, **kwargs: Any) -> Compiled:

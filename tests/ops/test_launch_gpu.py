@@ -15,9 +15,16 @@ from triton.runtime.jit import JITFunction
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES
+from float8lab.ops.kernels import _launch
 from float8lab.ops.kernels._launch import Launched
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "ENABLED", True)
+
 
 SHAPES = [(272, 1040), (63, 1500), (1030, 131), (5, 9001), (2, 16)]
 
