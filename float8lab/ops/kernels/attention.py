@@ -47,6 +47,9 @@ __all__ = ["fp8_attention", "fp8_attention_backward"]
 
 aten = torch.ops.aten
 
+# Its name since Triton 3.9, and before.
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
 _GROUP = 64
 """Queries of a group of four warps: the rows of one tensor core instruction."""
 _QUERIES = 2 * _GROUP
@@ -114,18 +117,18 @@ def _load_tiles(arguments, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.c
     for group in gl.static_range(2):
         mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
         at = [batch, head, first + GROUP * group, 0]
-        tma.async_copy_global_to_shared(q_desc, at, q_full.index(group), q_tiles.index(group))
+        async_load(q_desc, at, q_full.index(group), q_tiles.index(group))
     for block in range(blocks):
         stage = block % STAGES
         phase = (block // STAGES) & 1
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         at = [batch, kv_head, block * KEYS, 0]
-        tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_tiles.index(stage))
+        async_load(k_desc, at, k_full.index(stage), k_tiles.index(stage))
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         at = [batch, kv_head, 0, block * KEYS]
-        tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_tiles.index(stage))
+        async_load(v_desc, at, v_full.index(stage), v_tiles.index(stage))
 
 
 @gluon.jit
