@@ -628,13 +628,20 @@ def _by_block(
     if any(missing):
         padding = [pad for right in reversed(missing) for pad in (0, right)]
         x = torch.nn.functional.pad(x, padding, value=fill)
-    parts = [part for pair in zip(counts, sizes, strict=True) for part in pair]
-    x = x.reshape([*parts, 1])
-    return reduce(x, dim=[*range(1, 2 * len(counts), 2), -1])
+    parts: list[int] = []
+    inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
+    for count, size in zip(counts, sizes, strict=True):
+        parts.append(count)
+        if size != 1:
+            inside.append(len(parts))
+            parts.append(size)
+    if not inside:
+        inside, parts = [len(parts)], [*parts, 1]
+    return reduce(x.reshape(parts), dim=inside)
 
 
 def _sum(mask: Tensor, block: Sequence[int]) -> Tensor:
-    return _by_block(mask, block, torch.sum, 0)
+    return _by_block(mask, block, torch.count_nonzero, 0)
 
 
 def _norm(x: Tensor, block: Sequence[int]) -> Tensor:
