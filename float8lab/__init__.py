@@ -6,7 +6,7 @@
 torch.Size([2, 64])
 """
 
-from float8lab import distributed, integrations, nn, optim, recipes
+from float8lab import distributed, inspect, integrations, nn, optim, recipes
 from float8lab.distributed import CudaRNGStatesTracker, get_cpu_offload_context
 from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
@@ -60,6 +60,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
+    "inspect",
     "integrations",
     "make_graphed_callables",
     "nn",

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.tensor.blocks import dequantize_blocks, quantize_blocks
+from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.dispatch import ANY_VIEW, WHOLE_KEYS, run_fallback, table
 from float8lab.tensor.window import Window
+
+if TYPE_CHECKING:
+    from float8lab.inspect import BlockStats, Comparison, Histogram, TensorStats
 
 __all__ = ["Float8Tensor", "quantize"]
 
 _FIELDS = ("qdata", "scale", "amax", "spec", "_window")
+
+_NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
 
 # Tensors that may sit in an op beside a Float8Tensor. Any other subclass (a DTensor, say) gets to
 # handle the op first, and calls it again on the Float8Tensors inside it.
@@ -291,34 +296,116 @@ class Float8Tensor(Tensor):
             return format(self.item(), format_spec)
         return object.__format__(self, format_spec)
 
+    # What a person looks at. The layer of these is above this one; a call imports it.
+
+    @overload
+    def stats(
+        self, original: Tensor | None = None, *, per_block: Literal[False] = False
+    ) -> TensorStats: ...
+    @overload
+    def stats(self, original: Tensor | None = None, *, per_block: bool) -> Any: ...
+    def stats(
+        self, original: Tensor | None = None, *, per_block: bool = False
+    ) -> TensorStats | BlockStats:
+        """What the tensor holds: see ``float8lab.inspect.stats``.
+
+        >>> float8lab.quantize(torch.tensor([448.0, 0.0])).stats().zero
+        0.5
+        """
+        from float8lab.inspect import stats
+
+        return stats(self, original, per_block=per_block)
+
+    def compare(self, original: Tensor) -> Comparison:
+        """How far the tensor is from what was quantized: see ``float8lab.inspect.compare``."""
+        from float8lab.inspect import compare
+
+        return compare(self, original)
+
+    def histogram(self, by: str = "code") -> Histogram:  # type: ignore[override]  # hides torch's
+        """Counts by ``"code"`` or ``"exponent"``: see ``float8lab.inspect.histogram``.
+
+        Hides the method of torch, of values; ``torch.histogram(x.dequantize(), bins)`` does that.
+        """
+        from float8lab.inspect import histogram
+
+        return histogram(self, by)
+
+    def blocks(self) -> Tensor:
+        """The scales as a matrix: see ``float8lab.inspect.blocks``."""
+        from float8lab.inspect import blocks
+
+        return blocks(self)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: see ``float8lab.inspect.plot``. Needs the extra ``plot``."""
+        from float8lab.inspect import plot
+
+        return plot(self)
+
+    def _repr_html_(self) -> str | None:
+        """What Jupyter shows; None, so that it shows ``repr``, if there are no numbers."""
+        from float8lab.inspect import html
+
+        return html(self, repr(self)) if self._has_data() else None
+
+    def __rich__(self) -> Any:
+        """What ``rich.print`` shows."""
+        from float8lab.inspect import table
+
+        return table(self) if self._has_data() else repr(self)
+
+    def _has_data(self) -> bool:
+        return not (self.qdata.is_meta or isinstance(self.qdata, _NO_DATA))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stub
-        facts = [f"fp8={self.spec.describe()}", f"dtype={self.dtype}"]
-        with torch.no_grad():
-            if self.qdata.is_meta or _is_fake(self.qdata):
-                body = f"..., size={tuple(self.shape)}"
-            else:
-                if self.scale.numel() == 1:
-                    facts.append(f"scale={self.scale.item():.6g}")
-                elif self.scale.numel():
-                    low, high = self.scale.min().item(), self.scale.max().item()
-                    facts.append(f"scale={low:.6g}..{high:.6g} {tuple(self.scale.shape)}")
-                body = _values(self.dequantize())
+        from float8lab.inspect import health, stats
+
+        facts, lines = [f"fp8={self.spec.describe()}"], []
+        if self._has_data():
+            found = stats(self)
+            facts.append(f"shape={tuple(self.shape)}")
+            scales = f"amax={found.amax:.6g}, scale={found.scale_min:.6g}"
+            if self.scale.numel() > 1:
+                scales += f"..{found.scale_max:.6g} {tuple(self.scale.shape)}"
+            body = _values(self.detach())
+            lines = [scales] * (self.scale.numel() > 0) + [f"health: {health(found)}"]
+        else:
+            body = f"..., size={tuple(self.shape)}"
+        facts.append(f"dtype={self.dtype}")
         if self.device.type != "cpu":
             facts.append(f"device='{self.device}'")
         if self.requires_grad:
             facts.append("requires_grad=True")
-        return f"Float8Tensor({body},\n             {', '.join(facts)})"
+        return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
 
 
-def _values(x: Tensor) -> str:
-    """The numbers as torch prints them, without the ``tensor(...)`` and its suffixes."""
-    text = repr(x.detach().float().cpu())
+_INDENT = ",\n             "  # between the lines of a repr
+
+
+def _values(x: Any) -> str:
+    """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes.
+
+    Of a tensor that torch prints only the edges of, only those are dequantized.
+    """
+    options = torch._tensor_str.PRINT_OPTS  # what torch.set_printoptions sets
+    q, scale, edge, threshold = x.qdata, x.scale, options.edgeitems, options.threshold
+    if x.numel() > threshold:
+        threshold = 0
+        for dim, size in enumerate(x.shape):
+            block = x.spec.block[dim]
+            shown = torch.arange(size, device=x.device)
+            if size > 2 * edge + 1:  # one more than is printed, for torch to leave out
+                shown = torch.cat([shown[: edge + 1], shown[size - edge :]])
+            q = q.view(torch.uint8).index_select(dim, shown).view(q.dtype)
+            if block != -1:
+                scale = scale.index_select(dim, shown // block)
+    else:
+        scale = expand_scale(scale, x.spec.block, x.shape)
+    with torch._tensor_str.printoptions(threshold=threshold):
+        text = repr((q.float() * scale).to(x.dtype).float().cpu())
     body = text[len("tensor(") : -1]
     return body.replace("\n       ", "\n             ")
-
-
-def _is_fake(x: Tensor) -> bool:
-    return isinstance(x, torch._subclasses.FakeTensor)
 
 
 class _Dequantize(torch.autograd.Function):
@@ -389,7 +476,9 @@ def quantize(
 
     >>> float8lab.quantize(torch.tensor([[1.0, -448.0]]))
     Float8Tensor([[   1., -448.]],
-                 fp8=e4m3 tensor fp32, dtype=torch.float32, scale=1)
+                 fp8=e4m3 tensor fp32, shape=(1, 2), dtype=torch.float32,
+                 amax=448, scale=1,
+                 health: 50% saturated, 0% subnormal, 0% zero)
     """
     if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION_DTYPES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__

@@ -357,17 +357,27 @@ class TestRepr(expecttest.TestCase):
             """\
 Float8Tensor([[  1.0000,  -2.0000, 448.0000],
               [  0.5000,   0.0000,   3.0000]],
-             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=1)
+             fp8=e4m3 tensor fp32, shape=(2, 3), dtype=torch.float32,
+             amax=448, scale=1,
+             health: 16.7% saturated, 0% subnormal, 16.7% zero)
 Float8Tensor([[  1.0000,  -2.0000, 448.0000],
               [  0.5000,   0.0000,   3.0000]],
-             fp8=e5m2 row pow2, dtype=torch.bfloat16, scale=6.10352e-05..0.0078125 (2, 1))
+             fp8=e5m2 row pow2, shape=(2, 3), dtype=torch.bfloat16,
+             amax=448, scale=6.10352e-05..0.0078125 (2, 1),
+             health: 16.7% saturated, 0% subnormal, 16.7% zero)
 Float8Tensor([[  1.0000,  -2.0000, 448.0000],
               [  0.5000,   0.0000,   3.0000]],
-             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=1, requires_grad=True)
+             fp8=e4m3 tensor fp32, shape=(2, 3), dtype=torch.float32, requires_grad=True,
+             amax=448, scale=1,
+             health: 16.7% saturated, 0% subnormal, 16.7% zero)
 Float8Tensor(2.,
-             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=0.00446429)
+             fp8=e4m3 tensor fp32, shape=(), dtype=torch.float32,
+             amax=2, scale=0.00446429,
+             health: 100% saturated, 0% subnormal, 0% zero)
 Float8Tensor([], size=(0, 3),
-             fp8=e4m3 tensor fp32, dtype=torch.float32, scale=1)
+             fp8=e4m3 tensor fp32, shape=(0, 3), dtype=torch.float32,
+             amax=0, scale=1,
+             health: empty)
 Float8Tensor(..., size=(2, 3),
              fp8=e4m3 tensor fp32, dtype=torch.float32, device='meta')
 Float8Tensor([[0., 0., 0.,  ..., 0., 0., 0.],
@@ -377,8 +387,34 @@ Float8Tensor([[0., 0., 0.,  ..., 0., 0., 0.],
               [0., 0., 0.,  ..., 0., 0., 0.],
               [0., 0., 0.,  ..., 0., 0., 0.],
               [0., 0., 0.,  ..., 0., 0., 0.]],
-             fp8=e4m3 128x128 fp32, dtype=torch.float32, scale=1..1 (16, 16))""",
+             fp8=e4m3 128x128 fp32, shape=(2000, 2000), dtype=torch.float32,
+             amax=0, scale=1..1 (16, 16),
+             health: 0% saturated, 0% subnormal, 100% zero)""",
         )
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((1001,), (-1,)),
+        ((6, 400), (1, 128)),
+        ((7, 7, 7, 7), (-1, -1)),
+        ((300, 5), (128, 128)),
+        ((2, 130, 8), (1, 32)),
+        ((8, 1, 260), (3, 1, 32)),
+        ((200, 200), (-1, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"edgeitems": 2, "threshold": 10}], ids=str)
+def test_repr_prints_the_numbers_that_torch_prints(shape, block, dtype, options, device):
+    t = quantize(torch.randn(shape, dtype=dtype, device=device), block=block)
+    for x in (t, t.transpose(0, -1), t[1:]):
+        with torch._tensor_str.printoptions(**options):
+            shown, torchs = repr(x), repr(x.dequantize().float().cpu())
+        numbers = torchs[len("tensor(") : torchs.rindex("]")].replace("\n       ", "\n" + 13 * " ")
+        assert shown.startswith(f"Float8Tensor({numbers}]")
 
 
 # --- specs ---------------------------------------------------------------------------------------

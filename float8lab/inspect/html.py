@@ -1,0 +1,98 @@
+"""A Float8Tensor in a notebook: inline SVG and nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+import torch
+from torch import Tensor
+
+from float8lab.inspect.statistics import Histogram, blocks, histogram, stats
+
+__all__ = ["heat_cells", "html"]
+
+MOST_CELLS = 32
+"""Rows and columns of a heat map; more blocks than that share a cell, which shows the largest."""
+
+
+def html(x: Tensor, text: str = "") -> str:
+    """A fragment of HTML: ``text``, statistics, histogram of exponents, heat map of scales.
+
+    Args:
+        x: as in ``stats``. Of a DTensor, this rank's shard is shown.
+        text: goes first, as it is spaced; escaped.
+    """
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
+        for name, value in stats(x, local=True).rows()
+    )
+    pictures = _bars(histogram(x, "exponent", local=True)) + _heat_map(blocks(x))
+    first = f"<pre>{escape(text)}</pre>" if text else ""
+    return f"<div>{first}<details><summary>statistics</summary><table>{rows}</table></details>" + (
+        f"<div style='display:flex;gap:24px'>{pictures}</div></div>"
+    )
+
+
+def heat_cells(scales: Tensor, most: int = MOST_CELLS) -> Tensor:
+    """log2 of scales as a matrix of at most ``most`` rows and columns, the largest of each part.
+
+    Scales that have no logarithm (0, NaN) are NaN.
+    """
+    logs = scales.float().log2()
+    logs = logs.masked_fill(~logs.isfinite(), -math.inf)
+    rows, columns = (min(n, most) for n in logs.shape)
+    if logs.numel():
+        logs = torch.nn.functional.adaptive_max_pool2d(logs[None, None], (rows, columns))[0, 0]
+    return logs.masked_fill(logs == -math.inf, math.nan).cpu()
+
+
+def _svg(width: int, height: int, title: str, body: str) -> str:
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height + 34}' "
+        "font-family='sans-serif' font-size='10' fill='currentColor'>"
+        f"<text x='0' y='10'>{escape(title)}</text><g transform='translate(0 16)'>{body}</g></svg>"
+    )
+
+
+def _bars(found: Histogram) -> str:
+    exponents, counts = found.values.tolist(), found.counts.tolist()
+    most, step, height = max(counts) or 1, 10, 80
+    parts = []
+    for i, (exponent, count) in enumerate(zip(exponents, counts, strict=True)):
+        tall = height * count / most
+        parts.append(
+            f"<rect x='{i * step}' y='{height - tall:.1f}' width='{step - 2}' height='{tall:.1f}' "
+            f"fill='#3572a5'><title>2^{exponent}: {count}</title></rect>"
+        )
+    ends = f"<text x='0' y='{height + 12}'>2^{exponents[0]}</text>"
+    ends += (
+        f"<text x='{len(counts) * step}' y='{height + 12}' text-anchor='end'>"
+        f"2^{exponents[-1]}</text>"
+    )
+    return _svg(len(counts) * step, height, "codes by exponent", "".join(parts) + ends)
+
+
+def _heat_map(scales: Tensor) -> str:
+    cells = heat_cells(scales)
+    if not cells.numel():
+        return ""
+    values = [v for v in cells.flatten().tolist() if not math.isnan(v)]
+    low, high = (min(values), max(values)) if values else (0.0, 0.0)
+    side = max(4, 128 // max(cells.shape))
+    parts = []
+    for i, row in enumerate(cells.tolist()):
+        for j, value in enumerate(row):
+            share = 0.5 if high == low else (value - low) / (high - low)
+            known = not math.isnan(value)
+            # From dark blue to yellow.
+            color = f"hsl({240 - 180 * share:.0f},70%,{30 + 35 * share:.0f}%)" if known else "#888"
+            label = f"2^{value:.2f}" if known else "no logarithm"
+            parts.append(
+                f"<rect x='{j * side}' y='{i * side}' width='{side}' height='{side}' "
+                f"fill='{color}'><title>{label}</title></rect>"
+            )
+    rows, columns = cells.shape
+    words = f"<text x='0' y='{rows * side + 12}'>2^{low:.1f} .. 2^{high:.1f}</text>"
+    title = f"scales {tuple(scales.shape)}"
+    return _svg(max(columns * side, 110), rows * side, title, "".join(parts) + words)

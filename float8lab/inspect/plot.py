@@ -1,0 +1,48 @@
+"""Histogram and scales of an FP8 tensor by matplotlib, which is imported by the first plot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from float8lab.inspect.statistics import blocks, histogram, stats
+
+__all__ = ["plot"]
+
+
+def plot(x: Tensor, *, local: bool = True) -> Any:
+    """Draw the histogram of exponents and log2 of the scales.
+
+    Args:
+        x: as in ``stats``.
+        local: of a DTensor, the histogram of this rank's shard; if False, of all of it, and all
+            ranks must call. The scales are this rank's.
+
+    Returns:
+        A ``matplotlib.figure.Figure``, which notebooks show; elsewhere call its ``savefig``.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed (``pip install "float8lab[plot]"``).
+    """
+    # Figure, not pyplot: no window, no backend, no state.
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'plot must have matplotlib; it is not installed. pip install "float8lab[plot]".',
+            name=error.name,
+        ) from error
+
+    counts, scales = histogram(x, "exponent", local=local), blocks(x)
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.bar(counts.values.tolist(), counts.counts.tolist())
+    left.set(xlabel="exponent of the code", ylabel="elements")
+    left.set_title(stats(x, local=True).spec.describe())
+    right.set_title(f"log2(scale), {tuple(scales.shape)} blocks")
+    if scales.numel():
+        # nearest: a block is a cell, whatever the number of pixels.
+        drawn = right.imshow(scales.log2().cpu().numpy(), aspect="auto", interpolation="nearest")
+        figure.colorbar(drawn, ax=right)
+    return figure

@@ -1,0 +1,659 @@
+"""Exact counts over FP8 data, and its error against an original.
+
+What is counted, of the elements of the tensor and nothing else (no padding, no hidden part of a
+block that a view cuts):
+
+========== ========================================================================================
+saturated  the code is the largest finite one, of either sign. An element that is exactly the
+           largest counts, so with scales made from amaxes (rule fp32) each block has at least one.
+zero       the code is 0 or -0
+subnormal  the code is nonzero with an exponent field of 0
+nan, inf   the code is NaN, or an infinity (e5m2 only)
+clipped    needs an original: it lay beyond the largest by more than rounding, so that with one
+           more step of the format it would have become more. Infinities count.
+flushed    needs an original: the code is 0 or -0 and the original is not
+========== ========================================================================================
+
+Errors are of ``qdata.float() * scale``, before it is rounded to the tensor's dtype. Elements whose
+original or stored value is not finite are left out of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8lab.formats import E4M3, FLOAT32_MAX, Float8Spec, largest, scale_shape
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import expand_scale
+
+__all__ = [
+    "BlockStats",
+    "Comparison",
+    "Histogram",
+    "TensorStats",
+    "blocks",
+    "code_values",
+    "compare",
+    "histogram",
+    "stats",
+]
+
+KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
+"""What a code can be, beside an ordinary number."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a tensor is from its original. Floats and counts of all elements together."""
+
+    numel: int
+    clipped_count: int
+    flushed_count: int
+    signal: float
+    """Sum of the squares of the original."""
+    noise: float
+    """Sum of the squares of the error."""
+    max_error: float
+    """Largest absolute error."""
+    mean_error: float
+    """Mean of stored minus original: 0 if rounding has no bias."""
+
+    @property
+    def clipped(self) -> float:
+        """Share of the elements that lay beyond the largest value."""
+        return _share(self.clipped_count, self.numel)
+
+    @property
+    def flushed(self) -> float:
+        """Share of the elements that became zero and were not."""
+        return _share(self.flushed_count, self.numel)
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise in dB, ``10 log10(signal / noise)``; inf if exact."""
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits of the ideal uniform quantizer that has this SQNR for a full-scale sine.
+
+        ``(SQNR - 1.76) / 6.02``. Source: IEEE Std 1241, "effective number of bits".
+        """
+        return (self.sqnr - 1.76) / 6.02
+
+    def __str__(self) -> str:
+        return (
+            f"SQNR {self.sqnr:.4g} dB, {self.effective_bits:.3g} effective bits, "
+            f"max error {self.max_error:.4g}, mean error {self.mean_error:.3g}, "
+            f"{100 * self.clipped:.3g}% clipped, {100 * self.flushed:.3g}% flushed to zero"
+        )
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """What a whole tensor holds. Python numbers; shares are between 0 and 1."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: Float8Spec
+    amax: float
+    """Largest of the amaxes of the blocks, from before quantization."""
+    scale_min: float
+    """Smallest scale; NaN if there are no blocks."""
+    scale_max: float
+    codes: tuple[int, ...]
+    """How many elements have each of the 256 codes."""
+    comparison: Comparison | None = None
+    """With the original, if one was given."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(self.codes)
+
+    def count(self, kind: str) -> int:
+        """Number of elements that are ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or
+        ``"inf"``."""
+        flags = _code_kinds(self.spec.fp8_dtype)[kind]
+        return sum(n for n, flag in zip(self.codes, flags, strict=True) if flag)
+
+    def share(self, kind: str) -> float:
+        """``count`` as a share of all elements, 0 if there are none."""
+        return _share(self.count(kind), self.numel)
+
+    @property
+    def saturated(self) -> float:
+        """Share of the elements at the largest finite code."""
+        return self.share("saturated")
+
+    @property
+    def zero(self) -> float:
+        """Share of zeros."""
+        return self.share("zero")
+
+    @property
+    def subnormal(self) -> float:
+        """Share of subnormal codes."""
+        return self.share("subnormal")
+
+    @property
+    def nan(self) -> float:
+        """Share of NaNs."""
+        return self.share("nan")
+
+    @property
+    def inf(self) -> float:
+        """Share of infinities."""
+        return self.share("inf")
+
+    @property
+    def exponents(self) -> tuple[int, int] | None:
+        """Smallest and largest ``floor(log2(|code|))`` of nonzero finite codes; None if none."""
+        exponents = _code_exponents(self.spec.fp8_dtype)
+        used = [e for n, e in zip(self.codes, exponents, strict=True) if n and e is not None]
+        return (min(used), max(used)) if used else None
+
+    @property
+    def flushed(self) -> float | None:
+        """Share of the elements that became zero and were not; None without an original."""
+        return None if self.comparison is None else self.comparison.flushed
+
+    @property
+    def clipped(self) -> float | None:
+        """Share that lay beyond the largest value; None without an original."""
+        return None if self.comparison is None else self.comparison.clipped
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal to quantization noise in dB; None without an original."""
+        return None if self.comparison is None else self.comparison.sqnr
+
+    @property
+    def effective_bits(self) -> float | None:
+        """See ``Comparison.effective_bits``; None without an original."""
+        return None if self.comparison is None else self.comparison.effective_bits
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values as text, for tables."""
+        rows = [
+            ("shape", str(self.shape)),
+            ("dtype", str(self.dtype)),
+            ("spec", self.spec.describe()),
+            ("amax", f"{self.amax:.6g}"),
+            ("scale", span(self.scale_min, self.scale_max)),
+        ]
+        names = ("saturated", "zero", "subnormal", *(k for k in ("nan", "inf") if self.count(k)))
+        rows += [(k, f"{100 * self.share(k):.3g}% ({self.count(k)})") for k in names]
+        used = self.exponents
+        rows.append(("exponents", "none" if used is None else f"{used[0]}..{used[1]}"))
+        if self.comparison is not None:
+            c = self.comparison
+            rows += [
+                ("clipped", f"{100 * c.clipped:.3g}% ({c.clipped_count})"),
+                ("flushed to zero", f"{100 * c.flushed:.3g}% ({c.flushed_count})"),
+                ("SQNR", f"{c.sqnr:.4g} dB"),
+                ("effective bits", f"{c.effective_bits:.3g}"),
+                ("max error", f"{c.max_error:.4g}"),
+                ("mean error", f"{c.mean_error:.3g}"),
+            ]
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockStats:
+    """What each block holds: tensors of the shape of the scales, on the tensor's device."""
+
+    spec: Float8Spec
+    numel: Tensor
+    """int64: elements of each block, fewer at an edge."""
+    amax: Tensor
+    scale: Tensor
+    counts: Mapping[str, Tensor]
+    """int64 counts by name: those of ``KINDS``, and with an original "clipped" and "flushed"."""
+    exponent_min: Tensor
+    """float32: smallest ``floor(log2(|code|))`` of nonzero finite codes; NaN if there are none."""
+    exponent_max: Tensor
+    sqnr: Tensor | None = None
+    """float64, dB; None without an original."""
+
+    def share(self, kind: str) -> Tensor:
+        """float64: ``counts[kind]`` as a share of the block's elements, 0 if it has none."""
+        if kind not in self.counts:
+            raise KeyError(
+                f"kind must be one of {', '.join(self.counts)}; got {kind!r}. Shares clipped and "
+                "flushed need an original: stats(original, per_block=True)."
+            )
+        return self.counts[kind].double() / self.numel.clamp(min=1)
+
+    @property
+    def saturated(self) -> Tensor:
+        """Share of each block's elements at the largest finite code."""
+        return self.share("saturated")
+
+    @property
+    def zero(self) -> Tensor:
+        """Share of zeros."""
+        return self.share("zero")
+
+    @property
+    def subnormal(self) -> Tensor:
+        """Share of subnormal codes."""
+        return self.share("subnormal")
+
+    @property
+    def nan(self) -> Tensor:
+        """Share of NaNs."""
+        return self.share("nan")
+
+    @property
+    def inf(self) -> Tensor:
+        """Share of infinities."""
+        return self.share("inf")
+
+    @property
+    def flushed(self) -> Tensor:
+        """Share of elements that became zero and were not. Raises KeyError without an original."""
+        return self.share("flushed")
+
+    @property
+    def clipped(self) -> Tensor:
+        """Share beyond the largest value. Raises KeyError without an original."""
+        return self.share("clipped")
+
+    @property
+    def effective_bits(self) -> Tensor | None:
+        """See ``Comparison.effective_bits``; None without an original."""
+        return None if self.sqnr is None else (self.sqnr - 1.76) / 6.02
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Counts of codes or of exponents. CPU tensors."""
+
+    by: str
+    """``"code"`` or ``"exponent"``."""
+    values: Tensor
+    """The value of each code (times no scale; float32), or the exponents (int64), ascending."""
+    counts: Tensor
+    """int64, as many as ``values``."""
+
+
+@overload
+def stats(
+    x: Tensor,
+    original: Tensor | None = None,
+    *,
+    per_block: Literal[False] = False,
+    local: bool = False,
+) -> TensorStats: ...
+@overload
+def stats(
+    x: Tensor, original: Tensor | None = None, *, per_block: Literal[True], local: bool = False
+) -> BlockStats: ...
+@overload
+def stats(
+    x: Tensor, original: Tensor | None = None, *, per_block: bool, local: bool = False
+) -> TensorStats | BlockStats: ...
+def stats(
+    x: Tensor, original: Tensor | None = None, *, per_block: bool = False, local: bool = False
+) -> TensorStats | BlockStats:
+    """Statistics of an FP8 tensor, of all of it or of each block.
+
+    Args:
+        x: a Float8Tensor, or a DTensor whose local tensor is one.
+        original: what was quantized, same shape, to measure the error against. For a DTensor a
+            DTensor of the same placements.
+        per_block: give a ``BlockStats``. Of a DTensor only with ``local``, since shards may have
+            smaller blocks than the whole.
+        local: of a DTensor, look at this rank's shard. By default counts and extremes are combined
+            over the mesh: a collective, so all its ranks must call.
+
+    Raises:
+        TypeError: ``x`` is not stored in FP8, or holds no data (fake, meta).
+        ValueError: ``original`` has another shape or other placements; ``per_block`` of a DTensor
+            without ``local``; a DTensor with partial sums.
+
+    >>> t = float8lab.quantize(torch.tensor([[448.0, 0.01], [1.0, 2.0]]), block=(1, -1))
+    >>> float8lab.inspect.stats(t, per_block=True).saturated.tolist()
+    [[0.5], [0.5]]
+    """
+    if per_block and is_sharded(x) and not local:
+        raise ValueError(
+            "per_block must come with local=True for a DTensor; got local=False. Blocks are cut "
+            "differently on each rank: look at one shard, or x.full_tensor()."
+        )
+    shard, source = stored(x), _original(x, original)
+    with torch.no_grad():
+        if per_block:
+            return _block_stats(shard, source)
+        return _tensor_stats(x, shard, source, local)
+
+
+def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
+    """How far an FP8 tensor is from its original; arguments and errors as of ``stats``.
+
+    >>> x = torch.tensor([1.0, 1.03125])
+    >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
+    0.03125
+    """
+    result = stats(x, original, local=local)
+    assert result.comparison is not None
+    return result.comparison
+
+
+def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
+    """How often each code or exponent occurs; arguments and errors as of ``stats``.
+
+    Args:
+        x: as in ``stats``.
+        by: ``"code"``: 256 counts, by the byte. ``"exponent"``: of nonzero finite codes, by
+            ``floor(log2(|code|))``, one bin for each exponent of the format, subnormal ones too.
+        local: as in ``stats``.
+
+    >>> float8lab.quantize(torch.tensor([448.0, 1.0, 1.5])).histogram("exponent").counts.tolist()
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]
+    """
+    if by not in ("code", "exponent"):
+        raise ValueError(f"by must be 'code' or 'exponent'; got {by!r}. Choose one of them.")
+    found = stats(x, local=local)
+    fp8_dtype = found.spec.fp8_dtype
+    if by == "code":
+        return Histogram(by, code_values(fp8_dtype), torch.tensor(found.codes))
+    exponents = _code_exponents(fp8_dtype)
+    known = [e for e in exponents if e is not None]
+    counts = dict.fromkeys(range(min(known), max(known) + 1), 0)
+    for n, e in zip(found.codes, exponents, strict=True):
+        if e is not None:
+            counts[e] += n
+    return Histogram(by, torch.tensor(list(counts)), torch.tensor(list(counts.values())))
+
+
+def blocks(x: Tensor) -> Tensor:
+    """The scales as a matrix, ``[blocks of all dimensions but the last, blocks of the last]``.
+
+    A copy, on the tensor's device. Of a DTensor, those of this rank's shard.
+
+    >>> float8lab.inspect.blocks(float8lab.quantize(torch.ones(4, 2, 256), block=(1, 128))).shape
+    torch.Size([8, 2])
+    """
+    scale = stored(x).scale.detach()
+    columns = scale.shape[-1] if scale.ndim else 1
+    return scale.reshape(math.prod(scale.shape[:-1]), columns).clone()
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether ``x`` is a DTensor."""
+    # What a DTensor has; importing its class would double the time that importing us takes.
+    return hasattr(x, "_local_tensor") and hasattr(x, "placements")
+
+
+def stored(x: Any) -> Float8Tensor:
+    """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
+    local = x._local_tensor if is_sharded(x) else x
+    if not isinstance(local, Float8Tensor):
+        raise TypeError(
+            "x must be a Float8Tensor, or a DTensor whose local tensor is one; got "
+            f"{type(local).__name__} of {getattr(local, 'dtype', 'no dtype')}. "
+            "float8lab.quantize() it first."
+        )
+    if not local._has_data():
+        what = "meta" if local.qdata.is_meta else "fake"
+        raise TypeError(
+            f"x must hold data; got a {what} tensor, which has a shape and no numbers. Look at the "
+            "tensor that has them, outside of torch.compile, FakeTensorMode and device('meta')."
+        )
+    local._refresh()
+    return local
+
+
+def code_values(fp8_dtype: torch.dtype) -> Tensor:
+    """The value of each of the 256 codes, float32, on the CPU."""
+    return torch.arange(256, dtype=torch.uint8).view(fp8_dtype).float()
+
+
+def span(low: float, high: float) -> str:
+    """A range as text; one number if it is one."""
+    return f"{low:.6g}" if low == high or math.isnan(low) else f"{low:.6g}..{high:.6g}"
+
+
+def _share(count: int, numel: int) -> float:
+    return count / numel if numel else 0.0
+
+
+def _kinds(codes: Tensor, fp8_dtype: torch.dtype) -> dict[str, Tensor]:
+    """For each of ``KINDS`` a mask over codes (uint8)."""
+    body = codes & 0x7F  # without the sign
+    if fp8_dtype == E4M3:  # seven ones are NaN, there is no infinity; three bits of mantissa
+        top, nan, inf, low = (
+            body == 0x7E,
+            body == 0x7F,
+            torch.zeros_like(body, dtype=torch.bool),
+            0x08,
+        )
+    else:  # as IEEE: the exponent of ones is infinity and NaN; two bits of mantissa
+        top, nan, inf, low = body == 0x7B, body > 0x7C, body == 0x7C, 0x04
+    return dict(zip(KINDS, (top, body == 0, (body > 0) & (body < low), nan, inf), strict=True))
+
+
+@functools.cache
+def _code_kinds(fp8_dtype: torch.dtype) -> dict[str, list[bool]]:
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+    return {kind: mask.tolist() for kind, mask in _kinds(codes, fp8_dtype).items()}
+
+
+@functools.cache
+def _code_exponents(fp8_dtype: torch.dtype) -> list[int | None]:
+    """``floor(log2(|code|))`` of each code; None for zero and what is not finite."""
+    return [
+        math.frexp(v)[1] - 1 if v and math.isfinite(v) else None
+        for v in code_values(fp8_dtype).tolist()
+    ]
+
+
+def _original(x: Any, original: Tensor | None) -> Tensor | None:
+    """The original of what ``stored(x)`` gives, plain, on its device."""
+    if original is None:
+        return None
+    if not isinstance(original, Tensor):
+        raise TypeError(
+            f"original must be a tensor; got {type(original).__name__}. Pass what was quantized."
+        )
+    if tuple(original.shape) != tuple(x.shape):
+        raise ValueError(
+            f"original must have shape {tuple(x.shape)}; got {tuple(original.shape)}. Pass what "
+            "was quantized, in the same view."
+        )
+    if is_sharded(x) or is_sharded(original):
+        where = getattr(x, "placements", None), getattr(x, "device_mesh", None)
+        there = getattr(original, "placements", None), getattr(original, "device_mesh", None)
+        if where != there:
+            raise ValueError(
+                f"original must have the placements of x, {where[0]}; got {there[0]}. Redistribute "
+                "it, or compare full_tensor()s."
+            )
+        original = original._local_tensor  # type: ignore[attr-defined]
+    original = original.detach()
+    if isinstance(original, Float8Tensor):
+        original = original.dequantize()
+    result: Tensor = original.to(stored(x).device)
+    return result
+
+
+def _tensor_stats(x: Any, shard: Float8Tensor, source: Tensor | None, local: bool) -> TensorStats:
+    scale, amax = shard.scale.detach(), shard.amax.detach()
+    codes = shard.qdata.detach().view(torch.uint8).reshape(-1)
+    # Sums and maxima, each in one float64 tensor: exact up to 2**53 elements.
+    sums = [torch.bincount(codes, minlength=256).double()]
+    extremes = [-scale, scale, amax]
+    if source is not None:
+        whole = _Errors.of(shard, source)
+        every = (-1,) * shard.ndim
+        for part in (whole.clipped, whole.flushed, whole.finite):
+            sums.append(_sum(part, every).reshape(1).double())
+        for values in (whole.source, whole.error):
+            sums.append(_norm(values, every).reshape(1).square())
+        sums.append(whole.error.sum(dtype=torch.float64).reshape(1))
+        extremes.append(whole.error.abs())
+    maxima = torch.stack([_maximum(e) for e in extremes])
+    total = torch.cat(sums)
+    if is_sharded(x) and not local:
+        for dim, placement in enumerate(x.placements):
+            if placement.is_partial():
+                raise ValueError(
+                    f"x must be sharded or replicated; got {x.placements}. Redistribute it, or "
+                    "pass local=True."
+                )
+            if not placement.is_replicate():
+                group = x.device_mesh.get_group(dim)
+                dist.all_reduce(total, group=group)
+                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    found = torch.cat([total, maxima]).tolist()  # the only transfer, but for bincount's own
+    counts, rest, most = found[:256], found[256 : len(total)], found[len(total) :]
+    comparison = None
+    if rest:
+        numel, finite = round(sum(counts)), rest[2]
+        comparison = Comparison(
+            numel=numel,
+            clipped_count=round(rest[0]),
+            flushed_count=round(rest[1]),
+            signal=rest[3],
+            noise=rest[4],
+            max_error=max(most[3], 0.0),
+            mean_error=rest[5] / finite if finite else 0.0,
+        )
+    has_blocks = most[1] != -math.inf
+    shape = shard.shape if local else x.shape
+    return TensorStats(
+        shape=tuple(shape),
+        dtype=shard.dtype,
+        spec=shard.spec,
+        amax=most[2] if has_blocks else 0.0,
+        scale_min=-most[0] if has_blocks else math.nan,
+        scale_max=most[1] if has_blocks else math.nan,
+        codes=tuple(map(round, counts)),
+        comparison=comparison,
+    )
+
+
+def _block_stats(shard: Float8Tensor, source: Tensor | None) -> BlockStats:
+    block, qdata = shard.spec.block, shard.qdata.detach()
+    masks = _kinds(qdata.view(torch.uint8), shard.spec.fp8_dtype)
+    size = qdata.float().abs()
+    number = size.isfinite() & (size > 0)
+    low = -_by_block((-size).masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
+    high = _by_block(size.masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
+    none = high == -math.inf
+    first, last = (
+        (torch.frexp(v.masked_fill(none, 1.0)).exponent - 1).float().masked_fill(none, math.nan)
+        for v in (low, high)
+    )
+    sqnr = None
+    if source is not None:
+        errors = _Errors.of(shard, source)
+        masks |= {"clipped": errors.clipped, "flushed": errors.flushed}
+        signal, noise = (_norm(v, block) for v in (errors.source, errors.error))
+        sqnr = 20 * (signal.log10() - noise.log10())
+        sqnr = sqnr.masked_fill(noise == 0, math.inf)
+    return BlockStats(
+        spec=shard.spec,
+        numel=_block_numel(qdata, block),
+        amax=shard.amax.detach().clone(),
+        scale=shard.scale.detach().clone(),
+        counts={kind: _sum(mask, block) for kind, mask in masks.items()},
+        exponent_min=first,
+        exponent_max=last,
+        sqnr=sqnr,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Errors:
+    """An original and its difference, element by element, 0 where either is not finite."""
+
+    source: Tensor
+    error: Tensor
+    finite: Tensor
+    clipped: Tensor
+    flushed: Tensor
+
+    @staticmethod
+    def of(shard: Float8Tensor, source: Tensor) -> _Errors:
+        spec, qdata = shard.spec, shard.qdata.detach()
+        scale = shard.scale.detach()
+        wide = source if source.dtype == torch.float64 else source.float()
+        value = qdata.float() * expand_scale(scale, spec.block, qdata.shape)
+        finite = value.isfinite() & wide.isfinite()
+        error = (value - wide).masked_fill(~finite, 0.0)
+        # As the cast computes it; half a step above the largest is where the next code would be.
+        encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, qdata.shape)
+        top = largest(spec.fp8_dtype)
+        half_step = 16.0 if spec.fp8_dtype == E4M3 else 4096.0
+        return _Errors(
+            source=wide.masked_fill(~finite, 0.0),
+            error=error,
+            finite=finite,
+            clipped=(wide * encode).abs() > top + half_step,
+            flushed=(qdata.float() == 0) & (wide != 0),
+        )
+
+
+def _maximum(x: Tensor) -> Tensor:
+    return x.max().double() if x.numel() else x.new_full((), -math.inf, dtype=torch.float64)
+
+
+def _by_block(
+    x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fill: float
+) -> Tensor:
+    """``reduce(x, dim=...)`` of each block, which is filled up where an edge cuts it."""
+    counts = scale_shape(tuple(x.shape), tuple(block))
+    if x.numel() == 0:
+        return reduce(x.new_full((*counts, 1), fill), dim=[-1])
+    sizes = [n if b == -1 else b for n, b in zip(x.shape, block, strict=True)]
+    missing = [c * s - n for c, s, n in zip(counts, sizes, x.shape, strict=True)]
+    if any(missing):
+        padding = [pad for right in reversed(missing) for pad in (0, right)]
+        x = torch.nn.functional.pad(x, padding, value=fill)
+    parts: list[int] = []
+    inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
+    for count, size in zip(counts, sizes, strict=True):
+        parts.append(count)
+        if size != 1:
+            inside.append(len(parts))
+            parts.append(size)
+    if not inside:
+        inside, parts = [len(parts)], [*parts, 1]
+    return reduce(x.reshape(parts), dim=inside)
+
+
+def _sum(mask: Tensor, block: Sequence[int]) -> Tensor:
+    return _by_block(mask, block, torch.count_nonzero, 0)
+
+
+def _norm(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Square root of the sum of squares of each block, in float64 without a copy in float64."""
+    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
+    return _by_block(x, block, norm, 0.0)
+
+
+def _block_numel(x: Tensor, block: Sequence[int]) -> Tensor:
+    result = torch.ones((), dtype=torch.int64, device=x.device)
+    for n, b in zip(x.shape, block, strict=True):
+        starts = torch.arange(0, n, b, device=x.device) if b != -1 else None
+        lengths = result.new_tensor([n]) if starts is None else (n - starts).clamp(max=b)
+        result = result[..., None] * lengths
+    return result

@@ -1,0 +1,88 @@
+"""Statistics as text: one line, bars, and tables for the terminal by rich."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from float8lab.inspect.statistics import Histogram, TensorStats, histogram, stats
+
+__all__ = ["bars", "health", "summary", "table"]
+
+
+def health(found: TensorStats) -> str:
+    """One line: what share of the elements lost range or is no number.
+
+    >>> t = float8lab.quantize(torch.tensor([448.0, 0.01, 0.0, 1.0]))
+    >>> float8lab.inspect.health(t.stats())
+    '25% saturated, 25% subnormal, 25% zero'
+    """
+    if not found.numel:
+        return "empty"
+    kinds = ["saturated", "subnormal", "zero"]
+    shares = [f"{100 * found.share(kind):.3g}% {kind}" for kind in kinds]
+    bad = [(kind, label) for kind, label in (("nan", "NaN"), ("inf", "inf")) if found.count(kind)]
+    return ", ".join([f"{100 * found.share(kind):.3g}% {label}" for kind, label in bad] + shares)
+
+
+def bars(found: Histogram, width: int = 40) -> str:
+    """A histogram by exponent or code as lines of text, without bins that are empty at the ends.
+
+    >>> print(float8lab.inspect.bars(float8lab.quantize(torch.ones(3)).histogram("exponent")))
+    2^8 ######################################## 3
+    """
+    rows = _trimmed(found)
+    most = max((count for _, count in rows), default=0)
+    labels = max((len(label) for label, _ in rows), default=0)
+    lines = [
+        (f"{label:>{labels}}", "#" * -(-count * width // most), str(count)) for label, count in rows
+    ]
+    return "\n".join(" ".join(filter(None, line)) for line in lines)
+
+
+def summary(x: Tensor) -> str:
+    """Statistics and the histogram of exponents, without any library.
+
+    Of a DTensor, of this rank's shard.
+    """
+    found = stats(x, local=True)
+    drawn = bars(histogram(x, "exponent", local=True))
+    return "\n\n".join(filter(None, (str(found), drawn)))
+
+
+def table(x: Tensor) -> Any:
+    """What rich prints for ``x``: a table and the histogram of exponents. Needs rich.
+
+    Of a DTensor, of this rank's shard.
+
+    Raises:
+        ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
+    """
+    try:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'table must have rich; it is not installed. pip install "float8lab[inspect]", or print '
+            "summary(x).",
+            name=error.name,
+        ) from error
+
+    found = stats(x, local=True)
+    result = Table("", "value", title="Float8Tensor", title_justify="left")
+    for name, value in found.rows():
+        alarming = name in ("nan", "inf")
+        result.add_row(Text(name), Text(value, style="bold red" if alarming else ""))
+    drawn = bars(histogram(x, "exponent", local=True))
+    return Group(result, Text(drawn, style="cyan")) if drawn else result
+
+
+def _trimmed(found: Histogram) -> list[tuple[str, int]]:
+    names = [f"2^{v}" if found.by == "exponent" else f"{v:g}" for v in found.values.tolist()]
+    rows = list(zip(names, found.counts.tolist(), strict=True))
+    used = [i for i, (_, count) in enumerate(rows) if count]
+    if found.by == "code":
+        return [row for row in rows if row[1]]
+    return rows[used[0] : used[-1] + 1] if used else []

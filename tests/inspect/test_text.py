@@ -1,0 +1,241 @@
+"""What people read: health, tables, bars, HTML, figures."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import xml.etree.ElementTree as ET
+
+import expecttest
+import pytest
+import torch
+
+import float8lab
+from float8lab import Float8Tensor, inspect, quantize
+from float8lab.formats import E5M2, Float8Spec
+from float8lab.inspect.html import heat_cells
+
+
+def example() -> tuple[torch.Tensor, Float8Tensor]:
+    x = torch.tensor([[448.0, 17.0, 2.0**-12, 0.0], [math.nan, 0.01, -3.0, 600.0]])
+    return x, quantize(x, scale=1.0)
+
+
+class TestText(expecttest.TestCase):
+    def test_statistics(self):
+        x, t = example()
+        self.assertExpectedInline(
+            str(t.stats(x)),
+            """\
+shape            (2, 4)
+dtype            torch.float32
+spec             e4m3 tensor fp32
+amax             448
+scale            1
+saturated        25% (2)
+zero             25% (2)
+subnormal        12.5% (1)
+nan              12.5% (1)
+exponents        -7..8
+clipped          12.5% (1)
+flushed to zero  12.5% (1)
+SQNR             13.85 dB
+effective bits   2.01
+max error        152
+mean error       -21.9""",
+        )
+
+    def test_comparison(self):
+        x, t = example()
+        self.assertExpectedInline(
+            str(t.compare(x)).replace(", ", "\n"),
+            """\
+SQNR 13.85 dB
+2.01 effective bits
+max error 152
+mean error -21.9
+12.5% clipped
+12.5% flushed to zero""",
+        )
+
+    def test_health(self):
+        five = torch.tensor([0x7C, 0xFF, 0x01, 0x7B], dtype=torch.uint8).view(E5M2)
+        one = torch.ones(1)
+        special = Float8Tensor(five, one, one, Float8Spec(E5M2, (-1,)), torch.float32)
+        shown = [example()[1], special, quantize(torch.ones(0)), quantize(torch.ones(3))]
+        self.assertExpectedInline(
+            "\n".join(inspect.health(t.stats()) for t in shown),
+            """\
+12.5% NaN, 25% saturated, 12.5% subnormal, 25% zero
+25% NaN, 25% inf, 25% saturated, 25% subnormal, 0% zero
+empty
+100% saturated, 0% subnormal, 0% zero""",
+        )
+
+    def test_summary(self):
+        self.assertExpectedInline(
+            inspect.summary(example()[1]),
+            """\
+shape      (2, 4)
+dtype      torch.float32
+spec       e4m3 tensor fp32
+amax       448
+scale      1
+saturated  25% (2)
+zero       25% (2)
+subnormal  12.5% (1)
+nan        12.5% (1)
+exponents  -7..8
+
+2^-7 #################### 1
+2^-6 0
+2^-5 0
+2^-4 0
+2^-3 0
+2^-2 0
+2^-1 0
+ 2^0 0
+ 2^1 #################### 1
+ 2^2 0
+ 2^3 0
+ 2^4 #################### 1
+ 2^5 0
+ 2^6 0
+ 2^7 0
+ 2^8 ######################################## 2""",
+        )
+
+    def test_bars_of_codes(self):
+        t = quantize(torch.tensor([1.0, 1.0, -2.0, 0.0]), scale=1.0)
+        self.assertExpectedInline(
+            inspect.bars(t.histogram(), width=4),
+            """\
+ 0 ## 1
+ 1 #### 2
+-2 ## 1""",
+        )
+
+    def test_rich(self):
+        console = pytest.importorskip("rich.console")
+        target = console.Console(width=60, color_system=None)
+        with target.capture() as captured:
+            target.print(example()[1])
+            target.print(quantize(torch.empty(2, 3, device="meta")))
+        # ASCII: the source files are.
+        text = captured.get().encode("ascii", "replace").decode()
+        self.assertExpectedInline(
+            "\n".join(map(str.rstrip, text.splitlines())),
+            """\
+Float8Tensor
+????????????????????????????????
+?           ? value            ?
+????????????????????????????????
+? shape     ? (2, 4)           ?
+? dtype     ? torch.float32    ?
+? spec      ? e4m3 tensor fp32 ?
+? amax      ? 448              ?
+? scale     ? 1                ?
+? saturated ? 25% (2)          ?
+? zero      ? 25% (2)          ?
+? subnormal ? 12.5% (1)        ?
+? nan       ? 12.5% (1)        ?
+? exponents ? -7..8            ?
+????????????????????????????????
+2^-7 #################### 1
+2^-6 0
+2^-5 0
+2^-4 0
+2^-3 0
+2^-2 0
+2^-1 0
+ 2^0 0
+ 2^1 #################### 1
+ 2^2 0
+ 2^3 0
+ 2^4 #################### 1
+ 2^5 0
+ 2^6 0
+ 2^7 0
+ 2^8 ######################################## 2
+Float8Tensor(..., size=(2, 3),
+             fp8=e4m3 tensor fp32, dtype=torch.float32,
+device='meta')""",
+        )
+
+
+def test_html_is_well_formed_and_complete_in_itself():
+    t = quantize(torch.randn(70, 300).cumsum(1), block=(1, 128))
+    page = t._repr_html_()
+    root = ET.fromstring(page)  # raises unless every tag and quote is closed and escaped
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    assert "<script" not in page
+    svg = "{http://www.w3.org/2000/svg}"
+    bars, heat = root.iter(f"{svg}svg")
+    titles = [title.text for title in bars.iter(f"{svg}title")]
+    counts = t.histogram("exponent")
+    assert titles == [
+        f"2^{e}: {n}" for e, n in zip(counts.values.tolist(), counts.counts.tolist(), strict=True)
+    ]
+    assert len(list(heat.iter(f"{svg}rect"))) == 32 * 3  # 70 x 3 blocks, at most 32 rows
+    assert root.find("pre").text == repr(t)
+
+
+def test_html_escapes_its_text():
+    page = inspect.html(quantize(torch.ones(2)), "<script>&'")
+    assert "<script" not in page
+    assert ET.fromstring(page).find("pre").text == "<script>&'"
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(3, 3), torch.tensor(2.0), torch.ones(0, 3), torch.full((2, 2), math.nan)]
+)
+def test_html_of_anything(x):
+    ET.fromstring(quantize(x)._repr_html_())
+
+
+def test_heat_map_shows_the_largest_scale_of_each_part():
+    scales = torch.ones(64, 2)
+    scales[10, 1], scales[11, 1], scales[63, 0] = 8.0, 2.0, 0.0
+    cells = heat_cells(scales)
+    assert cells.shape == (32, 2)
+    assert cells[5].tolist() == [0.0, 3.0]
+    assert cells.sum() == 3.0
+    assert heat_cells(torch.zeros(1, 1)).isnan().all()
+
+
+def test_plot_draws_the_histogram_and_the_scales():
+    pytest.importorskip("matplotlib")
+    t = quantize(torch.randn(64, 256), block=(1, 128))
+    left, right, *_ = t.plot().axes
+    counts = t.histogram("exponent").counts.tolist()
+    assert [bar.get_height() for bar in left.patches] == counts
+    drawn = right.images[0].get_array()
+    assert torch.equal(torch.as_tensor(drawn.filled()), t.blocks().log2())
+    assert quantize(torch.ones(0, 256), block=(1, 128)).plot().axes
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "look"),
+    [("rich", "inspect", inspect.table), ("matplotlib", "plot", inspect.plot)],
+    ids=["rich", "matplotlib"],
+)
+def test_all_but_tables_and_plots_need_nothing_optional(missing, extra, look, monkeypatch):
+    real = builtins.__import__
+
+    def no(name, *args, **kwargs):
+        if name.split(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=missing)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no)
+    t = quantize(torch.ones(2, 2))
+    assert t._repr_html_()
+    assert inspect.summary(t)
+    assert repr(t)
+    with pytest.raises(ModuleNotFoundError, match=rf"float8lab\[{extra}\]"):
+        look(t)
+
+
+def test_repr_leaves_fallback_warnings_alone():
+    with float8lab.fallback("error"):
+        assert "health: " in repr(quantize(torch.randn(3000, 3)))
