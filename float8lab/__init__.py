@@ -6,6 +6,9 @@
 torch.Size([2, 64])
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from float8lab import distributed, inspect, integrations, nn, optim, recipes
 from float8lab.distributed import CudaRNGStatesTracker, get_cpu_offload_context
 from float8lab.distributed.recompute import checkpoint
@@ -34,6 +37,9 @@ from float8lab.recipes import (
     quantized_model_init,
 )
 from float8lab.tensor import Float8Tensor, fallback, quantize
+
+if TYPE_CHECKING:
+    from float8lab.inspect.selfcheck import selfcheck
 
 __version__ = "0.1.0"
 
@@ -69,5 +75,20 @@ __all__ = [
     "quantize",
     "quantized_model_init",
     "recipes",
+    "selfcheck",
     "to_high_precision",
 ]
+
+_LAZY = {"selfcheck": "float8lab.inspect.selfcheck"}
+"""Names that few programs use, and the modules that they are loaded from on their first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

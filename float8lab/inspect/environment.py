@@ -1,0 +1,250 @@
+"""Versions, GPUs, and what of FP8 is native, emulated or missing on this machine, and why."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from float8lab.formats import E4M3, Float8Spec
+from float8lab.ops import has_fp8_attention
+from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+
+__all__ = [
+    "EXTRAS",
+    "Environment",
+    "Support",
+    "environment",
+    "why_attention_is_emulated",
+    "why_casts_are_missing",
+    "why_gemm_is_emulated",
+]
+
+EXTRAS = {
+    "plot": ("matplotlib",),
+    "examples": ("matplotlib", "tqdm"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+}
+"""Optional parts of the package, and what each needs."""
+
+_RECIPES: tuple[type[Recipe], ...] = (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+)
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def why_casts_are_missing(device: torch.device) -> str:
+    """Why this device cannot cast to FP8; empty if it can."""
+    if device.type != "cuda":
+        return ""
+    if util.find_spec("triton") is None:
+        return "the kernels need triton, which is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return f"Triton casts to e4m3 from SM 8.9 on; this GPU is {_sm(capability)}"
+    return ""
+
+
+def why_gemm_is_emulated(
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+    device: torch.device,
+    a_dtype: torch.dtype = E4M3,
+    b_dtype: torch.dtype = E4M3,
+) -> str:
+    """Why a product is one of dequantized operands on this device; empty if it runs in FP8."""
+    dtypes = {"a_dtype": a_dtype, "b_dtype": b_dtype}
+    if device.type != "cuda":
+        return "a CPU has no FP8 products; it multiplies in float32"
+    if has_fp8_gemm(a_block, b_block, device, **dtypes):
+        return ""
+    per_row = a_block[1] == b_block[1] == -1
+    capability = torch.cuda.get_device_capability(device)
+    # The CPU answers as a Hopper GPU with a new enough CUDA does.
+    if has_fp8_gemm(a_block, b_block, torch.device("cpu"), **dtypes):
+        if per_row:
+            return f"FP8 tensor cores came with SM 8.9; this GPU is {_sm(capability)}"
+        if capability[0] != 9:
+            return f"cuBLASLt multiplies blocks on SM 9.0 only; this GPU is {_sm(capability)}"
+        return f"products of blocks need CUDA 12.9; torch was built for {torch.version.cuda}"
+    if has_fp8_gemm(a_block, b_block, torch.device("cpu")):
+        return "no GPU multiplies e5m2 by e5m2" + ("" if per_row else ", nor blocks in e5m2")
+    return f"no FP8 product of {_blocks(a_block)} by {_blocks(b_block)} blocks"
+
+
+def why_attention_is_emulated(device: torch.device, *heads: int) -> str:
+    """Why attention of FP8 operands without a mask has no kernel here; empty if it has one."""
+    if device.type != "cuda":
+        return "a CPU has no FP8 products; it multiplies in float32"
+    if has_fp8_attention(device, *heads):
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        return f"the kernel is for SM 9.0; this GPU is {_sm(capability)}"
+    return "the kernel is for heads of up to 128"
+
+
+@dataclass(frozen=True)
+class Support:
+    """How one recipe, or FP8 attention, runs on this machine."""
+
+    name: str
+    status: str
+    """``"native"``, ``"emulated"``, ``"partly native"`` or ``"missing"``."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What this machine has; ``print`` it, or ask for ``to_json()``."""
+
+    versions: dict[str, str]
+    gpus: list[str]
+    """Name, compute capability and memory of each GPU."""
+    device: str
+    """What ``support`` is about."""
+    support: list[Support]
+    extras: dict[str, str]
+    """Of each optional part, what it lacks, or ``"installed"``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as dicts, lists and strings."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [(one.name, one.status, one.reason) for one in self.support]
+        sections: list[tuple[str, Sequence[tuple[str, ...]]]] = [
+            ("versions", list(self.versions.items())),
+            ("GPUs", [(str(n), gpu) for n, gpu in enumerate(self.gpus)] or [("none", "")]),
+            (f"FP8 on {self.device}", rows),
+            ("extras", list(self.extras.items())),
+        ]
+        lines: list[str] = []
+        for title, table in sections:
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            lines.append(title)
+            for row in table:
+                cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+                lines.append("  " + "  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def environment(device: torch.device | str | None = None) -> Environment:
+    """Look at this machine.
+
+    Args:
+        device: whose FP8 support is meant; by default the current GPU, or the CPU without one.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    return Environment(
+        versions=_versions(),
+        gpus=_gpus(),
+        device=str(device),
+        support=[*(_support(kind(), device) for kind in _RECIPES), _attention(device)],
+        extras={name: _missing(needed) for name, needed in EXTRAS.items()},
+    )
+
+
+def _versions() -> dict[str, str]:
+    cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
+    return {
+        # Not imported by name: layers import downwards, and the package has imported them all.
+        "float8lab": importlib.import_module("float8lab").__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "CUDA": torch.version.cuda or "none (torch is built without it)",
+        "driver": _driver(),
+        "cuDNN": "none" if cudnn is None else str(cudnn),
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version, which torch does not tell; Linux has it in a file."""
+    text = _DRIVER.read_text() if _DRIVER.exists() else ""
+    found = re.search(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)", text, re.M)
+    return found[1] if found else "unknown" if torch.cuda.is_available() else "none"
+
+
+def _gpus() -> list[str]:
+    found = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(number)
+        found.append(
+            f"{gpu.name}, {_sm((gpu.major, gpu.minor))}, {gpu.total_memory / 2**30:.0f} GiB"
+        )
+    return found
+
+
+def _support(recipe: Recipe, device: torch.device) -> Support:
+    name = type(recipe).__name__
+    missing = why_casts_are_missing(device)
+    if missing:
+        return Support(name, "missing", missing)
+    plan = recipe.linear
+    gemms: dict[str, tuple[Float8Spec, Float8Spec]] = {
+        "fprop": (plan.x, plan.w),
+        "dgrad": (plan.dy, plan.w),
+        "wgrad": (plan.dy, plan.x),
+    }
+    why = {
+        gemm: why_gemm_is_emulated(a.block, b.block, device, a.fp8_dtype, b.fp8_dtype)
+        for gemm, (a, b) in gemms.items()
+    }
+    emulated = {gemm: reason for gemm, reason in why.items() if reason}
+    if not emulated:
+        return Support(name, "native", "")
+    reasons = "; ".join(dict.fromkeys(emulated.values()))
+    if len(emulated) == len(gemms):
+        return Support(name, "emulated", reasons)
+    return Support(name, "partly native", f"not {', '.join(emulated)}: {reasons}")
+
+
+def _attention(device: torch.device) -> Support:
+    missing = why_casts_are_missing(device)
+    if missing:
+        return Support("FP8 attention", "missing", missing)
+    why = why_attention_is_emulated(device, 128, 128)
+    return Support("FP8 attention", "emulated" if why else "native", why)
+
+
+def _missing(packages: Sequence[str]) -> str:
+    missing = [package for package in packages if util.find_spec(package) is None]
+    return f"missing {', '.join(missing)}" if missing else "installed"
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"SM {capability[0]}.{capability[1]}"
+
+
+def _blocks(block: Sequence[int]) -> str:
+    return Float8Spec(block=tuple(block)).granularity

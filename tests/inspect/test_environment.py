@@ -1,0 +1,217 @@
+"""What `float8lab env` says, here and on GPUs that are pretended."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from float8lab.formats import E4M3, E5M2
+from float8lab.inspect import environment as module
+from float8lab.inspect.environment import (
+    EXTRAS,
+    environment,
+    why_attention_is_emulated,
+    why_casts_are_missing,
+    why_gemm_is_emulated,
+)
+from float8lab.ops import gemm
+
+GPU = torch.device("cuda")
+BLOCK, TENSOR, ROW = (1, 128), (-1, -1), (1, -1)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Pretend a GPU of this capability, a CUDA, and that triton is there or not."""
+
+    def set_up(capability, cuda=(13, 0), triton=True):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(gemm, "_capability", lambda device: capability)
+        monkeypatch.setattr(gemm, "_cuda_version", lambda: cuda)
+        monkeypatch.setattr(torch.version, "cuda", ".".join(map(str, cuda)))
+        find = module.util.find_spec
+        monkeypatch.setattr(
+            module.util,
+            "find_spec",
+            lambda name: triton or None if name == "triton" else find(name),
+        )
+
+    return set_up
+
+
+def support():
+    return "\n".join(
+        " | ".join((one.name, one.status, one.reason)).rstrip() for one in environment(GPU).support
+    )
+
+
+def test_hopper(pretend):
+    pretend((9, 0))
+    assert_expected_inline(
+        support(),
+        """\
+DelayedScaling | native |
+Float8CurrentScaling | native |
+Float8RowwiseScaling | native |
+Float8BlockScaling | native |
+MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+FP8 attention | native |""",
+    )
+
+
+def test_hopper_with_an_old_cuda(pretend):
+    pretend((9, 0), cuda=(12, 8))
+    assert_expected_inline(
+        support(),
+        """\
+DelayedScaling | native |
+Float8CurrentScaling | native |
+Float8RowwiseScaling | native |
+Float8BlockScaling | emulated | products of blocks need CUDA 12.9; torch was built for 12.8
+MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+FP8 attention | native |""",
+    )
+
+
+def test_a_gpu_before_hopper(pretend):
+    pretend((8, 9))
+    assert_expected_inline(
+        support(),
+        """\
+DelayedScaling | native |
+Float8CurrentScaling | native |
+Float8RowwiseScaling | native |
+Float8BlockScaling | emulated | cuBLASLt multiplies blocks on SM 9.0 only; this GPU is SM 8.9
+MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+FP8 attention | emulated | the kernel is for SM 9.0; this GPU is SM 8.9""",
+    )
+
+
+def test_blackwell(pretend):
+    pretend((10, 0))
+    assert_expected_inline(
+        support(),
+        """\
+DelayedScaling | native |
+Float8CurrentScaling | native |
+Float8RowwiseScaling | native |
+Float8BlockScaling | emulated | cuBLASLt multiplies blocks on SM 9.0 only; this GPU is SM 10.0
+MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
+FP8 attention | emulated | the kernel is for SM 9.0; this GPU is SM 10.0""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "reason"),
+    [((8, 0), True, "SM 8.9 on; this GPU is SM 8.0"), ((9, 0), False, "triton, which is not")],
+)
+def test_a_gpu_that_cannot_cast(pretend, capability, triton, reason):
+    pretend(capability, triton=triton)
+    assert reason in why_casts_are_missing(GPU)
+    assert {(one.status, reason in one.reason) for one in environment(GPU).support} == {
+        ("missing", True)
+    }
+
+
+def test_why_a_product_is_emulated(pretend):
+    pretend((9, 0))
+    assert why_gemm_is_emulated(TENSOR, ROW, GPU) == ""
+    assert "e5m2 by e5m2" in why_gemm_is_emulated(TENSOR, TENSOR, GPU, E5M2, E5M2)
+    assert "blocks in e5m2" in why_gemm_is_emulated(BLOCK, BLOCK, GPU, E5M2, E4M3)
+    assert "row by 1x128 blocks" in why_gemm_is_emulated(ROW, BLOCK, GPU)
+    assert "up to 128" in why_attention_is_emulated(GPU, 192, 128)
+    pretend((8, 0))
+    assert "came with SM 8.9" in why_gemm_is_emulated(TENSOR, TENSOR, GPU)
+
+
+def test_reasons_agree_with_what_the_ops_do(device):
+    """A reason is given exactly where ``has_fp8_gemm`` says no."""
+    if device.type != "cuda":
+        pytest.skip("on a CPU nothing is native")
+    for a in (TENSOR, ROW, BLOCK, (128, 128), (1, 32)):
+        for b in (TENSOR, ROW, BLOCK, (128, 128), (1, 32)):
+            native = gemm.has_fp8_gemm(a, b, device)
+            assert native == (why_gemm_is_emulated(a, b, device) == "")
+
+
+def test_text_on_a_cpu():
+    text = str(environment("cpu"))
+    text = re.sub(r"^GPUs\n(  .*\n)+", "GPUs\n  (masked)\n", text, flags=re.M)
+    text = re.sub(r"^extras\n(  .*\n?)+", "extras\n  (masked)", text, flags=re.M)
+    text = re.sub(r"(?<=^versions\n)((?:  .*\n)+)", _mask_versions, text, flags=re.M)
+    assert_expected_inline(
+        text,
+        """\
+versions
+  float8lab  (masked)
+  python     (masked)
+  platform   (masked)
+  torch      (masked)
+  triton     (masked)
+  CUDA       (masked)
+  driver     (masked)
+  cuDNN      (masked)
+GPUs
+  (masked)
+FP8 on cpu
+  DelayedScaling        emulated  a CPU has no FP8 products; it multiplies in float32
+  Float8CurrentScaling  emulated  a CPU has no FP8 products; it multiplies in float32
+  Float8RowwiseScaling  emulated  a CPU has no FP8 products; it multiplies in float32
+  Float8BlockScaling    emulated  a CPU has no FP8 products; it multiplies in float32
+  MXFP8BlockScaling     emulated  a CPU has no FP8 products; it multiplies in float32
+  FP8 attention         emulated  a CPU has no FP8 products; it multiplies in float32
+extras
+  (masked)""",
+    )
+
+
+def _mask_versions(found):
+    return re.sub(r"^(  \S+ +).*$", r"\1(masked)", found[1], flags=re.M)
+
+
+def test_versions_and_json():
+    found = environment("cpu")
+    assert found.versions["torch"] == torch.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", found.versions["float8lab"])
+    again = json.loads(json.dumps(found.to_json()))
+    assert again["versions"] == found.versions
+    assert [one["status"] for one in again["support"]] == ["emulated"] * 6
+
+
+def test_the_driver_is_read_from_its_file(monkeypatch, tmp_path: Path):
+    path = tmp_path / "version"
+    path.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
+        "GCC version:  gcc version 12.3.0\n"
+    )
+    monkeypatch.setattr(module, "_DRIVER", path)
+    assert environment("cpu").versions["driver"] == "580.82.07"
+
+
+def test_extras_are_those_of_the_package():
+    """All that ``pyproject.toml`` offers but the tools of developers."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    section = re.search(r"\[project.optional-dependencies\]\n(.*?)\n# ", text, re.S)[1]
+    names = {}
+    for line in section.splitlines():
+        name, packages = line.split(" = ")
+        names[name] = set(re.findall(r'"([\w]+(?:\[\w+\])?)', packages))
+    names["examples"] = names["examples"] - {"float8lab[plot]"} | names["plot"]
+    assert {name: set(needed) for name, needed in EXTRAS.items()} == names
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setattr(module.util, "find_spec", lambda name: None)
+    assert environment("cpu").extras["plot"] == "missing matplotlib"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_listed():
+    found = environment()
+    assert found.device == "cuda"
+    assert torch.cuda.get_device_name(0) in found.gpus[0]
