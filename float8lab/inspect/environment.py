@@ -37,6 +37,7 @@ __all__ = [
 
 EXTRAS = {
     "plot": ("matplotlib",),
+    "inspect": ("matplotlib", "rich"),
     "examples": ("matplotlib", "tqdm"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
 }

@@ -20,8 +20,8 @@ import float8lab
 from float8lab import __main__ as command
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2
-from float8lab.inspect import selfcheck as module
-from float8lab.inspect.selfcheck import CHECKS, Cases, Check, selfcheck
+from float8lab.inspect.selfcheck import CHECKS, Cases, Check, casts, selfcheck
+from float8lab.inspect.selfcheck import harness as module
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -131,10 +131,10 @@ def test_the_formats_are_defined_as_torch_has_them():
     for fp8_dtype in (E4M3, E5M2):
         values = every.view(fp8_dtype).double()
         torch.testing.assert_close(
-            module._values(fp8_dtype), values, rtol=0, atol=0, equal_nan=True
+            casts.values_of(fp8_dtype), values, rtol=0, atol=0, equal_nan=True
         )
         finite = values[values.isfinite()].float()
-        assert torch.equal(module._nearest(finite, fp8_dtype).float(), finite)
+        assert torch.equal(casts._nearest(finite, fp8_dtype).float(), finite)
 
 
 def test_report_of_a_failure(only, monkeypatch):

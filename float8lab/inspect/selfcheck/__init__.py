@@ -1,0 +1,30 @@
+"""Check every op on this machine, each against something else that says what it must give.
+
+Bytes and scales are compared bit for bit with the reference on the CPU, and casts also with the
+definition of the formats. What adds up in another order, or has an exponential, is compared with
+float64 within a bound derived next to the check. On a CPU the ops *are* the reference: there a
+comparison with it shows only that the op runs and gives the same again; the formats, norms,
+products and attention are then what is compared with something else.
+
+M rows, N rows of the other operand of a product, K columns or contraction.
+
+Sources: FP8 formats, arXiv:2209.05433; probabilistic bounds of rounding errors, Higham and Mary,
+SIAM J. Sci. Comput. 41(5), 2019 (by Hoeffding's inequality).
+"""
+
+from float8lab.inspect.selfcheck import attention, casts, norms, products, sources
+from float8lab.inspect.selfcheck.harness import CHECKS, Cases, Check, Report, Row, selfcheck
+
+__all__ = [
+    "CHECKS",
+    "Cases",
+    "Check",
+    "Report",
+    "Row",
+    "attention",
+    "casts",
+    "norms",
+    "products",
+    "selfcheck",
+    "sources",
+]

@@ -1,0 +1,226 @@
+"""Checks of attention, rotary embedding and the update of scales.
+
+B batch, H heads, G key/value heads, S sequence, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import (
+    FP8_DTYPES,
+    HIGH_PRECISION_DTYPES,
+)
+from float8lab.inspect.environment import (
+    why_attention_is_emulated,
+)
+from float8lab.inspect.selfcheck.casts import values_of
+from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, format_of, name_of
+from float8lab.inspect.selfcheck.harness import FP32, Cases, checks
+from float8lab.ops import reference
+from float8lab.ops.reference import rotary
+from float8lab.ops.reference.attention import P_SCALE
+
+__all__: list[str] = []
+
+
+_ATTENTION_SHAPES = (
+    (2, 4, 2, 5, 7, 8, 6),
+    (1, 2, 2, 200, 333, 64, 64),
+    (2, 4, 2, 128, 128, 128, 128),
+    (1, 2, 1, 70, 130, 23, 9),
+    (1, 2, 2, 1, 77, 128, 128),
+)
+_MASKS = ("", "causal", "allowed", "bias", "dropout")
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One case, on the device; all in float64 that is exact."""
+
+    tensors: list[Tensor]
+    scales: list[Tensor]
+    masks: tuple[Tensor | None, Tensor | None, Tensor | None]
+    settings: tuple[bool, float, float]
+    why: str
+
+    def wide(self) -> list[Tensor]:
+        """q, k and v in float64."""
+        pairs = zip(self.tensors, self.scales, strict=True)
+        return [values_of(x.dtype).to(x.device)[x.view(torch.uint8).long()] * s for x, s in pairs]
+
+
+def _attentions(cases: Cases) -> Iterator[_Attention]:
+    for turn, (B, H, G, SQ, SK, D, DV) in enumerate(_ATTENTION_SHAPES):
+        for mask in _MASKS if SQ < 100 else _MASKS[:2]:
+            fp8_dtype = FP8_DTYPES[turn % 2]
+            sizes = (B, H, SQ, D), (B, G, SK, D), (B, G, SK, DV)
+            tensors, scales = [], []
+            for size in sizes:
+                x = cases.normal(*size)
+                q, scale, _ = reference.quantize(
+                    x.view(-1, size[-1]), fp8_dtype, (-1, -1), "fp32", 0.0, 1
+                )
+                tensors.append(q.view(size).to(cases.device))
+                scales.append(scale.to(cases.device))
+            allowed = cases.uniform(B, 1, SQ, SK) < 0.5
+            allowed[..., 0] = True
+            bias = cases.normal(1, H, SQ, SK) if mask == "bias" else None
+            keep = cases.uniform(B, H, SQ, SK) < 0.7 if mask == "dropout" else None
+            masks = (bias, allowed if mask == "allowed" else None, keep)
+            on_device = [None if one is None else one.to(cases.device) for one in masks]
+            why = why_attention_is_emulated(cases.device, D, DV)
+            if not why and any(one is not None for one in masks):
+                why = "the kernel has no mask but the causal one, no bias and no dropout"
+            cases.begin(f"{B}x{H}({G})x{SQ}x{SK}x{D}x{DV} {format_of(fp8_dtype)} {mask}", why)
+            settings = (mask in ("causal", "dropout"), D**-0.5, 0.3 if mask == "dropout" else 0.0)
+            yield _Attention(
+                tensors, scales, (on_device[0], on_device[1], on_device[2]), settings, why
+            )
+
+
+def _exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: _Attention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, probabilities and scores in float64."""
+    causal, scale, dropout = case.settings
+    _, allowed, keep = case.masks
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).mT * scale
+    if bias is not None:
+        scores = scores + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if causal:
+        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    p = scores.softmax(-1)
+    kept = p if keep is None else p * keep / (1 - dropout)
+    return kept @ v.repeat_interleave(groups, 1), p, scores
+
+
+@checks(
+    "attention",
+    "float64; error of probabilities rounded to e4m3, and of scores",
+    "fp8_attention_op",
+)
+def _check_attention(cases: Cases) -> None:
+    """A probability is rounded by 1/16 of it or, where e4m3 is subnormal, by half of its least step
+    2**-9 times ``P_SCALE``. The tensor cores keep about 13 bits of a sum: what that does to scores,
+    they do to the logarithm of the probabilities; they add up the output with as many."""
+    for number, case in enumerate(_attentions(cases)):
+        dtype = HIGH_PRECISION_DTYPES[number % 3]
+        q, k, v = case.wide()
+        bias = None if case.masks[0] is None else case.masks[0].double()
+        expected, p, scores = _exact_attention(q, k, v, bias, case)
+        _, scale, dropout = case.settings
+        out, lse = ops.fp8_attention_op(
+            *case.tensors, *case.scales, *case.masks, *case.settings, dtype
+        )
+        groups = q.shape[1] // k.shape[1]
+        size = q.abs() @ k.abs().repeat_interleave(groups, 1).mT * scale
+        off = size.amax(-1) * (0.0 if case.why else 2.0**-12)
+        # In float32: sums of up to 2**7 terms, and a logarithm.
+        off = off + (size.amax(-1) + 2) * 2.0**-17
+        cases.within(lse, scores.logsumexp(-1), off)
+        added = 0.0 if case.why else 2.0**-9
+        rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + added) + 2.0**-10 * P_SCALE
+        bound = rounding / (1 - dropout) @ v.abs().repeat_interleave(groups, 1)
+        cases.within(out, expected, bound + expected.abs() * torch.finfo(dtype).eps)
+
+
+@checks("attention", "autograd in float64, in the norm", "fp8_attention_backward_op")
+def _check_attention_backward(cases: Cases) -> None:
+    """In float32 the terms, before they cancel, are off by their roundings and by what scores of
+    2**-17 off (see above) do to probabilities: less than 2**-16 of them. The kernel also rounds
+    operands, probabilities and the gradient of the scores to 8 bits, 2**-9 each of the result."""
+    for case in _attentions(cases):
+        bias = case.masks[0]
+        with torch.enable_grad():
+            q, k, v = leaves = [x.requires_grad_() for x in case.wide()]
+            bias64 = None if bias is None else bias.double().requires_grad_()
+            expected, _, scores = _exact_attention(q, k, v, bias64, case)
+            dout = cases.normal(*expected.shape).to(cases.device)
+            wanted = [*leaves, *([] if bias64 is None else [bias64])]
+            exact = torch.autograd.grad(expected, wanted, dout.double())
+        out, lse = expected.detach().float(), scores.detach().logsumexp(-1).float()
+        got = ops.fp8_attention_backward_op(
+            dout,
+            *case.tensors,
+            *case.scales,
+            *case.masks,
+            out,
+            lse,
+            *case.settings,
+            bias is not None,
+        )
+        terms = _gradient_terms(case, expected.detach(), scores.detach(), dout.double())
+        for one, want, term in zip(got, exact, terms, strict=False):
+            one = one.sum(0, keepdim=True) if one.shape != want.shape else one
+            bound = 2.0**-16 * term.norm() + (0.0 if case.why else 2.0**-7) * want.norm()
+            off = (one.double() - want).norm()
+            cases.within(off, torch.zeros_like(off), bound.cpu())
+
+
+def _gradient_terms(
+    case: _Attention, out: Tensor, scores: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the bias, had every term the same sign."""
+    q, k, v = (x.detach().abs() for x in case.wide())
+    _, scale, dropout = case.settings
+    keep, G, p = case.masks[2], k.shape[1], scores.softmax(-1)
+    k, v = (x.repeat_interleave(q.shape[1] // G, 1) for x in (k, v))
+    factor = 1.0 if keep is None else keep / (1 - dropout)
+    dout = dout.abs()
+    ds = p * (dout @ v.mT * factor + (out.abs() * dout).sum(-1, keepdim=True))
+    dk, dv = (x.unflatten(1, (G, -1)).sum(2) for x in (ds.mT @ q * scale, (p * factor).mT @ dout))
+    return ds @ k * scale, dk, dv, ds.sum(0, keepdim=True)
+
+
+@checks("attention", REFERENCE, "rotate_op")
+def _check_rotate(cases: Cases) -> None:
+    for number, (A, B, H, D, R) in enumerate(((5, 3, 7, 128, 128), (1, 33, 1, 80, 32))):
+        for interleaved in (False, True):
+            for back in (False, True):
+                dtype = HIGH_PRECISION_DTYPES[(number + interleaved + back) % 3]
+                t = cases.normal(A, B, H, D).to(dtype)
+                for shape in ((A, B, 1, R), (1, B, 1, R), (A, 1, 1, R)):
+                    cases.begin(f"{A}x{B}x{H}x{D} {name_of(dtype)} {shape} {interleaved} {back}")
+                    inputs = (t, cases.normal(*shape), cases.normal(*shape))
+                    got = ops.rotate_op(*all_to(cases, inputs), interleaved, back)
+                    cases.same(got, rotary.rotate(*inputs, interleaved, back))
+
+
+@checks("delayed scaling", REFERENCE, "update_scales_op")
+def _check_update_scales(cases: Cases) -> None:
+    special = torch.tensor([ops.NO_DATA, 0.0, torch.inf, torch.nan, 1e-40], device="cpu")
+    for length, margin, interval in ((1, 0, 1), (2, 2, 3), (16, -1, 1), (1000, 0, 3)):
+        for most_recent in (False, True):
+            for power_of_2 in (False, True):
+                cases.begin(
+                    f"history {length} margin {margin} interval {interval} "
+                    f"{'newest' if most_recent else 'max'}{' pow2' * power_of_2}"
+                )
+                amax = torch.cat((special, cases.uniform(9)))
+                slots = amax.numel()
+                state: Any = [
+                    cases.uniform(length, slots) * 3,
+                    amax,
+                    cases.uniform(slots),
+                    torch.arange(slots, dtype=torch.int32, device="cpu"),
+                    torch.tensor([448.0, 57344.0] * slots, dtype=FP32, device="cpu")[:slots],
+                ]
+                there = [one.to(cases.device, copy=True) for one in state]
+                for _ in range(3):
+                    how: Any = (margin, interval, most_recent, power_of_2)
+                    ops.update_scales_op(*there, *how)
+                    reference.update_scales_(*state, *how)
+                    cases.same(there, state)
+                    state[1].copy_(cases.uniform(slots))
+                    there[1].copy_(state[1])

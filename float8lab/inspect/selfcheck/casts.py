@@ -1,0 +1,222 @@
+"""Checks of casts: quantize, cast, transpose and dequantize, in one orientation and both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import (
+    E4M3,
+    E5M2,
+    FLOAT32_MAX,
+    FP8_DTYPES,
+    HIGH_PRECISION_DTYPES,
+    largest,
+    scale_shape,
+)
+from float8lab.inspect.selfcheck.grid import (
+    LAYOUTS,
+    RECIPES,
+    REFERENCE,
+    format_of,
+    granularity,
+    laid_out,
+    matrices,
+    name_of,
+    quantize_cases,
+    special,
+)
+from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases, checks
+from float8lab.ops import reference
+
+__all__ = ["compare_sums", "values_of"]
+
+
+@checks("casts", REFERENCE, "amax_op")
+def _check_amax(cases: Cases) -> None:
+    for block in ((-1, -1), (1, -1), (1, 128)):
+        for number, name, x, _ in matrices(cases):
+            cases.begin(f"{name} {granularity(block)}")
+            there, here = laid_out(x, number, cases.device)
+            cases.same(ops.amax_op(there, block), reference.amax(here, block))
+        for name, x in special():
+            cases.begin(f"{name} {granularity(block)}")
+            cases.same(ops.amax_op(x.to(cases.device), block), reference.amax(x, block))
+
+
+@checks("casts", REFERENCE, "quantize_op")
+def _check_quantize(cases: Cases) -> None:
+    for there, here, how in quantize_cases(cases):
+        cases.same(ops.quantize_op(there, *how), reference.quantize(here, *how))
+
+
+@checks("casts", f"{REFERENCE}; column sums: float64", "quantize_pair_op")
+def _check_quantize_pair(cases: Cases) -> None:
+    for there, here, how in quantize_cases(cases):
+        summed = bool((here.double().abs().sum(0) < FLOAT32_MAX).all())
+        *got, sums = ops.quantize_pair_op(there, *how, summed)
+        fp8_dtype, block, rule, eps, align = how
+        want = reference.quantize_pair(here, fp8_dtype, block, rule, eps, align, False)
+        cases.same(got, want[:4])
+        compare_sums(cases, sums, here if summed else here[:, :0])
+
+
+def compare_sums(cases: Cases, got: Tensor, x: Tensor) -> None:
+    """M terms added up in float32 in any order: each goes through at most M roundings."""
+    wide = x.double()
+    bound = wide.abs().sum(0) * (2.0**-24 * max(x.shape[0], 1))
+    cases.within(got, wide.sum(0), bound)
+
+
+_TABLE = "the definition of the formats and " + REFERENCE
+
+
+@checks("casts", _TABLE, "cast_op", "cast_unrecorded_op")
+def _check_cast(cases: Cases) -> None:
+    for dtype in (FP16, BF16):  # every value of 16 bits, and so every halfway case
+        x = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
+        x = x.view(256, 256)
+        for fp8_dtype in FP8_DTYPES:
+            for factor in (1.0, 0.37, 2.0**-7):
+                cases.begin(f"every {name_of(dtype)} to {format_of(fp8_dtype)} scale {factor:g}")
+                scale = torch.tensor([factor], dtype=FP32, device="cpu")
+                got = ops.cast_op(
+                    x.to(cases.device), scale.to(cases.device), None, fp8_dtype, (-1, -1), 1
+                )
+                cases.same(got, _nearest(x.float() * scale.reciprocal(), fp8_dtype))
+    for fp8_dtype in FP8_DTYPES:
+        for name, x in special():
+            for factor in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
+                cases.begin(f"{name} to {format_of(fp8_dtype)} scale {factor:g}")
+                scale = torch.tensor([factor], dtype=FP32, device="cpu")
+                arguments = (fp8_dtype, (-1, -1), 1)
+                there, scale_there = x.to(cases.device), scale.to(cases.device)
+                got = ops.cast_unrecorded_op(there, scale_there, *arguments)
+                cases.same(got, reference.cast(x, scale, None, *arguments))
+    for turn, (block, rule, _) in enumerate(RECIPES.values()):
+        for number, name, x, align in matrices(cases, turn):
+            fp8_dtype = FP8_DTYPES[number % 2]
+            cases.begin(f"{name} {format_of(fp8_dtype)} {granularity(block)} {rule}")
+            there, here = laid_out(x, number, cases.device)
+            shape = tuple(reference.round_up(size, align) for size in x.shape)
+            scale = cases.uniform(*scale_shape(shape, block)) + 0.1
+            for start in (None, ops.NO_DATA, 0.5, 1e6):
+                if start is not None and block != (-1, -1):
+                    break
+                slots = _slots(start, cases.device)
+                arguments = (fp8_dtype, block, align)
+                got = ops.cast_op(there, scale.to(cases.device), slots[0], *arguments)
+                cases.same(got, reference.cast(here, scale, slots[1], *arguments))
+                if slots[0] is not None and slots[1] is not None:
+                    cases.same(slots[0], slots[1])
+
+
+def _slots(start: float | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Two amax slots, on the device and on the CPU."""
+    if start is None:
+        return None, None
+    slot = torch.tensor([start], dtype=FP32, device="cpu")
+    return slot.to(device, copy=True), slot
+
+
+def _nearest(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """``x``, float32 on the CPU, clamped and rounded to nearest even, by search among the values.
+
+    Of two neighbours the even one is that whose byte is even.
+    """
+    values = values_of(fp8_dtype)[:128]
+    values = values[values <= largest(fp8_dtype)]
+    size = x.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX).clamp(max=largest(fp8_dtype))
+    above = torch.searchsorted(values, size.contiguous())
+    below = (above - 1).clamp(min=0)
+    to_above, to_below = values[above] - size, size - values[below]
+    up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    byte = torch.where(up, above, below) + 128 * x.signbit()
+    byte = torch.where(x.isnan(), 127, byte)  # a NaN in both formats
+    return byte.to(torch.uint8).view(fp8_dtype)
+
+
+def values_of(fp8_dtype: torch.dtype) -> Tensor:
+    """What each of the 256 bytes stands for, float64, from the definition of the format."""
+    mantissa, bias = (3, 7) if fp8_dtype == E4M3 else (2, 15)
+    byte = torch.arange(128, dtype=torch.int64, device="cpu")
+    exponent, fraction = byte >> mantissa, (byte & (2**mantissa - 1)).double() / 2**mantissa
+    value = (fraction + (exponent > 0)) * 2.0 ** (exponent.clamp(min=1) - bias).double()
+    if fp8_dtype == E4M3:
+        value[127] = torch.nan
+    else:
+        value[124], value[125:] = torch.inf, torch.nan
+    return torch.cat((value, -value))
+
+
+@checks("casts", f"{REFERENCE}; column sums: float64", "cast_pair_op")
+def _check_cast_pair(cases: Cases) -> None:
+    scale = torch.tensor([0.73], dtype=FP32, device="cpu")
+    for start in (None, ops.NO_DATA, 0.5, 1e6, torch.nan):
+        for number, name, x, align in matrices(cases):
+            fp8_dtype = FP8_DTYPES[number % 2]
+            cases.begin(f"{name} {format_of(fp8_dtype)} slot {start}")
+            there, here = laid_out(x, number, cases.device)
+            slot, wanted = _slots(start, cases.device)
+            arguments = (fp8_dtype, align)
+            *got, sums = ops.cast_pair_op(there, scale.to(cases.device), slot, *arguments, True)
+            cases.same(got, reference.cast_pair(here, scale, wanted, *arguments, False)[:2])
+            compare_sums(cases, sums, here)
+            if slot is not None and wanted is not None:
+                cases.same(slot, wanted)
+
+
+_MANY_SHAPES = ((63, 1500), (128, 128), (0, 64), (272, 1040), (33, 0), (1, 1), (9, 1), (256, 512))
+
+
+@checks("casts", REFERENCE + ", of each matrix alone", "quantize_many_op", "cast_many_op")
+def _check_many(cases: Cases) -> None:
+    for number, (recipe, (block, rule, eps)) in enumerate(RECIPES.items()):
+        fp8_dtype, dtype = FP8_DTYPES[number % 2], HIGH_PRECISION_DTYPES[number % 3]
+        here = [cases.matrix(shape, dtype) for shape in _MANY_SHAPES]
+        there = [x.to(cases.device) for x in here]
+        want = [reference.quantize(x, fp8_dtype, block, rule, eps, 1) for x in here]
+        stored = [[torch.zeros_like(t, device=cases.device) for t in one] for one in want]
+        q, scale, amax = ([one[i] for one in stored] for i in range(3))
+        cases.begin(f"quantize {len(here)} of {name_of(dtype)} {format_of(fp8_dtype)} {recipe}")
+        ops.quantize_many_op(there, q, scale, amax, block, rule, eps)
+        for got_one, want_one in zip(stored, want, strict=True):
+            cases.same(got_one, want_one)
+        cases.begin(f"cast {len(here)} of {name_of(dtype)} {format_of(fp8_dtype)} {recipe}")
+        again = [torch.zeros_like(t) for t in q]
+        ops.cast_many_op(there, [one[1].to(cases.device) for one in want], again, block)
+        cases.same(again, [one[0] for one in want])
+
+
+@checks("casts", REFERENCE, "transpose_op")
+def _check_transpose(cases: Cases) -> None:
+    for shape in ((1, 1), (0, 64), (33, 0), (63, 130), (272, 1040)):
+        for layout, lay_out in LAYOUTS.items():
+            if layout == "misaligned" and not shape[1]:
+                continue
+            for align, fp8_dtype in ((1, E4M3), (16, E5M2)):
+                cases.begin(f"{shape[0]}x{shape[1]} {layout} align {align} {format_of(fp8_dtype)}")
+                here = lay_out(cases.bytes(*shape))
+                got = ops.transpose_op(lay_out(here.to(cases.device)).view(fp8_dtype), align)
+                want = reference.transpose(here.view(fp8_dtype), align)
+                cases.same(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@checks("casts", _TABLE, "dequantize_op")
+def _check_dequantize(cases: Cases) -> None:
+    one = torch.ones(1, 1, dtype=FP32, device=cases.device)
+    every = torch.arange(256, dtype=torch.uint8, device="cpu").view(16, 16)
+    for fp8_dtype in FP8_DTYPES:
+        cases.begin(f"every {format_of(fp8_dtype)}")
+        got = ops.dequantize_op(every.view(fp8_dtype).to(cases.device), one, (-1, -1), FP32)
+        cases.same(got, values_of(fp8_dtype).view(16, 16).float())
+        for turn, (recipe, (block, _, _)) in enumerate(RECIPES.items()):
+            dtype = HIGH_PRECISION_DTYPES[turn % 3]
+            layout, lay_out = list(LAYOUTS.items())[turn % 4]
+            cases.begin(f"300x500 {format_of(fp8_dtype)} {recipe} {name_of(dtype)} {layout}")
+            q = cases.bytes(300, 500)
+            scale = cases.normal(*scale_shape((300, 500), block)).exp()
+            there = lay_out(q.to(cases.device)).view(fp8_dtype)
+            got = ops.dequantize_op(there, scale.to(cases.device), block, dtype)
+            cases.same(got, reference.dequantize(q.view(fp8_dtype), scale, block, dtype))

@@ -1,0 +1,130 @@
+"""What the checks of casts share: matrices, layouts, recipes, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import (
+    E4M3,
+    FP8_DTYPES,
+    Float8Spec,
+)
+from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases
+
+__all__ = [
+    "LAYOUTS",
+    "NORMS",
+    "RECIPES",
+    "REFERENCE",
+    "all_to",
+    "format_of",
+    "granularity",
+    "laid_out",
+    "matrices",
+    "name_of",
+    "quantize_cases",
+    "special",
+]
+
+# The grid. Every combination of dtype, format, block and divisibility by 16 is a kernel to compile
+# on a GPU, a fifth of a second or more, so that they take turns where tests have them all.
+
+RECIPES: dict[str, tuple[tuple[int, int], str, float]] = {
+    "per tensor": ((-1, -1), "fp32", 0.0),
+    "per tensor pow2 eps": ((-1, -1), "pow2", 0.1),
+    "per row": ((1, -1), "fp32", 0.0),
+    "1x128": ((1, 128), "fp32", 0.0),
+    "128x128": ((128, 128), "pow2", 0.0),
+    "1x32 e8m0": ((1, 32), "e8m0", 0.0),
+    "16x64": ((16, 64), "fp32", 0.0),
+    "1x96": ((1, 96), "fp32", 0.0),
+    "5 rows": ((5, -1), "pow2", 0.0),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "misaligned": lambda x: torch.cat((x[:, :1], x), dim=1)[:, 1:],
+}
+_SHAPES = (
+    ((272, 1040), BF16, "contiguous", 16),
+    ((63, 130), FP32, "transposed", 1),
+    ((63, 130), FP16, "every second", 16),
+    ((63, 130), BF16, "misaligned", 16),
+    ((1, 1), FP32, "contiguous", 1),
+    ((0, 64), BF16, "contiguous", 16),
+    ((33, 0), FP32, "contiguous", 1),
+)
+_SPECIAL = {
+    "zeros": [0.0, -0.0, 0.0, 0.0],
+    "inf": [torch.inf, -torch.inf, 1.0, 500.0],
+    "NaN": [torch.nan, -torch.nan, 1.0, 0.0],
+    "subnormal": [2.0**-149, -(2.0**-140), 0.0, 2.0**-127],
+    "small": [2.0**-120, 2.0**-126, 2.0**-121, -(2.0**-130)],
+    "amax whose encode factor overflows": [2.0**-128, 2.0**-129, 2.0**-149, 0.0],
+    "amax at the least e8m0": [448 * 2.0**-126, 448 * 2.0**-127, 1e-44, 0.0],
+    "largest": [3.4028234663852886e38, -3.4e38, 1e38, 1.0],
+    "edge of e4m3": [448.0, 464.0, 463.9, -479.0],
+    "edge of e5m2": [57344.0, 61440.0, -61439.0, 65504.0],
+    "halfway": [448.0, 1.0625, 1.1875, 17.0],
+}
+
+
+def matrices(cases: Cases, turn: int | None = None) -> Iterator[tuple[int, str, Tensor, int]]:
+    """Number in ``_SHAPES``, what it is called, the matrix on the CPU, the alignment asked for.
+
+    All, or those of one turn: the first, one of those that take turns, and the empty ones.
+    """
+    for number, (shape, dtype, layout, align) in enumerate(_SHAPES):
+        if turn is None or number in (0, 1 + turn % 4) or 0 in shape:
+            name = f"{shape[0]}x{shape[1]} {name_of(dtype)} {layout} align {align}"
+            yield number, name, cases.matrix(shape, dtype), align
+
+
+def special() -> Iterator[tuple[str, Tensor]]:
+    for name, values in _SPECIAL.items():
+        yield name, torch.tensor(values, dtype=FP32, device="cpu").repeat(3, 40)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def format_of(fp8_dtype: torch.dtype) -> str:
+    return "e4m3" if fp8_dtype == E4M3 else "e5m2"
+
+
+def laid_out(x: Tensor, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``x`` in its layout of ``_SHAPES``, on the device and on the CPU."""
+    layout = LAYOUTS[_SHAPES[number][2]]
+    return layout(x.to(device)), layout(x)
+
+
+def quantize_cases(
+    cases: Cases,
+) -> Iterator[tuple[Tensor, Tensor, Any]]:
+    """Begin each case of the grid: the matrix there and on the CPU, and how to quantize it."""
+    for turn, (recipe, how) in enumerate(RECIPES.items()):
+        for number, name, x, align in matrices(cases, turn):
+            fp8_dtype = FP8_DTYPES[(turn + number) % 2]
+            cases.begin(f"{name} {format_of(fp8_dtype)} {recipe}")
+            yield *laid_out(x, number, cases.device), (fp8_dtype, *how, align)
+        for name, x in special():
+            cases.begin(f"{name} e4m3 {recipe}")
+            yield x.to(cases.device), x, (E4M3, *how, 16)
+
+
+REFERENCE = "the reference on the CPU, bit for bit"
+NORMS = ("layer_norm", "rms_norm")
+
+
+def granularity(block: Sequence[int]) -> str:
+    return Float8Spec(block=tuple(block)).granularity
+
+
+def all_to(cases: Cases, tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [one.to(cases.device) for one in tensors]

@@ -1,0 +1,318 @@
+"""How checks run: cases, what they compare, what comes of it, and the report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import (
+    FP8_DTYPES,
+)
+from float8lab.inspect.environment import (
+    why_casts_are_missing,
+)
+
+__all__ = [
+    "BF16",
+    "CHECKS",
+    "FP16",
+    "FP32",
+    "Cases",
+    "Check",
+    "Report",
+    "Row",
+    "checks",
+    "selfcheck",
+]
+
+_SHOWN = 8
+"""Failures of one row that are written out."""
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one check, or of those of its cases that run in one way."""
+
+    group: str
+    name: str
+    """The op."""
+    against: str
+    """What it is compared with."""
+    status: str
+    """``"passed"``, ``"emulated"`` (right, but not in FP8), ``"unsupported"`` or ``"failed"``."""
+    cases: int
+    worst: float | None
+    """The largest error as a part of its bound; None where all is compared bit for bit."""
+    reason: str
+    """Why it is emulated or unsupported."""
+    failures: list[str] = field(default_factory=list)
+    """Each case that failed, and how."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``selfcheck`` found; ``print`` it for a table."""
+
+    device: str
+    rows: list[Row]
+    seconds: dict[str, float]
+    """How long each check took."""
+    verbose: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed; what this device lacks is no failure."""
+        return not any(row.status == "failed" for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as dicts, lists, numbers and strings."""
+        return {
+            "device": self.device,
+            "passed": self.passed,
+            "seconds": self.seconds,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        counts = Counter(row.status for row in self.rows)
+        verdict = "passed" if self.passed else "FAILED"
+        seconds = sum(self.seconds.values())
+        lines = [
+            f"float8lab selfcheck on {self.device}: {verdict}, "
+            f"{sum(row.cases for row in self.rows)} cases in {seconds:.1f} s",
+            ", ".join(f"{counts[s]} {s}" for s in ("passed", "emulated", "unsupported", "failed")),
+        ]
+        width = max((len(row.name) for row in self.rows), default=0)
+        group = None
+        for row in self.rows:
+            if row.group != group:
+                group = row.group
+                lines += ["", group]
+            lines += self._lines_of(row, width)
+        return "\n".join(lines)
+
+    def _lines_of(self, row: Row, width: int) -> list[str]:
+        error = "bit for bit" if row.worst is None else f"{row.worst:.2g} of the bound"
+        line = f"  {row.status:<11}  {row.name:<{width}}  {row.cases:>4} cases  {error}"
+        lines = [line]
+        if row.reason:
+            lines.append(f"{'':15}{row.reason}")
+        if self.verbose or row.status == "failed":
+            lines.append(f"{'':15}against {row.against}")
+        shown = row.failures if self.verbose else row.failures[:_SHOWN]
+        lines += [f"{'':15}- {failure}" for failure in shown]
+        if len(shown) < len(row.failures):
+            lines.append(f"{'':15}- and {len(row.failures) - len(shown)} more")
+        return lines
+
+
+@dataclass
+class _Tally:
+    cases: int = 0
+    worst: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+class Cases:
+    """What one check compares on one device, and the data that it compares it on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tallies: dict[str, _Tally] = {}
+        """By why the cases are emulated; empty: they are not."""
+        self.case = ""
+        self._tally: _Tally | None = None
+        self._generator = torch.Generator("cpu").manual_seed(0)  # the caller's stays as it is
+
+    def begin(self, case: str, emulated: str = "") -> None:
+        """Start a case; what is compared next belongs to it."""
+        self.case = case
+        self._tally = self.tallies.setdefault(emulated, _Tally())
+        self._tally.cases += 1
+
+    def fail(self, message: str) -> None:
+        """Say what is wrong in this case."""
+        tally = self._tally or self.tallies.setdefault("", _Tally())
+        tally.failures.append(f"{self.case}: {message}" if self.case else message)
+
+    def same(self, got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor]) -> None:
+        """Equal bits and strides; but 0 is -0 outside FP8, and every NaN is the same."""
+        got = [got] if isinstance(got, Tensor) else got
+        want = [want] if isinstance(want, Tensor) else want
+        for number, (one, other) in enumerate(zip(got, want, strict=True)):
+            problem = _difference(one, other)
+            if problem:
+                self.fail(f"output {number}: {problem}" if len(got) > 1 else problem)
+                return
+
+    def within(self, got: Tensor, exact: Tensor, bound: Tensor | float) -> None:
+        """No further from ``exact``, float64, than ``bound``; NaN and inf where that has them."""
+        assert self._tally is not None
+        exact, got = exact.cpu(), got.detach().cpu().double()
+        if got.shape != exact.shape:
+            self.fail(f"shape {tuple(got.shape)}, not {tuple(exact.shape)}")
+            return
+        error = torch.where(got == exact, 0.0, (got - exact).abs())
+        error = torch.where(got.isnan() & exact.isnan(), 0.0, error)
+        limit = torch.as_tensor(bound, dtype=torch.float64, device="cpu").expand(exact.shape)
+        ratio = torch.where(error == 0, 0.0, error / limit).nan_to_num(nan=torch.inf)
+        worst = ratio.max().item() if ratio.numel() else 0.0
+        self._tally.worst = max(worst, self._tally.worst or 0.0)
+        if worst > 1:
+            at = _first(ratio == worst)
+            self.fail(
+                f"{int((ratio > 1).sum())} of {ratio.numel()} elements off by more than the bound; "
+                f"at {at} got {got[at].item():.9g}, exact is {exact[at].item():.9g}, "
+                f"bound {limit[at].item():.3g}"
+            )
+
+    # Data: made on the CPU, so that every device sees the same.
+
+    def normal(self, *shape: int) -> Tensor:
+        """Normal numbers, float32, on the CPU."""
+        return torch.randn(shape, generator=self._generator, dtype=FP32, device="cpu")
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Uniform numbers from 0 to 1, likewise."""
+        return torch.rand(shape, generator=self._generator, dtype=FP32, device="cpu")
+
+    def bytes(self, *shape: int) -> Tensor:
+        """Random uint8, likewise."""
+        return torch.randint(256, shape, generator=self._generator, dtype=torch.uint8, device="cpu")
+
+    def matrix(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Columns of many magnitudes, and a row and a column of zeros, likewise."""
+        x = self.normal(*shape)
+        if x.numel() > 1:
+            x *= torch.logspace(-3, 3, shape[1], dtype=FP32, device="cpu")
+            x[shape[0] // 2], x[:, shape[1] // 2] = 0, 0
+        return x.to(dtype)
+
+
+def _difference(got: Tensor, want: Tensor) -> str:
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    # Strides of a dimension of 1 mean nothing, those of an empty tensor neither.
+    if got.stride() != want.stride() and 1 not in got.shape and got.numel():
+        return f"strides {got.stride()}, not {want.stride()}"
+    got, want = got.detach().cpu(), want.detach().cpu()
+    if got.dtype in FP8_DTYPES:
+        equal = got.view(torch.uint8) == want.view(torch.uint8)
+    else:
+        equal = got == want
+    equal |= got.float().isnan() & want.float().isnan()
+    if bool(equal.all()):
+        return ""
+    at = _first(~equal)
+    return (
+        f"{int((~equal).sum())} of {equal.numel()} elements differ; "
+        f"at {at} got {got.float()[at].item():.9g}, not {want.float()[at].item():.9g}"
+    )
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: of which ops, against what."""
+
+    group: str
+    name: str
+    ops: tuple[str, ...]
+    """Names in ``float8lab.ops`` that it calls and compares."""
+    against: str
+    run: Callable[[Cases], None]
+
+
+CHECKS: list[Check] = []
+"""All checks, in the order of the report."""
+
+
+def checks(
+    group: str, against: str, *names: str
+) -> Callable[[Callable[[Cases], None]], Callable[[Cases], None]]:
+    def add(run: Callable[[Cases], None]) -> Callable[[Cases], None]:
+        name = ", ".join(one.removesuffix("_op") for one in names)
+        CHECKS.append(Check(group, name, names, against, run))
+        return run
+
+    return add
+
+
+def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -> Report:
+    """Check every op and GEMM path on this machine, in less than a minute.
+
+    Args:
+        device: ``"cpu"`` or a CUDA device; by default the current GPU, or the CPU without one.
+        verbose: the printed report says what every op was compared with, and has all failures.
+
+    Returns:
+        A report: ``print`` it, ask ``.passed``, read ``.rows``. A failure is a row, no exception;
+        what this device lacks is ``"unsupported"`` or ``"emulated"``, with the reason, no failure.
+
+    Raises:
+        RuntimeError: torch does not see the device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"device must be one that torch sees; got {device}, and torch sees no CUDA GPU. "
+            "Pass device='cpu', or see `python -m float8lab env`."
+        )
+    rows: list[Row] = []
+    seconds: dict[str, float] = {}
+    on_device: AbstractContextManager[Any] = (
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are small: threads wait for each other, up to 10 times
+    try:
+        with on_device, torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for check in CHECKS:
+                start = time.perf_counter()
+                rows += _rows_of(check, device)
+                seconds[check.name] = round(time.perf_counter() - start, 3)
+    finally:
+        torch.set_num_threads(threads)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Report(f"{device} ({name})" if name else str(device), rows, seconds, verbose)
+
+
+def _rows_of(check: Check, device: torch.device) -> list[Row]:
+    cases, lacking = Cases(device), ""
+    try:
+        check.run(cases)
+    except Exception as error:  # of any kind: the other checks have something to say, too
+        lacking = why_casts_are_missing(device)
+        cases.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+    rows = []
+    for why, tally in cases.tallies.items():
+        status = "failed" if tally.failures else "emulated" if why else "passed"
+        if tally.failures and lacking:
+            status, why = "unsupported", lacking
+        rows.append(
+            Row(
+                check.group,
+                check.name,
+                check.against,
+                status,
+                tally.cases,
+                tally.worst,
+                why,
+                tally.failures,
+            )
+        )
+    return rows

@@ -1,0 +1,150 @@
+"""Checks of norms, forward and backward, of FP8 matrices too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import (
+    E4M3,
+    HIGH_PRECISION_DTYPES,
+)
+from float8lab.inspect.selfcheck.grid import NORMS, all_to, granularity, name_of
+from float8lab.inspect.selfcheck.harness import Cases, checks
+from float8lab.ops import reference
+
+__all__: list[str] = []
+
+
+_NORM_SHAPES = ((70, 512), (5, 33), (3, 9001), (1, 1), (0, 8))
+_EPS = 1e-5
+
+
+def _norms(
+    cases: Cases,
+) -> Iterator[tuple[bool, torch.dtype, Tensor, Tensor, Tensor | None]]:
+    """Begin each case: center, dtype, x (float32), weight and bias, all on the CPU."""
+    for center in (True, False):
+        for number, shape in enumerate(_NORM_SHAPES):
+            dtype = HIGH_PRECISION_DTYPES[number % 3]
+            cases.begin(f"{NORMS[not center]} {shape[0]}x{shape[1]} {name_of(dtype)}")
+            x, weight = cases.normal(*shape) * 3 + 1, cases.normal(shape[1])
+            yield center, dtype, x, weight, cases.normal(shape[1]) if center else None
+
+
+@checks(
+    "norms",
+    "statistics: float64; given these, values and amax: bit for bit",
+    "norm_op",
+    "norm_stats_op",
+)
+def _check_norm(cases: Cases) -> None:
+    for center, dtype, wide, weight, bias in _norms(cases):
+        x = wide.to(dtype)
+        x_there, weight_there, bias_there = _optional_to(cases, x, weight, bias)
+        arguments = (x_there, weight_there, bias_there, _EPS, center, dtype)
+        y, mean, rstd = ops.norm_op(*arguments)
+        _compare_norm(cases, (y, mean, rstd), x, weight, bias)
+        *stats, amax = ops.norm_stats_op(*arguments, True)
+        cases.same(stats, (mean, rstd))
+        cases.same(amax, ops.amax_op(y, (-1, -1)))
+
+
+@checks(
+    "norms",
+    "statistics: float64 of the dequantized; given these, values: bit for bit",
+    "fp8_norm_op",
+)
+def _check_fp8_norm(cases: Cases) -> None:
+    for q, scale, block, dtype, weight, bias in _fp8_norms(cases):
+        operands = all_to(cases, (q, scale))
+        _, weight_there, bias_there = _optional_to(cases, q, weight, bias)
+        got = ops.fp8_norm_op(
+            *operands, block, weight_there, bias_there, _EPS, bias is not None, dtype
+        )
+        value = reference.dequantize(q, scale, block, dtype)
+        _compare_norm(cases, got, value, weight, bias)
+
+
+def _fp8_norms(
+    cases: Cases,
+) -> Iterator[tuple[Tensor, Tensor, tuple[int, int], torch.dtype, Tensor, Tensor | None]]:
+    blocks = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32))
+    for number, (_, dtype, x, weight, bias) in enumerate(_norms(cases)):
+        block = blocks[(number + number // 5) % 5]
+        cases.case += f" {granularity(block)}"
+        q, scale, _ = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
+        yield q, scale, block, dtype, weight, bias
+
+
+def _optional_to(
+    cases: Cases, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    there = None if bias is None else bias.to(cases.device)
+    return x.to(cases.device), weight.to(cases.device), there
+
+
+def _compare_norm(
+    cases: Cases, got: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    """Sums of K terms in float32 in the order of a tree: log2(K) + 1 roundings, less than 2**5; the
+    variance is a sum of squares, each rounded thrice, and rstd half as far off as that."""
+    y, mean, rstd = got
+    center, wide = bias is not None, x.double()
+    exact_mean = wide.mean(1) if center else wide.new_zeros(x.shape[0])
+    variance = (wide - exact_mean[:, None]).square().mean(1)
+    exact_rstd = (variance + _EPS).rsqrt()
+    if center:
+        cases.within(mean, exact_mean, wide.abs().mean(1) * 2.0**-19)
+    cases.within(rstd, exact_rstd, exact_rstd * 2.0**-18)
+    inputs = [x, rstd.cpu(), weight]
+    kind = "layer_norm" if center else "rms_norm"
+    if bias is not None:
+        inputs += [mean.cpu(), bias]
+    cases.same(y, reference.value_of(kind, inputs, x.dtype))
+
+
+@checks("norms", "float64, given the statistics", "norm_backward_op")
+def _check_norm_backward(cases: Cases) -> None:
+    for center, dtype, wide, weight, bias in _norms(cases):
+        x, dy = wide.to(dtype), cases.normal(*wide.shape).to(dtype)
+        _, mean, rstd = reference.norm(x, weight, bias, _EPS, center, dtype)
+        inputs = (dy, x, weight, mean, rstd)
+        got = ops.norm_backward_op(*all_to(cases, inputs), center)
+        _compare_norm_backward(cases, got, inputs)
+
+
+@checks("norms", "float64 of the dequantized, given the statistics", "fp8_norm_backward_op")
+def _check_fp8_norm_backward(cases: Cases) -> None:
+    for q, scale, block, dtype, weight, bias in _fp8_norms(cases):
+        x, center = reference.dequantize(q, scale, block, dtype), bias is not None
+        dy = cases.normal(*x.shape).to(dtype)
+        _, mean, rstd = reference.norm(x, weight, bias, _EPS, center, dtype)
+        there = all_to(cases, (dy, q, scale, weight, mean, rstd))
+        got = ops.fp8_norm_backward_op(*there[:3], block, *there[3:], center, dtype)
+        _compare_norm_backward(cases, got, (dy, x, weight, mean, rstd))
+
+
+def _compare_norm_backward(
+    cases: Cases, got: Sequence[Tensor], inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+) -> None:
+    """One rounding to the dtype, and of the terms of dx, which may cancel, 2**-16: their means are
+    sums as in ``_compare_norm``. Sums over M rows go through at most M roundings of terms that are
+    themselves rounded up to three times."""
+    dx, dweight, dbias = got
+    x = inputs[1]
+    center = bool(inputs[3].numel()) or (dbias.numel() > 0)
+    dy64, x64, weight64, mean64, rstd64 = (one.double() for one in inputs)
+    want = reference.norm_backward(dy64, x64, weight64, mean64, rstd64, center)
+    xhat = (x64 - (mean64[:, None] if center else 0)) * rstd64[:, None]
+    terms = (dy64 * weight64).abs() * rstd64[:, None]
+    along = terms.mean(1, keepdim=True) * (1 + xhat.abs()) ** 2
+    bound = want[0].abs() * torch.finfo(x.dtype).eps + (terms + along) * 2.0**-16
+    rows = max(x.shape[0], 1) * 2.0**-24
+    cases.within(dx, want[0], bound)
+    cases.within(dweight, want[1], (dy64 * xhat).abs().sum(0) * 8 * rows)
+    if center:
+        cases.within(dbias, want[2], dy64.abs().sum(0) * 2 * rows)

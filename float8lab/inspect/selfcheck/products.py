@@ -1,0 +1,213 @@
+"""Checks of matrix products.  M rows, N rows of the other operand, K contraction."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import (
+    E4M3,
+    FP8_DTYPES,
+    HIGH_PRECISION_DTYPES,
+)
+from float8lab.inspect.environment import (
+    why_gemm_is_emulated,
+)
+from float8lab.inspect.selfcheck.grid import format_of, granularity, name_of
+from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
+from float8lab.ops import reference
+
+__all__: list[str] = []
+
+
+_BLOCKS: tuple[tuple[int, int], ...] = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32))
+_SURE = 7.0
+"""Standard deviations, or what bounds them: a larger error has a probability of 2 exp(-7**2 / 2),
+5e-11, by Hoeffding's inequality. It takes the place of the factor sqrt(K) of a certain bound."""
+
+_GEMM_BOUND = (
+    "dequantize and matmul in float64; bound: K float32 additions and, in FP8 or where bfloat16 "
+    "emulates it, operands rounded to bfloat16"
+)
+
+
+class _Product:
+    """``left @ right.mT`` in float64, and what its error is measured in."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.exact = left @ right.mT
+        self.size = (left.square() @ right.square().mT).sqrt()
+        """The root of the sum of the squared products: the error of a sum of terms that are each
+        off at random is so large, and so are its partial sums where signs are random."""
+        self.K = left.shape[-1]
+
+    def within(
+        self, cases: Cases, got: Tensor, bias: Tensor | None, out_dtype: torch.dtype, native: bool
+    ) -> None:
+        """Compare a result with the product, plus ``bias``, within what a right kernel may be off.
+
+        A native product may be as far off as one of operands rounded to bfloat16, 2**-9 each: the
+        products are exact, but Hopper adds 128 of them with about 13 bits, and then in float32. An
+        emulated one in bfloat16 on a GPU has such operands, and partial sums in bfloat16.
+        All others have float32 operands, or what ``float32_matmul_precision`` makes of these.
+        """
+        if got.dtype != out_dtype:
+            cases.fail(f"output is {got.dtype}, not {out_dtype}")
+        if native:
+            operands = 2.0**-8
+        elif out_dtype == BF16 and got.is_cuda:
+            operands = 2.0**-8 + 2.0**-9
+        else:
+            bits = {"highest": 24, "high": 11, "medium": 9}[torch.get_float32_matmul_precision()]
+            operands = 2 * 2.0**-bits
+        additions = _SURE * 2.0**-24 * math.sqrt(max(self.K, 1))
+        bound = self.size * (_SURE * (operands + additions))
+        # Rounded once; on its way through a bias, which is rounded too, three times.
+        rounding = torch.finfo(out_dtype).eps / 2
+        exact = self.exact
+        if bias is not None:
+            bound = bound + rounding * (exact.abs() + bias.double().abs())
+            exact = exact + bias.double()
+        bound = bound * (1 + 2 * rounding) + rounding * exact.abs()
+        smallest = torch.finfo(out_dtype).smallest_normal * torch.finfo(out_dtype).eps
+        cases.within(got, exact, (bound + smallest).cpu())
+
+
+class _Pair:
+    """Two operands of a product, quantized on the CPU: as they are on the device."""
+
+    def __init__(
+        self,
+        cases: Cases,
+        left: Tensor,
+        right: Tensor,
+        blocks: tuple[tuple[int, int], tuple[int, int]],
+        formats: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    ) -> None:
+        self.cases, self.blocks = cases, blocks
+        self.why = why_gemm_is_emulated(*blocks, cases.device, *formats)
+        self.operands: list[tuple[Tensor, Tensor]] = []
+        wide = []
+        for x, block, fp8_dtype in zip((left, right), blocks, formats, strict=True):
+            q, scale, _ = reference.quantize(x, fp8_dtype, block, "fp32", 0.0, 1)
+            self.operands.append((q.to(cases.device), scale.to(cases.device)))  # strides stay
+            wide.append(reference.dequantize(q, scale, block, torch.float64).to(cases.device))
+        self.product = _Product(*wide)
+        kinds = (
+            f"{format_of(one)} {granularity(block)}"
+            for one, block in zip(formats, blocks, strict=True)
+        )
+        self.name = f"{left.shape[0]}x{right.shape[0]}x{left.shape[1]} {' by '.join(kinds)}"
+
+    def compare(
+        self,
+        out_dtype: torch.dtype,
+        case: str = "",
+        bias: Tensor | None = None,
+        fast_accum: bool = False,
+        arrange: Callable[[Tensor], Tensor] = lambda q: q,
+    ) -> None:
+        """Begin a case, multiply and compare."""
+        more = (name_of(out_dtype), "bias" * (bias is not None), "fast_accum" * fast_accum, case)
+        self.cases.begin(" ".join(filter(None, (self.name, *more))), self.why)
+        bias = None if bias is None else bias.to(self.cases.device)
+        (a, a_scale), (b, b_scale) = self.operands
+        a_block, b_block = self.blocks
+        got = ops.scaled_mm_op(
+            arrange(a), a_scale, a_block, arrange(b), b_scale, b_block, bias, out_dtype, fast_accum
+        )
+        self.product.within(self.cases, got, bias, out_dtype, not self.why)
+
+
+@checks("products", _GEMM_BOUND, "scaled_mm_op")
+def _check_scaled_mm(cases: Cases) -> None:
+    for blocks in itertools.product(_BLOCKS, _BLOCKS):
+        for formats in itertools.product(FP8_DTYPES, FP8_DTYPES):
+            pair = _Pair(cases, cases.normal(37, 250), cases.normal(50, 250), blocks, formats)
+            for out_dtype in HIGH_PRECISION_DTYPES:
+                for bias in (None, cases.normal(50)):
+                    pair.compare(out_dtype, bias=bias)
+        for fp8_dtype in FP8_DTYPES:
+            left, right = cases.normal(64, 512), cases.normal(48, 512)
+            pair = _Pair(cases, left, right, blocks, (fp8_dtype, E4M3))
+            for out_dtype in HIGH_PRECISION_DTYPES:
+                pair.compare(out_dtype, fast_accum=True)
+        for M, N, K in _PRODUCT_SHAPES:
+            pair = _Pair(cases, cases.normal(M, K), cases.normal(N, K), blocks)
+            pair.compare(BF16, bias=cases.normal(N))
+            pair.compare(FP32)
+        # 1001 blocks of many magnitudes, the largest first, in the middle and last: a scale that is
+        # read from the wrong place cannot hide.
+        size = torch.exp2(cases.normal(1001) * 2)
+        size[[0, 500, 1000]] = 64.0
+        left = cases.normal(3, 1001 * 128) * size.repeat_interleave(128)
+        pair = _Pair(cases, left, cases.normal(5, 1001 * 128), blocks)
+        for out_dtype in (BF16, FP32):
+            pair.compare(out_dtype, "1001 blocks of 128")
+        pair = _Pair(cases, cases.normal(33, 272), cases.normal(48, 272), blocks)
+        for name, arrange in (("misaligned", _misaligned), ("strided", _strided)):
+            pair.compare(BF16, name, arrange=arrange)
+        for name, special in _special_rows(cases).items():
+            pair = _Pair(cases, special, cases.normal(20, 256), blocks)
+            for out_dtype in (BF16, FP32):
+                pair.compare(out_dtype, name)
+
+
+_PRODUCT_SHAPES = ((1, 1, 1), (1, 64, 16), (0, 32, 64), (32, 0, 64), (5, 6, 0), (130, 33, 1152))
+
+
+def _misaligned(q: Tensor) -> Tensor:
+    """The same values, a byte off any alignment."""
+    room = torch.zeros(q.numel() + 1, dtype=torch.uint8, device=q.device)[1:].view(q.shape)
+    return room.copy_(q.view(torch.uint8)).view(q.dtype)
+
+
+def _strided(q: Tensor) -> Tensor:
+    """The same values, as columns of a wider matrix."""
+    room = torch.zeros(q.shape[0], q.shape[1] + 31, dtype=torch.uint8, device=q.device)
+    room = room[:, 7 : 7 + q.shape[1]]
+    return room.copy_(q.view(torch.uint8)).view(q.dtype)
+
+
+def _special_rows(cases: Cases) -> dict[str, Tensor]:
+    rows = {
+        "zeros": torch.zeros(4, 256, dtype=FP32, device="cpu"),
+        "tiny": cases.normal(4, 256) * 2.0**-100,
+        "all at the largest": cases.normal(4, 256).sign() * 448,
+        "NaN in a row": cases.normal(4, 256),
+        "an amax of 0 among others": cases.normal(4, 256),
+    }
+    rows["NaN in a row"][1, 7] = torch.nan
+    rows["an amax of 0 among others"][1:3, :128] = 0
+    return rows
+
+
+@checks("products", _GEMM_BOUND, "scaled_bmm_op")
+def _check_scaled_bmm(cases: Cases) -> None:
+    for blocks in itertools.product(_BLOCKS, _BLOCKS):
+        kinds = " by ".join(map(granularity, blocks))
+        why = why_gemm_is_emulated(*blocks, cases.device)
+        for B, M, N, K in ((3, 37, 48, 144), (2, 1, 1, 1), (1, 5, 7, 300), (2, 3, 0, 16)):
+            operands, wide = [], []
+            for rows, block in zip((M, N), blocks, strict=True):
+                parts = [
+                    reference.quantize(cases.normal(rows, K), E4M3, block, "fp32", 0.0, 1)
+                    for _ in range(B)
+                ]
+                q, scale = (torch.stack([part[i] for part in parts]) for i in (0, 1))
+                each = [reference.dequantize(*part[:2], block, torch.float64) for part in parts]
+                operands.append((q.to(cases.device), scale.to(cases.device)))
+                wide.append(torch.stack(each).to(cases.device))
+            product = _Product(*wide)
+            (a, a_scale), (b, b_scale) = operands
+            by_column = b.view(torch.uint8).mT.contiguous().mT.view(b.dtype)
+            for out_dtype in HIGH_PRECISION_DTYPES:
+                for name, q in (("", b), (" by column", by_column)):
+                    cases.begin(f"{B}x{M}x{N}x{K}{name} {kinds} {name_of(out_dtype)}", why)
+                    got = ops.scaled_bmm_op(a, a_scale, blocks[0], q, b_scale, blocks[1], out_dtype)
+                    product.within(cases, got, None, out_dtype, not why)

@@ -1,0 +1,150 @@
+"""Checks of casts of what is computed on the way: norms, activations and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import (
+    FP8_DTYPES,
+)
+from float8lab.inspect.selfcheck.casts import compare_sums
+from float8lab.inspect.selfcheck.grid import NORMS, RECIPES, all_to, format_of, name_of
+from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
+from float8lab.ops import reference
+
+__all__: list[str] = []
+
+
+_KINDS = (*NORMS, *reference.ACTIVATIONS, *(f"{name}_backward" for name in reference.ACTIVATIONS))
+_SOME_KINDS = (
+    ("layer_norm", BF16),
+    ("rms_norm", FP32),
+    ("swiglu", BF16),
+    ("gelu_backward", FP32),
+    ("geglu_backward", BF16),
+)
+"""Every way in which the kernels load a source."""
+_SOURCE_SHAPES = ((63, 130), (300, 512), (0, 64))
+
+
+def _source(cases: Cases, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """A source of about this shape; gradients of gated activations have an even width."""
+    rows, columns = shape
+
+    def matrix(width: int) -> Tensor:
+        return (cases.normal(rows, width) * 3).to(dtype)
+
+    if kind in NORMS:
+        more = [cases.normal(rows), cases.normal(columns)] if kind == "layer_norm" else []
+        return [matrix(columns), cases.uniform(rows) + 0.5, cases.normal(columns), *more]
+    name = kind.removesuffix("_backward")
+    gated = reference.ACTIVATIONS[name][1]
+    if kind == name:
+        return [matrix(2 * columns if gated else columns)]
+    half = (columns + 1) // 2
+    return [matrix(2 * half), matrix(half)] if gated else [matrix(columns), matrix(columns)]
+
+
+@checks(
+    "sources",
+    "the reference on the CPU: bit for bit, or where there is an exponential, float64",
+    "value_of_op",
+)
+def _check_value_of(cases: Cases) -> None:
+    """An exponential is off by 2**-22, ``ex2.approx`` of the PTX manual, and by the rounding of its
+    argument of up to 2**7, 2**-17; the reciprocal by 2**-23; then there is one rounding."""
+    for turn, kind in enumerate(_KINDS):
+        function = reference.ACTIVATIONS.get(kind.removesuffix("_backward"), ("norm", False))[0]
+        for shape in (_SOURCE_SHAPES[turn % 2], _SOURCE_SHAPES[2]):
+            dtype = (BF16, FP32)[turn // 2 % 2]
+            cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)}")
+            inputs = _source(cases, kind, shape, dtype)
+            got = ops.value_of_op(kind, all_to(cases, inputs), dtype)
+            if function in ("norm", "relu", "srelu"):
+                cases.same(got, reference.value_of(kind, inputs, dtype))
+                continue
+            size = math.prod(max(_largest_of(one), 1.0) for one in inputs)
+            exact = reference.value_of(kind, [one.double() for one in inputs], torch.float64)
+            bound = exact.abs() * (torch.finfo(dtype).eps + 2.0**-16) + 2.0**-20 * size
+            cases.within(got, exact, bound)
+
+
+def _largest_of(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+_COMPOSED = "the op of the written values, both on this device, bit for bit"
+
+
+def _sources(
+    cases: Cases,
+) -> Iterator[tuple[str, list[Tensor], torch.dtype, Tensor, torch.dtype, int]]:
+    """Begin each case: kind, inputs and values on the device, dtype, format and alignment."""
+    for kind, dtype in _SOME_KINDS:
+        for number, shape in enumerate(_SOURCE_SHAPES):
+            fp8_dtype, align = FP8_DTYPES[number % 2], (1, 16)[number % 2]
+            cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)} {format_of(fp8_dtype)}")
+            inputs = all_to(cases, _source(cases, kind, shape, dtype))
+            yield kind, inputs, dtype, ops.value_of_op(kind, inputs, dtype), fp8_dtype, align
+
+
+@checks("sources", _COMPOSED, "amax_of_op")
+def _check_amax_of(cases: Cases) -> None:
+    for kind, inputs, dtype, value, _, _ in _sources(cases):
+        cases.same(ops.amax_of_op(kind, inputs, dtype), ops.amax_op(value, (-1, -1)))
+
+
+@checks("sources", _COMPOSED, "cast_of_op", "cast_of_unrecorded_op")
+def _check_cast_of(cases: Cases) -> None:
+    scale = torch.tensor([0.037], dtype=FP32, device=cases.device)
+    for kind, inputs, dtype, value, fp8_dtype, align in _sources(cases):
+        for transposed in (False, True):
+            slot, wanted = (torch.full_like(scale, ops.NO_DATA) for _ in range(2))
+            how = (kind, inputs, dtype, transposed, scale)
+            got = ops.cast_of_op(*how, slot, fp8_dtype, align)
+            oriented = value.t() if transposed else value
+            want = ops.cast_op(oriented, scale, wanted, fp8_dtype, (-1, -1), align)
+            cases.same((got, slot), (want, wanted))
+            cases.same(ops.cast_of_unrecorded_op(*how, fp8_dtype, align), want)
+
+
+@checks("sources", f"{_COMPOSED}; column sums: float64", "cast_pair_of_op")
+def _check_cast_pair_of(cases: Cases) -> None:
+    scale = torch.tensor([0.037], dtype=FP32, device=cases.device)
+    for kind, inputs, dtype, value, fp8_dtype, align in _sources(cases):
+        how = (scale, None, fp8_dtype, align, True)
+        *got, sums = ops.cast_pair_of_op(kind, inputs, dtype, *how)
+        cases.same(got, ops.cast_pair_op(value, *how)[:2])
+        compare_sums(cases, sums, value.cpu())
+
+
+_SOURCE_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
+
+
+@checks("sources", _COMPOSED, "quantize_of_op")
+def _check_quantize_of(cases: Cases) -> None:
+    for turn, (kind, inputs, dtype, value, fp8_dtype, align) in enumerate(_sources(cases)):
+        recipe = _SOURCE_RECIPES[turn % len(_SOURCE_RECIPES)]
+        how = (fp8_dtype, *RECIPES[recipe], align)
+        for transposed in (False, True):
+            got = ops.quantize_of_op(kind, inputs, dtype, transposed, None, *how)
+            cases.same(got, ops.quantize_op(value.t() if transposed else value, *how)[:2])
+        if recipe == "per tensor":
+            amax = ops.amax_of_op(kind, inputs, dtype)
+            again = ops.quantize_of_op(kind, inputs, dtype, True, amax, *how)
+            cases.same(again, got)
+
+
+@checks("sources", f"{_COMPOSED}; column sums: float64", "quantize_pair_of_op")
+def _check_quantize_pair_of(cases: Cases) -> None:
+    for turn, (kind, inputs, dtype, value, fp8_dtype, align) in enumerate(_sources(cases)):
+        recipe = _SOURCE_RECIPES[turn % len(_SOURCE_RECIPES)]
+        how = (fp8_dtype, *RECIPES[recipe], align)
+        *got, sums = ops.quantize_pair_of_op(kind, inputs, dtype, *how, True)
+        cases.same(got, ops.quantize_pair_op(value, *how, False)[:4])
+        compare_sums(cases, sums, value.cpu())
