@@ -15,7 +15,8 @@ import torch
 
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.ops import has_fp8_attention
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.attention import LARGEST_HEAD
+from float8lab.ops.gemm import capability_of, has_fp8_gemm
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -59,7 +60,7 @@ def why_casts_are_missing(device: torch.device) -> str:
         return ""
     if util.find_spec("triton") is None:
         return "the kernels need triton, which is not installed"
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     if capability < (8, 9):
         return f"Triton casts to e4m3 from SM 8.9 on; this GPU is {_sm(capability)}"
     return ""
@@ -79,7 +80,7 @@ def why_gemm_is_emulated(
     if has_fp8_gemm(a_block, b_block, device, **dtypes):
         return ""
     per_row = a_block[1] == b_block[1] == -1
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     # The CPU answers as a Hopper GPU with a new enough CUDA does.
     if has_fp8_gemm(a_block, b_block, torch.device("cpu"), **dtypes):
         if per_row:
@@ -98,10 +99,10 @@ def why_attention_is_emulated(device: torch.device, *heads: int) -> str:
         return "a CPU has no FP8 products; it multiplies in float32"
     if has_fp8_attention(device, *heads):
         return ""
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     if capability[0] != 9:
         return f"the kernel is for SM 9.0; this GPU is {_sm(capability)}"
-    return "the kernel is for heads of up to 128"
+    return f"the kernel is for heads of up to {LARGEST_HEAD}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from html import escape
 import torch
 from torch import Tensor
 
-from float8lab.inspect.statistics import Histogram, blocks, histogram, stats
+from float8lab.inspect.statistics import Histogram, blocks, stats
 
 __all__ = ["heat_cells", "html"]
 
@@ -23,11 +23,12 @@ def html(x: Tensor, text: str = "") -> str:
         x: as in ``stats``. Of a DTensor, this rank's shard is shown.
         text: goes first, as it is spaced; escaped.
     """
+    found = stats(x, local=True)
     rows = "".join(
         f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in stats(x, local=True).rows()
+        for name, value in found.rows()
     )
-    pictures = _bars(histogram(x, "exponent", local=True)) + _heat_map(blocks(x))
+    pictures = _bars(found.histogram("exponent")) + _heat_map(blocks(x))
     first = f"<pre>{escape(text)}</pre>" if text else ""
     return f"<div>{first}<details><summary>statistics</summary><table>{rows}</table></details>" + (
         f"<div style='display:flex;gap:24px'>{pictures}</div></div>"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from float8lab.inspect.statistics import blocks, histogram, stats
+from float8lab.inspect.statistics import blocks, stats
 
 __all__ = ["plot"]
 
@@ -34,12 +34,13 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
             name=error.name,
         ) from error
 
-    counts, scales = histogram(x, "exponent", local=local), blocks(x)
+    found, scales = stats(x, local=local), blocks(x)
+    counts = found.histogram("exponent")
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.bar(counts.values.tolist(), counts.counts.tolist())
     left.set(xlabel="exponent of the code", ylabel="elements")
-    left.set_title(stats(x, local=True).spec.describe())
+    left.set_title(found.spec.describe())
     right.set_title(f"log2(scale), {tuple(scales.shape)} blocks")
     if scales.numel():
         # nearest: a block is a cell, whatever the number of pixels.

@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ class Comparison:
 
         ``(SQNR - 1.76) / 6.02``. Source: IEEE Std 1241, "effective number of bits".
         """
-        return (self.sqnr - 1.76) / 6.02
+        return _bits(self.sqnr)
 
     def __str__(self) -> str:
         return (
@@ -182,6 +182,20 @@ class TensorStats:
     def effective_bits(self) -> float | None:
         """See ``Comparison.effective_bits``; None without an original."""
         return None if self.comparison is None else self.comparison.effective_bits
+
+    def histogram(self, by: str = "code") -> Histogram:
+        """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
+        _check_bins(by)
+        fp8_dtype = self.spec.fp8_dtype
+        if by == "code":
+            return Histogram(by, code_values(fp8_dtype), torch.tensor(self.codes))
+        exponents = _code_exponents(fp8_dtype)
+        known = [e for e in exponents if e is not None]
+        counts = dict.fromkeys(range(min(known), max(known) + 1), 0)
+        for n, e in zip(self.codes, exponents, strict=True):
+            if e is not None:
+                counts[e] += n
+        return Histogram(by, torch.tensor(list(counts)), torch.tensor(list(counts.values())))
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values as text, for tables."""
@@ -278,7 +292,7 @@ class BlockStats:
     @property
     def effective_bits(self) -> Tensor | None:
         """See ``Comparison.effective_bits``; None without an original."""
-        return None if self.sqnr is None else (self.sqnr - 1.76) / 6.02
+        return None if self.sqnr is None else _bits(self.sqnr)
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,19 +382,8 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
     >>> float8lab.quantize(torch.tensor([448.0, 1.0, 1.5])).histogram("exponent").counts.tolist()
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]
     """
-    if by not in ("code", "exponent"):
-        raise ValueError(f"by must be 'code' or 'exponent'; got {by!r}. Choose one of them.")
-    found = stats(x, local=local)
-    fp8_dtype = found.spec.fp8_dtype
-    if by == "code":
-        return Histogram(by, code_values(fp8_dtype), torch.tensor(found.codes))
-    exponents = _code_exponents(fp8_dtype)
-    known = [e for e in exponents if e is not None]
-    counts = dict.fromkeys(range(min(known), max(known) + 1), 0)
-    for n, e in zip(found.codes, exponents, strict=True):
-        if e is not None:
-            counts[e] += n
-    return Histogram(by, torch.tensor(list(counts)), torch.tensor(list(counts.values())))
+    _check_bins(by)  # before a collective
+    return stats(x, local=local).histogram(by)
 
 
 def blocks(x: Tensor) -> Tensor:
@@ -429,6 +432,18 @@ def code_values(fp8_dtype: torch.dtype) -> Tensor:
 def span(low: float, high: float) -> str:
     """A range as text; one number if it is one."""
     return f"{low:.6g}" if low == high or math.isnan(low) else f"{low:.6g}..{high:.6g}"
+
+
+def _check_bins(by: str) -> None:
+    if by not in ("code", "exponent"):
+        raise ValueError(f"by must be 'code' or 'exponent'; got {by!r}. Choose one of them.")
+
+
+_Decibels = TypeVar("_Decibels", float, Tensor)
+
+
+def _bits(sqnr: _Decibels) -> _Decibels:
+    return (sqnr - 1.76) / 6.02
 
 
 def _share(count: int, numel: int) -> float:

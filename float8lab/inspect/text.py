@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from float8lab.inspect.statistics import Histogram, TensorStats, histogram, stats
+from float8lab.inspect.statistics import Histogram, TensorStats, stats
 
 __all__ = ["bars", "health", "summary", "table"]
 
@@ -47,7 +47,7 @@ def summary(x: Tensor) -> str:
     Of a DTensor, of this rank's shard.
     """
     found = stats(x, local=True)
-    drawn = bars(histogram(x, "exponent", local=True))
+    drawn = bars(found.histogram("exponent"))
     return "\n\n".join(filter(None, (str(found), drawn)))
 
 
@@ -75,7 +75,7 @@ def table(x: Tensor) -> Any:
     for name, value in found.rows():
         alarming = name in ("nan", "inf")
         result.add_row(Text(name), Text(value, style="bold red" if alarming else ""))
-    drawn = bars(histogram(x, "exponent", local=True))
+    drawn = bars(found.histogram("exponent"))
     return Group(result, Text(drawn, style="cyan")) if drawn else result
 
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from float8lab.ops._register import register
+from float8lab.ops.gemm import capability_of
 from float8lab.ops.reference import attention as reference
 
-__all__ = ["fp8_attention_backward_op", "fp8_attention_op", "has_fp8_attention"]
+__all__ = ["LARGEST_HEAD", "fp8_attention_backward_op", "fp8_attention_op", "has_fp8_attention"]
 
-_LARGEST_HEAD = 128
+LARGEST_HEAD = 128
 
 
 def has_fp8_attention(device: torch.device, *heads: int) -> bool:
@@ -22,8 +23,8 @@ def has_fp8_attention(device: torch.device, *heads: int) -> bool:
     """
     if device.type != "cuda":
         return True
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and all(0 < size <= _LARGEST_HEAD for size in heads)
+    hopper = capability_of(device)[0] == 9
+    return hopper and all(0 < size <= LARGEST_HEAD for size in heads)
 
 
 def _fake_attention(

@@ -17,7 +17,7 @@ from float8lab.formats import E4M3, E5M2
 from float8lab.ops import reference
 from float8lab.ops._register import register
 
-__all__ = ["has_fp8_gemm", "scaled_bmm_op", "scaled_mm_op"]
+__all__ = ["capability_of", "has_fp8_gemm", "scaled_bmm_op", "scaled_mm_op"]
 
 
 def _fake_scaled_mm(
@@ -90,7 +90,7 @@ def has_fp8_gemm(
     False
     """
     on_gpu = device.type == "cuda"
-    capability = _capability(device) if on_gpu else (9, 0)
+    capability = capability_of(device) if on_gpu else (9, 0)
     if a_dtype == b_dtype == E5M2:
         return False
     if a_block[1] == -1 and b_block[1] == -1:
@@ -101,7 +101,8 @@ def has_fp8_gemm(
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability; torch takes microseconds to tell it."""
     return torch.cuda.get_device_capability(device)
 
 

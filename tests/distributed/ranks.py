@@ -23,7 +23,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Collectives", "Ranks", "check_names", "ranks_fixture"]
+from float8lab.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+
+__all__ = ["RECIPES", "Collectives", "Ranks", "check_names", "ranks_fixture"]
+
+RECIPES: list[Recipe] = [
+    Float8CurrentScaling(),
+    Float8RowwiseScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+]
+"""One for each granularity of a stored weight."""
 
 
 @dataclass

@@ -23,21 +23,8 @@ from torch.distributed.fsdp import fully_shard
 import float8lab
 from float8lab.distributed import ModelState
 from float8lab.nn import ScalingState
-from float8lab.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-)
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
-
-RECIPES = [
-    Float8CurrentScaling(),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-]
+from float8lab.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
 
 
 def make_stored(ranks: Ranks, recipe: Any, seed: int) -> nn.Sequential:

@@ -18,20 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab.distributed.broadcast import broadcast_parameters
-from float8lab.recipes import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-)
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
-
-RECIPES = [
-    Float8CurrentScaling(),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-]
+from float8lab.recipes import Float8CurrentScaling
+from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
 
 
 def make_model(ranks: Ranks, recipe: Any, sizes: tuple[int, ...] = (64, 300, 64, 5)) -> Any:

@@ -19,7 +19,7 @@ from float8lab.inspect.environment import (
     why_casts_are_missing,
     why_gemm_is_emulated,
 )
-from float8lab.ops import gemm
+from float8lab.ops import attention, gemm
 
 GPU = torch.device("cuda")
 BLOCK, TENSOR, ROW = (1, 128), (-1, -1), (1, -1)
@@ -30,8 +30,8 @@ def pretend(monkeypatch):
     """Pretend a GPU of this capability, a CUDA, and that triton is there or not."""
 
     def set_up(capability, cuda=(13, 0), triton=True):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(gemm, "_capability", lambda device: capability)
+        for asking in (gemm, attention, module):
+            monkeypatch.setattr(asking, "capability_of", lambda device: capability)
         monkeypatch.setattr(gemm, "_cuda_version", lambda: cuda)
         monkeypatch.setattr(torch.version, "cuda", ".".join(map(str, cuda)))
         find = module.util.find_spec

@@ -12,20 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import float8lab
 from float8lab import inspect
-from float8lab.recipes import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-)
-from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
-
-RECIPES = [
-    Float8CurrentScaling(),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-]
+from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
 
 
 def check_fsdp2_weights_as_if_whole(ranks: Ranks) -> None:
