@@ -2,6 +2,9 @@
 
 The CUDA launcher is named by a string, ``"module:function"`` inside ``float8lab.ops.kernels``, and
 imported on its first call: importing float8lab must not import triton.
+
+A call of an op takes torch's dispatcher some 10 us, as long as all that the launcher does. So where
+nobody but the implementation would see the call, it is called without the dispatcher.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 __all__ = ["register", "register_stateful"]
 
@@ -50,7 +55,7 @@ def _lazy(path: str) -> Callable[..., Any]:
             launcher = getattr(module, function_name)
         return launcher(*args)
 
-    return _untraced(call)  # torch 2.11 traces into kernels that a compiled graph calls
+    return call
 
 
 def register(
@@ -60,7 +65,9 @@ def register(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Define ``float8lab::<schema>`` and return its overload, to be called with plain tensors.
+    """Define ``float8lab::<schema>``, and return what calls it with plain tensors, by position.
+
+    The op itself, which graphs and modes see, is the result's ``overload``.
 
     Args:
         schema: the op's signature; it never has an output that aliases an input.
@@ -70,7 +77,10 @@ def register(
         fake: allocates the outputs, for fake tensors and for the CUDA launcher alike.
     """
     launcher = _lazy(cuda) if isinstance(cuda, str) else cuda
-    return _define(schema, {"CPU": reference, "CUDA": launcher}, fake)
+    # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
+    in_graph = _untraced(launcher) if isinstance(cuda, str) else cuda
+    overload = _define(schema, {"CPU": reference, "CUDA": in_graph}, fake)
+    return _direct(overload, launcher, reference)
 
 
 def register_stateful(
@@ -96,3 +106,59 @@ def _define(
     torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
     return overload
+
+
+_PLAIN = frozenset(
+    {Tensor, Parameter, type(None), torch.dtype, torch.Size, tuple, list, int, float, bool, str}
+)
+"""Types whose values the dispatcher hands on as they are. A list's elements are asked for anew."""
+
+_is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
+def _direct(
+    overload: Callable[..., Any], launcher: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``overload``, past the dispatcher where that would do nothing but find the implementation."""
+
+    def call(*args: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or _is_watched_by_a_mode()
+            or _transform() is not None
+            or _trace() is not None
+            or _is_profiled()
+            or not _PLAIN.issuperset(map(type, args))
+        ):
+            return overload(*args)
+        x = args[0]
+        if type(x) is str:  # a source: its kind, and its tensors
+            x = args[1][0]
+            if not _PLAIN.issuperset(map(type, args[1])):
+                return overload(*args)
+        elif type(x) is list or type(x) is tuple:
+            return overload(*args)
+        # Autograd's, unless below an autograd function. Negative: of the imaginary part of a
+        # conjugate, which the dispatcher makes a tensor of its own first.
+        if (torch.is_grad_enabled() and _requires_grad(args)) or x.is_neg():
+            return overload(*args)
+        if x.is_cuda:
+            return launcher(*args)
+        return reference(*args) if x.is_cpu else overload(*args)
+
+    call.overload = overload  # type: ignore[attr-defined]
+    return call
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    """Of a tensor among the arguments, or in a list there."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if arg.requires_grad:
+                return True
+        elif (type(arg) is list or type(arg) is tuple) and _requires_grad(tuple(arg)):
+            return True
+    return False

@@ -40,6 +40,7 @@ class ScalePack:
         "members",
         "amaxes",
         "keeps_previous",
+        "_copy",
         "_live",
         "_recorded",
         "__weakref__",
@@ -62,7 +63,8 @@ class ScalePack:
         self.members: list[weakref.ref[DelayedSlots]] = []
         self.amaxes: Sequence[Tensor] = self.amax.unbind()
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
-        self._live: Sequence[Tensor] | None = None
+        self._copy: Tensor | None = None  # [S, 4], of ``scale`` as it is now
+        self._live: Sequence[Tensor] | None = None  # views of it, of shape [1]
         self._recorded = False
 
     def current(self, slot: int, *, shared: bool = True) -> Tensor:
@@ -74,8 +76,10 @@ class ScalePack:
             return self.scale[slot].clone().view(1)
         if self._live is None:
             # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
-            spaced = self.scale.unsqueeze(1).expand(-1, 4).contiguous()
-            self._live = spaced[:, :1].unbind()
+            copy = self._copy
+            if copy is None:
+                copy = self.scale.unsqueeze(1).repeat(1, 4)
+            self._live = copy.narrow(1, 0, 1).unbind()
         return self._live[slot]
 
     def is_recorded(self) -> bool:
@@ -92,7 +96,7 @@ class ScalePack:
         """Give one slot a scale from outside its history."""
         self.scale[slot].copy_(scale.view(()))
         self.seeded[slot].fill_(True)
-        self._live = None
+        self.forget_live()
 
     def has_scale(self) -> Tensor:
         """[S] bool: slots with a scale that means something."""
@@ -100,17 +104,18 @@ class ScalePack:
 
     def forget_live(self) -> None:
         """Look at ``scale`` again: it was written from outside."""
-        self._live = None
+        self._copy = self._live = None
 
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
         if self.keeps_previous:
             self.previous.copy_(self.scale)
+        self.forget_live()
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
         else:
-            update_scales_op(
+            self._copy = update_scales_op(
                 self.history,
                 self.amax,
                 self.scale,
@@ -121,7 +126,6 @@ class ScalePack:
                 recipe.amax_compute_algo == "most_recent",
                 recipe.power_of_2_scale,
             )
-        self._live = None
 
     def _update_by_callables(self) -> None:
         """``update_scales_`` with the user's functions in place of the two formulas."""

@@ -293,9 +293,9 @@ def check_update_scales() -> None:
             other = tuple(tensor.clone() for tensor in state)
             arguments = (margin, interval, most_recent, power_of_2)
             for _ in range(2):
-                scaling.update_scales_(*state, *arguments)
-                reference.update_scales_(*other, *arguments)
-                all_same(state, other)
+                got = scaling.update_scales_(*state, *arguments)
+                want = reference.update_scales_(*other, *arguments)
+                all_same((*state, got), (*other, want))
                 state[1].copy_(torch.rand(slots))
                 other[1].copy_(state[1])
 

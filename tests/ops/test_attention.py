@@ -117,11 +117,13 @@ def test_opcheck(name, device):
     # Not test_schema: it compares inputs by torch.allclose, which has no FP8 kernel.
     utilities = tuple(u for u in torch.library._OPCHECK_DEFAULT_UTILS if u != "test_schema")
     arguments = (*shared, *settings, torch.bfloat16)
-    torch.library.opcheck(ops.fp8_attention_op, arguments, test_utils=utilities)
+    torch.library.opcheck(ops.fp8_attention_op.overload, arguments, test_utils=utilities)
     out, lse = ops.fp8_attention_op(*arguments)
     for wants_bias in (False, True):
         arguments = (dout.bfloat16(), *shared, out, lse, *settings, wants_bias)
-        torch.library.opcheck(ops.fp8_attention_backward_op, arguments, test_utils=utilities)
+        torch.library.opcheck(
+            ops.fp8_attention_backward_op.overload, arguments, test_utils=utilities
+        )
 
 
 # B, H, G, Sq, Sk, D, Dv

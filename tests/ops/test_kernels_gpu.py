@@ -409,8 +409,8 @@ def test_update_scales(
     ]
     on_gpu = [tensor.cuda() for tensor in state]
     for _ in range(3):
-        ops.update_scales_op(*on_gpu, margin, interval, most_recent, power_of_2)
-        reference.update_scales_(*state, margin, interval, most_recent, power_of_2)
-        all_same(on_gpu, state)
+        got = ops.update_scales_op(*on_gpu, margin, interval, most_recent, power_of_2)
+        want = reference.update_scales_(*state, margin, interval, most_recent, power_of_2)
+        all_same([*on_gpu, got], [*state, want])
         state[1].uniform_()
         on_gpu[1].copy_(state[1])

@@ -92,7 +92,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     monkeypatch.setattr(_launch, "current_device", host.get_current_device)
-    monkeypatch.setattr(_launch, "_current_stream", host.get_current_stream)
+    monkeypatch.setattr(_launch, "current_stream", host.get_current_stream)
     monkeypatch.setattr(triton.runtime.driver, "_active", host)
     return host
 

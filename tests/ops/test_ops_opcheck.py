@@ -26,7 +26,7 @@ def check(op: Any, *arguments: Any) -> None:
     if any(isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in leaves):
         # It compares inputs before and after by torch.allclose, which has no FP8 kernel.
         utilities = tuple(name for name in utilities if name != "test_schema")
-    torch.library.opcheck(op, arguments, test_utils=utilities)
+    torch.library.opcheck(op.overload, arguments, test_utils=utilities)
 
 
 @each_block

@@ -265,7 +265,8 @@ def update(
         "most_recent": False,
         "power_of_2": True,
     }
-    reference.update_scales_(*state, torch.full((slots,), 448.0), **(settings | options))
+    copy = reference.update_scales_(*state, torch.full((slots,), 448.0), **(settings | options))
+    assert torch.equal(copy, state[2].unsqueeze(1).expand(-1, 4))
     return state
 
 

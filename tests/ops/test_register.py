@@ -1,4 +1,4 @@
-"""What Dynamo sees of an op's implementation when the op runs inside a compiled function."""
+"""Who sees a call of an op: Dynamo, in a compiled function, and the dispatcher, outside of one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8lab import ops
+from float8lab.formats import E4M3
 from float8lab.ops import _register
 
 SEEN: list[bool] = []
@@ -75,7 +79,7 @@ def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
     module = types.ModuleType("float8lab.ops.kernels.of_test")
     module.shift = _copied(_shift)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    library.impl("shift", _register._lazy("of_test:shift"), "CPU")
+    library.impl("shift", _register._untraced(_register._lazy("of_test:shift")), "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
     assert SEEN == [False] * 4
@@ -94,3 +98,97 @@ def test_dynamo_does_not_trace_without_the_private_names(library, monkeypatch):
 def test_marking_does_not_import_dynamo():
     source = "import sys, float8lab; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
+
+
+# Past the dispatcher.
+
+
+def _x() -> Tensor:
+    return torch.randn(32, 48)
+
+
+def _cast(x: Tensor) -> Tensor:
+    return ops.cast_op(x, torch.ones(1), None, E4M3, (-1, -1), 16)
+
+
+@pytest.fixture
+def dispatched(monkeypatch) -> list[Any]:
+    """Calls of the op that go through the dispatcher."""
+    seen: list[Any] = []
+    with torch.library._scoped_library("float8lab_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: seen.append(x) or x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("float8lab_test::twice", torch.empty_like, lib=library)
+        yield seen
+
+
+def _twice() -> Callable[[Tensor], Tensor]:
+    return _register._direct(
+        torch.ops.float8lab_test.twice.default, lambda x: x * 2, lambda x: x * 2
+    )
+
+
+def test_plain_tensors_go_past_the_dispatcher(dispatched):
+    x = _x()
+    assert torch.equal(_twice()(x), x * 2)
+    assert torch.equal(_twice()(torch.nn.Parameter(x).detach()), x * 2)
+    with torch.no_grad():
+        _twice()(torch.nn.Parameter(x))
+    assert not dispatched
+
+
+class Plain(Tensor):
+    """A subclass, to whose ``__torch_function__`` an op belongs."""
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        lambda: torch.nn.Parameter(_x()),
+        lambda: _x().as_subclass(Plain),
+        lambda: torch.randn(4, dtype=torch.cfloat).conj().imag,
+    ],
+    ids=["requires-grad", "subclass", "negative"],
+)
+def test_other_tensors_go_through_it(x, dispatched):
+    x = x()
+    got = _twice()(x)
+    assert torch.equal(got.detach().as_subclass(Tensor), x.detach().as_subclass(Tensor) * 2)
+    assert len(dispatched) == 1
+
+
+def test_modes_transforms_and_profilers_see_the_op(dispatched):
+    class Ops(TorchDispatchMode):
+        seen: list[Any] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.seen.append(op)
+            return op(*args, **(kwargs or {}))
+
+    x = _x()
+    with Ops() as mode:
+        _twice()(x)
+    assert mode.seen[0] is torch.ops.float8lab_test.twice.default
+    with torch.profiler.profile() as profile:
+        _twice()(_x())
+    assert any("float8lab_test::twice" in event.key for event in profile.key_averages())
+    with torch._subclasses.FakeTensorMode() as fake:
+        assert _twice()(fake.from_tensor(_x())).shape == (32, 48)
+    assert len(dispatched) == 2
+    x = torch.randn(3, 4)
+    assert torch.equal(torch.vmap(_twice())(x), x * 2)
+    assert len(dispatched) == 2 + 3
+
+
+def test_a_compiled_function_has_the_op():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    compiled = torch.compile(_cast, backend=backend, fullgraph=True)
+    x = _x()
+    got = compiled(x)
+    assert torch.equal(got.view(torch.uint8), _cast(x).view(torch.uint8))
+    assert ops.cast_op.overload in graphs[0]

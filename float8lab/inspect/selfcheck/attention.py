@@ -219,8 +219,8 @@ def _check_update_scales(cases: Cases) -> None:
                 there = [one.to(cases.device, copy=True) for one in state]
                 for _ in range(3):
                     how: Any = (margin, interval, most_recent, power_of_2)
-                    ops.update_scales_op(*there, *how)
-                    reference.update_scales_(*state, *how)
-                    cases.same(there, state)
+                    got = ops.update_scales_op(*there, *how)
+                    want = reference.update_scales_(*state, *how)
+                    cases.same([*there, got], [*state, want])
                     state[1].copy_(cases.uniform(slots))
                     there[1].copy_(state[1])

@@ -7,6 +7,7 @@ Triton chose is remembered under all that the choice depends on.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,11 +18,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Launched", "current_device", "launched"]
+__all__ = ["Launched", "current_device", "current_stream", "has_hooks", "launched"]
 
-ENABLED = False
-"""Whether launches go past Triton. Off until tests/ops/test_launch_gpu.py has passed on a GPU: one
-run of quantize and rotary kernels, each launched both ways, has given the same bits so far."""
+ENABLED = True
+"""Whether launches go past Triton."""
+
+RECORDING = threading.local()
+"""``launch``: who is told of this thread's launches, if anyone is (``_replay.py``)."""
 
 _MOST_KERNELS = 4096
 """Of one function. Sizes are part of a key, so there is no end of keys where shapes vary."""
@@ -31,7 +34,7 @@ _RUNTIME = triton.knobs.runtime
 # The functions behind torch.cuda's, which cost several times as much. A CPU build has neither, and
 # never asks: it has no compiled kernels to find.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def launched(
@@ -75,48 +78,54 @@ class Launched:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if ENABLED and self._known and not self._has_hooks():
+        known = None
+        if ENABLED and not (has_hooks() or self.function.pre_run_hooks):
             device = current_device()
             known = self._known.get(_key_of(device, args, constants))
-            if known is not None:
-                run, handle, metadata, values, _ = known
-                x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-                stream = _current_stream(device)
-                run(x, y, z, stream, handle, metadata, None, None, None, *args, *values)
-                return
-        kernel = self.function[grid](*args, **constants)
-        if ENABLED:
-            self._remember(kernel, args, constants)
+        if known is None:
+            kernel = self.function[grid](*args, **constants)
+            if ENABLED:
+                known = self._remember(kernel, args, constants)
+        else:
+            run, handle, metadata, values, _ = known
+            x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+            stream = current_stream(device)
+            run(x, y, z, stream, handle, metadata, None, None, None, *args, *values)
+        tell = getattr(RECORDING, "launch", None)
+        if tell is not None:
+            tell(grid, args, known)
 
-    def _has_hooks(self) -> bool:
-        # A hook is a function, or a chain of those that were added.
-        enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
-        return bool(
-            getattr(enter, "calls", enter)
-            or getattr(leave, "calls", leave)
-            or self.function.pre_run_hooks
-        )
-
-    def _remember(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def _remember(
+        self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
         # Other GPUs' kernels also depend on the sizes of tensors; a future has no metadata yet.
         metadata = getattr(kernel, "metadata", None)
         if metadata is None or metadata.target.backend != "cuda":
-            return
+            return None
         by_name = constants.keys() & self.function.arg_names
         if (
             not self._takes_both_in_turn
             or len(args) != self._arguments
             or by_name != set(self._constants)
         ):
-            return
+            return None
         key = _key_of(current_device(), args, constants)
         if key is None:
-            return
+            return None
         if len(self._known) >= _MOST_KERNELS:
             self._known.clear()
         values = tuple(constants[name] for name in self._constants)
         # With the kernel itself, whose end may be that of its function.
-        self._known[key] = (kernel.run, kernel.function, kernel.packed_metadata, values, kernel)
+        known = (kernel.run, kernel.function, kernel.packed_metadata, values, kernel)
+        self._known[key] = known
+        return known
+
+
+def has_hooks() -> bool:
+    """Whether somebody, such as a profiler, is to be called around Triton's launches."""
+    # A hook is a function, or a chain of those that were added.
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _key_of(

@@ -21,11 +21,11 @@ from float8lab.ops.kernels._common import (
     ceil_div,
     load_tile,
     next_power_of_2,
-    on_device_of_first,
     record_amax,
     triton_dtype,
 )
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.norm import empty_stats
 
 __all__ = ["fp8_norm", "fp8_norm_backward", "norm", "norm_backward", "norm_stats"]
@@ -226,7 +226,7 @@ def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
     return bool(x.numel()) and torch.float64 not in (x.dtype, dtype)
 
 
-@on_device_of_first
+@replayed
 def norm_stats(
     x: Tensor,
     weight: Tensor,
@@ -244,7 +244,7 @@ def norm_stats(
     return mean, rstd, amax
 
 
-@on_device_of_first
+@replayed
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,7 +256,7 @@ def norm(
     return y, mean, rstd
 
 
-@on_device_of_first
+@replayed
 def fp8_norm(
     q: Tensor,
     scale: Tensor,
@@ -334,7 +334,7 @@ def _norm_backward_kernel(
         tl.store(dbias_ptr + partial, dbias, mask=mask)
 
 
-@on_device_of_first
+@replayed
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -343,7 +343,7 @@ def norm_backward(
     return _launch_backward(dy, x, None, (), weight, mean, rstd, center, x.dtype)
 
 
-@on_device_of_first
+@replayed
 def fp8_norm_backward(
     dy: Tensor,
     q: Tensor,

@@ -25,7 +25,6 @@ from float8lab.ops.kernels._common import (
     encode_from_scale,
     grid_of,
     load_tile,
-    on_device_of_first,
     record_amax,
     scale_from_amax,
     store_column_sum,
@@ -33,6 +32,7 @@ from float8lab.ops.kernels._common import (
     total_of,
 )
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._rows import (
     has_words,
     largest_bits,
@@ -358,7 +358,7 @@ def _quantize_blocks_pair(
 # 3.6).
 
 
-@on_device_of_first
+@replayed
 def quantize_pair(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -385,7 +385,7 @@ def quantize_pair(
     return q, scale, q_t, scale_t, total
 
 
-@on_device_of_first
+@replayed
 def cast_pair(
     x: Tensor,
     scale: Tensor,
@@ -429,7 +429,7 @@ def _transpose_kernel(
     store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
 
 
-@on_device_of_first
+@replayed
 def transpose(q: Tensor, align: int) -> Tensor:
     tile = _BYTES
     rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)

@@ -29,7 +29,6 @@ from float8lab.ops.kernels._common import (
     grid_of,
     load_tile,
     next_power_of_2,
-    on_device_of_first,
     record_amax,
     saturate,
     scale_from_amax,
@@ -37,6 +36,7 @@ from float8lab.ops.kernels._common import (
     store_tile,
 )
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import round_up
 
@@ -123,7 +123,7 @@ def partial_amax(x: Tensor) -> Tensor:
     return partial
 
 
-@on_device_of_first
+@replayed
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """``reference.amax``; only the per-tensor one has a kernel: no hot path asks for others."""
     if x.numel() == 0 or any(size != -1 for size in block):
@@ -435,7 +435,7 @@ def _quantize_blocks(
 # does a matrix of one column, for which ptxas crashes (CUDA 12.8's, in triton 3.6).
 
 
-@on_device_of_first
+@replayed
 def quantize(
     x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float, align: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -527,7 +527,7 @@ def _cast_kernel(
     )  # fmt: skip
 
 
-@on_device_of_first
+@replayed
 def cast(
     x: Tensor,
     scale: Tensor,
@@ -596,7 +596,7 @@ def _dequantize_kernel(
     store_tile(y_ptr, y, rows, columns, M, K)
 
 
-@on_device_of_first
+@replayed
 def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     tile = TILE
     y = q.new_empty(q.shape, dtype=dtype)

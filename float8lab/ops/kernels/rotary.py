@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import ceil_div, next_power_of_2, on_device_of_first
+from float8lab.ops.kernels._common import ceil_div, next_power_of_2
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import rotary as reference
 
 __all__ = ["rotate"]
@@ -59,7 +60,7 @@ def _rotate_kernel(
         tl.store(out_ptrs + columns, rest, mask=mask)
 
 
-@on_device_of_first
+@replayed
 def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     A, B, H, D = t.shape
     R = cos.shape[-1]

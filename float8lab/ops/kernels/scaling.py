@@ -9,10 +9,10 @@ from float8lab.ops.kernels._common import (
     FLOAT32_MAX,
     abs_bits,
     next_power_of_2,
-    on_device_of_first,
     pow2_floor,
 )
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import NO_DATA
 
 __all__ = ["update_scales_"]
@@ -25,6 +25,7 @@ def _update_scales_kernel(
     scale_ptr,  # [S] fp32
     steps_ptr,  # [S] int
     fp8_max_ptr,  # [S] fp32
+    copy_ptr,  # [S, 4] fp32
     H,
     stride_hh,
     stride_hs,
@@ -65,12 +66,14 @@ def _update_scales_kernel(
     steps = tl.load(steps_ptr + slot * stride_steps)
     due = seen & (chosen > 0) & (steps % interval == 0)  # counted before this step is added
     scale_ptr += slot * stride_scale
-    tl.store(scale_ptr, tl.where(due, tl.div_rn(1.0, encode), tl.load(scale_ptr)))
+    scale = tl.where(due, tl.div_rn(1.0, encode), tl.load(scale_ptr))
+    tl.store(scale_ptr, scale)
+    tl.store(copy_ptr + slot * 4 + tl.arange(0, 4), scale)
     tl.store(steps_ptr + slot * stride_steps, steps + seen.to(steps.dtype))
     tl.store(amax_ptr + slot * stride_amax, EMPTY)
 
 
-@on_device_of_first
+@replayed
 def update_scales_(
     history: Tensor,
     amax: Tensor,
@@ -81,21 +84,23 @@ def update_scales_(
     interval: int,
     most_recent: bool,
     power_of_2: bool,
-) -> None:
+) -> Tensor:
     """``reference.update_scales_`` in one launch.
 
     A program holds its slot's whole history in registers, so rolling it in place cannot read what
     it has written; 4096 entries are 32 registers a thread.
     """
     length, slots = history.shape
+    copy = scale.new_empty((slots, 4))
     if not slots:
-        return
+        return copy
     _update_scales_kernel[(slots,)](
         history,
         amax,
         scale,
         steps,
         fp8_max,
+        copy,
         length,
         *history.stride(),
         amax.stride(0),
@@ -110,3 +115,4 @@ def update_scales_(
         BLOCK_H=next_power_of_2(length),
         num_warps=4,
     )
+    return copy

@@ -20,12 +20,12 @@ from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
     grid_of,
-    on_device_of_first,
     record_amax,
     store_tile,
     triton_dtype,
 )
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.activation import apply_activation, derivative_of_activation
 from float8lab.ops.reference import ACTIVATIONS, source_shape
 
@@ -35,7 +35,6 @@ __all__ = [
     "has_kernel",
     "load_source",
     "load_source_rows",
-    "on_device_of_source",
     "reads_three_tiles",
     "tile_for",
     "tile_of_program",
@@ -210,16 +209,6 @@ def tile_for(kind: str, *, both: bool = False) -> Tile:
     return _ONE_OF_THREE if reads_three_tiles(kind) else _ONE
 
 
-def on_device_of_source(launcher: Any) -> Any:
-    """Run a launcher on the GPU of the source."""
-
-    @on_device_of_first
-    def call(_: Tensor, *args: Any) -> Any:
-        return launcher(*args)
-
-    return lambda kind, inputs, *args: call(inputs[0], kind, inputs, *args)
-
-
 def has_kernel(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Else the reference runs on the GPU as it is: float64, nothing to do, or a single column.
 
@@ -247,7 +236,7 @@ def _value_kernel(
     store_tile(y_ptr, y, rows, columns, M, K)
 
 
-@on_device_of_source
+@replayed
 def value_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if not has_kernel(kind, inputs, dtype):
         return reference.value_of(kind, inputs, dtype)
@@ -281,7 +270,7 @@ def _amax_kernel(
     record_amax(amax_ptr, bits)
 
 
-@on_device_of_source
+@replayed
 def amax_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if not has_kernel(kind, inputs, dtype):
         return reference.amax_of(kind, inputs, dtype)

@@ -28,6 +28,7 @@ from float8lab.ops.kernels._common import (
     total_of,
 )
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._rows import (
     has_words,
     largest_bits,
@@ -41,7 +42,6 @@ from float8lab.ops.kernels.source import (
     has_kernel,
     load_source,
     load_source_rows,
-    on_device_of_source,
     tile_for,
     tile_of_program,
 )
@@ -177,7 +177,7 @@ def cast_source(
     )
 
 
-@on_device_of_source
+@replayed
 def cast_of(
     kind: str,
     inputs: Sequence[Tensor],
@@ -204,7 +204,7 @@ def cast_of(
     return transpose(out.q, 1) if transposed else out.q
 
 
-@on_device_of_source
+@replayed
 def cast_pair_of(
     kind: str,
     inputs: Sequence[Tensor],

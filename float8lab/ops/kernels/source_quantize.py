@@ -27,6 +27,7 @@ from float8lab.ops.kernels._common import (
     total_of,
 )
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._rows import store_by_block, sum_of_rows, takes_words
 from float8lab.ops.kernels.pair import quantize_pair, scales_of_rows, transpose_scaled
 from float8lab.ops.kernels.quantize import quantize
@@ -36,7 +37,6 @@ from float8lab.ops.kernels.source import (
     has_kernel,
     load_source,
     load_source_rows,
-    on_device_of_source,
     tile_for,
     tile_of_program,
     value_of,
@@ -196,7 +196,7 @@ def _has_kernel_for(block: tuple[int, ...]) -> bool:
     return by_tile or block in ((-1, -1), (1, -1))
 
 
-@on_device_of_source
+@replayed
 def quantize_of(
     kind: str,
     inputs: Sequence[Tensor],
@@ -230,7 +230,7 @@ def quantize_of(
     return transpose_scaled(q, scale) if transposed else (q, scale)
 
 
-@on_device_of_source
+@replayed
 def quantize_pair_of(
     kind: str,
     inputs: Sequence[Tensor],

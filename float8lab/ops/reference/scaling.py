@@ -23,7 +23,7 @@ def update_scales_(
     interval: int,
     most_recent: bool,
     power_of_2: bool,
-) -> None:
+) -> Tensor:
     """Advance the delayed-scaling state of S slots, in place.
 
     A slot whose ``amax`` is ``NO_DATA`` or not finite stays as it is. Any other slot's history
@@ -31,6 +31,9 @@ def update_scales_(
     on every ``interval``-th step its decode ``scale`` becomes ``2 ** margin / encode`` with
     ``encode = fp8_max / amax``, rounded down to a power of two if asked, of the newest or the
     largest amax of the history. An amax of 0 keeps the scale. All ``amax`` end as ``NO_DATA``.
+
+    Returns a copy of all scales, ``[S, 4]``: each four times, so that every first one is at a
+    multiple of 16 bytes, where cuBLASLt wants it.
     """
     seen = (amax >= 0) & (amax < torch.inf)
     rolled = torch.cat((amax[None], history[:-1]))
@@ -41,3 +44,4 @@ def update_scales_(
     due = seen & (chosen > 0) & ((steps - 1) % interval == 0)
     scale.copy_(torch.where(due, 1.0 / encode, scale))
     amax.fill_(NO_DATA)
+    return scale.unsqueeze(1).repeat(1, 4)

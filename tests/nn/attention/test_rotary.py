@@ -168,7 +168,7 @@ def test_the_function_and_its_two_derivatives(interleaved, device):
 def test_opcheck(device):
     t, angles = torch.randn(2, 3, 4, 8, device=device), torch.randn(2, 1, 1, 6, device=device)
     for flags in ((False, False), (True, True)):
-        torch.library.opcheck(rotate_op, (t, angles.cos(), angles.sin(), *flags))
+        torch.library.opcheck(rotate_op.overload, (t, angles.cos(), angles.sin(), *flags))
 
 
 def test_trained_angles_get_a_gradient(device):

@@ -1,0 +1,334 @@
+"""Which calls of a launcher are recorded and repeated, and that a repeated call does the same.
+
+On the CPU: a launch is a Python function here, and tensors say that they are on GPU 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+pytest.importorskip("triton")
+
+from float8lab.ops.kernels import _launch, _replay
+from float8lab.ops.kernels._replay import replayed
+
+
+class Kernel:
+    """A launched kernel: ``function`` writes to the tensors that it is given."""
+
+    def __init__(self, function: Callable[..., None], *, known: bool = True) -> None:
+        self.function, self.is_known, self.launches = function, known, 0
+
+    def run(self, x, y, z, stream, handle, metadata, _1, _2, _3, *args: Any) -> None:
+        assert (x, y, z, stream, handle, metadata) == (5, 1, 1, 7, "handle", "metadata")
+        self.launches += 1
+        with _disable_current_modes():  # a kernel's work is not torch's
+            self.function(*args)
+
+    def __call__(self, *args: Any) -> None:
+        self.run(5, 1, 1, 7, "handle", "metadata", None, None, None, *args)
+        tell = getattr(_launch.RECORDING, "launch", None)
+        if tell is not None:
+            known = (self.run, "handle", "metadata", (), None)
+            tell((5,), args, known if self.is_known else None)
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch):
+    monkeypatch.setattr(_launch, "ENABLED", True)
+    monkeypatch.setattr(_replay, "current_device", lambda: 0)
+    monkeypatch.setattr(_replay, "current_stream", lambda device: 7)
+    monkeypatch.setattr(_replay, "_new_tensor", None)
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
+
+
+def scale_into(x: Tensor, y: Tensor, factor: float) -> None:
+    y.copy_(x * factor)
+
+
+class Scaled:
+    """``x * factor``, by a launcher that counts how often its Python runs."""
+
+    def __init__(self, **options: Any) -> None:
+        self.calls = 0
+        kernel = self.kernel = Kernel(scale_into, **options)
+
+        @replayed
+        def launcher(x: Tensor, factor: float) -> Tensor:
+            self.calls += 1
+            y = x.new_empty(x.shape)
+            kernel(x, y, factor)
+            return y
+
+        self.launcher = launcher
+
+    def __call__(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        y = self.launcher(x, factor)
+        assert torch.equal(y, x * factor)
+        return y
+
+
+def test_the_third_call_does_without_the_launcher():
+    scaled = Scaled()
+    outputs = [scaled(torch.randn(3, 4)) for _ in range(6)]
+    assert scaled.calls == 2
+    assert scaled.kernel.launches == 6
+    assert len({y.data_ptr() for y in outputs}) == 6, "each call has an output of its own"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.new_ones(4, 3),
+        lambda x: torch.ones(4, 3).t(),
+        lambda x: torch.ones(13)[1:].view(3, 4),
+        lambda x: x.double(),
+        lambda x: torch.nn.Parameter(torch.ones(5, 4)),
+    ],
+    ids=["shape", "strides", "alignment", "dtype", "parameter"],
+)
+def test_what_a_launcher_can_tell_apart_is_recorded_apart(other):
+    scaled = Scaled()
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        with torch.no_grad():
+            scaled(x)
+            scaled(other(x))
+    assert scaled.calls == 4
+
+
+def test_other_arguments_are_recorded_apart():
+    scaled = Scaled()
+    for _ in range(4):
+        for factor in (2.0, 3.0):
+            scaled(torch.randn(3, 4), factor)
+    assert scaled.calls == 4
+
+
+def test_empty_tensors_and_other_devices_run_as_they_are(monkeypatch):
+    scaled = Scaled()
+    for _ in range(4):
+        scaled(torch.randn(0, 4))
+    assert scaled.calls == 4
+    monkeypatch.setattr(_replay, "_on_device", lambda launcher, args: launcher(*args))
+    monkeypatch.setattr(_replay, "current_device", lambda: 1)
+    for _ in range(4):
+        scaled(torch.randn(3, 4))
+    assert scaled.calls == 8
+
+
+def test_views_work_room_and_zeros():
+    """Outputs keep their strides, and work that accumulates starts from zero every time."""
+    calls = []
+
+    def add(x: Tensor, total: Tensor, y_t: Tensor, room: Tensor) -> None:
+        total += x.flatten().sum()
+        room.fill_(3)
+        y_t.as_strided((x.numel(),), (1,)).copy_(x.t().flatten())  # a kernel has the address only
+
+    kernel = Kernel(add)
+
+    @replayed
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        total = x.new_zeros(1)
+        y = x.new_empty((x.shape[1], x.shape[0]))
+        kernel(x.view(1, -1).view(x.shape), total, y, torch.empty_like(x))
+        return y.t(), total.view(())
+
+    for _ in range(4):
+        x = torch.randn(3, 4)
+        y, total = launcher(x)
+        assert torch.equal(y, x)
+        assert y.stride() == (1, 3)
+        assert total.shape == ()
+        assert torch.equal(total, x.sum())
+    assert len(calls) == 2
+
+
+def test_a_tensor_that_is_written_and_no_output():
+    calls = []
+    kernel = Kernel(lambda x, slot: slot.copy_(x.amax()))
+
+    @replayed
+    def launcher(x: Tensor, slot: Tensor) -> None:
+        calls.append(1)
+        kernel(x, slot)
+
+    slots = [torch.zeros(()) for _ in range(4)]
+    for slot in slots:
+        x = torch.randn(9)
+        assert launcher(x, slot) is None
+        assert slot == x.amax()
+    assert len(calls) == 2
+
+
+def test_launchers_inside_a_launcher_are_part_of_it():
+    scaled = Scaled()
+    calls = []
+
+    @replayed
+    def launcher(x: Tensor) -> Tensor:
+        calls.append(1)
+        return scaled.launcher(scaled.launcher(x, 2.0), 3.0)
+
+    for _ in range(5):
+        x = torch.randn(3, 4)
+        assert torch.equal(launcher(x), x * 2 * 3)
+    assert len(calls) == 2
+
+
+def _sums(x: Tensor, kernel: Kernel) -> Tensor:
+    y = x.new_empty(x.shape)
+    kernel(x, y, 2.0)
+    return y.sum(0)
+
+
+def _input(x: Tensor, kernel: Kernel) -> Tensor:
+    kernel(x, x.new_empty(x.shape), 2.0)
+    return x
+
+
+def _twice(x: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape)
+    kernel(x, y, 2.0)
+    return y, y
+
+
+def _part(x: Tensor, kernel: Kernel) -> Tensor:
+    y = x.new_empty((2, *x.shape))
+    kernel(x, y[0], 2.0)
+    return y[0]
+
+
+def _nothing(x: Tensor, kernel: Kernel) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _hidden(x: Tensor, kernel: Kernel) -> Tensor:
+    y = x.new_empty(x.shape)
+    kernel(HIDDEN, y, 2.0)
+    return y
+
+
+HIDDEN = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize("launcher", [_sums, _input, _twice, _part, _nothing, _hidden])
+def test_what_does_more_than_allocate_and_launch_runs_as_it_is(launcher):
+    calls = []
+    kernel = Kernel(scale_into)
+
+    @replayed
+    def call(x: Tensor) -> Any:
+        calls.append(1)
+        return launcher(x, kernel)
+
+    for _ in range(5):
+        call(torch.randn(3, 4))
+    assert len(calls) == 5
+
+
+def test_a_kernel_that_triton_must_launch_is_not_recorded():
+    scaled = Scaled(known=False)
+    for _ in range(5):
+        scaled(torch.randn(3, 4))
+    assert scaled.calls == 5
+
+
+def test_one_tensor_as_two_arguments_is_not_recorded():
+    """The next call may have two."""
+    calls = []
+    kernel = Kernel(lambda a, b, y: y.copy_(a + b))
+
+    @replayed
+    def launcher(a: Tensor, b: Tensor) -> Tensor:
+        calls.append(1)
+        y = a.new_empty(a.shape)
+        kernel(a, b, y)
+        return y
+
+    for _ in range(3):
+        x, y = torch.randn(4), torch.randn(4)
+        assert torch.equal(launcher(x, x), x + x)
+        assert torch.equal(launcher(x, y), x + y)
+
+
+def test_a_launcher_that_raises_leaves_no_recording():
+    fail = [False, True, False, False, False]
+
+    @replayed
+    def launcher(x: Tensor) -> Tensor:
+        if fail.pop(0):
+            raise RuntimeError("out of memory")
+        return x.new_empty(x.shape)
+
+    launcher(torch.ones(3))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        launcher(torch.ones(3))
+    assert getattr(_launch.RECORDING, "launch", None) is None
+    launcher(torch.ones(3))
+
+
+def test_hooks_see_every_launch_of_the_launcher(monkeypatch):
+    scaled = Scaled()
+    monkeypatch.setattr(_replay, "has_hooks", lambda: True)
+    for _ in range(4):
+        scaled(torch.randn(3, 4))
+    assert scaled.calls == 4
+
+
+def test_new_memory_is_filled_in_deterministic_mode():
+    calls = []
+    kernel = Kernel(lambda x, y: None)
+
+    @replayed
+    def launcher(x: Tensor) -> Tensor:
+        calls.append(1)
+        y = x.new_empty(x.shape)
+        kernel(x, y)
+        return y
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(4):
+            assert launcher(torch.ones(3)).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(calls) == 2
+
+
+def test_another_thread_does_not_end_up_in_a_recording():
+    inner, seen = Scaled(), []
+    kernel = Kernel(scale_into)
+
+    @replayed
+    def launcher(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: seen.append(inner(torch.ones(2))))
+        thread.start()
+        thread.join()
+        y = x.new_empty(x.shape)
+        kernel(x, y, 2.0)
+        return y
+
+    for _ in range(4):
+        x = torch.randn(3, 4)
+        assert torch.equal(launcher(x), 2 * x)
+    assert kernel.launches == 4
+    assert inner.kernel.launches == len(seen)
+    assert 2 <= len(seen) <= 4
+
+
+def test_it_does_not_grow_without_end(monkeypatch):
+    monkeypatch.setattr(_replay, "_MOST_CALLS", 3)
+    scaled = Scaled()
+    for size in [*range(1, 9), *range(1, 9)]:
+        scaled(torch.randn(size))
+    assert scaled.calls == 16
