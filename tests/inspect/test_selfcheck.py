@@ -325,3 +325,36 @@ assert callable(float8lab.selfcheck)
     assert float8lab.selfcheck is selfcheck
     with pytest.raises(AttributeError, match="no attribute 'selfchek'"):
         float8lab.selfchek  # noqa: B018
+
+
+# Several programs at once.
+
+
+def test_programs_share_the_checks(only, monkeypatch):
+    only("transpose", "rotate", "amax")
+    found = module._run_in_programs(CPU, 2)
+    assert {*found} == {"transpose", "rotate", "amax"}
+    expected = module.run_checks(CPU, [*found])
+    assert {name: rows for name, (rows, _) in found.items()} == {
+        name: rows for name, (rows, _) in expected.items()
+    }
+
+
+def test_a_program_that_dies_fails_its_checks_alone(only, monkeypatch):
+    only("transpose", "rotate")
+    code = module._CODE.replace(
+        "for name", "if 'rotate' in sys.argv: sys.exit('out of luck')\nfor name"
+    )
+    monkeypatch.setattr(module, "_CODE", code)
+    found = module._run_in_programs(CPU, 2)
+    ((row,), _) = found["rotate"]
+    assert row.status == "failed"
+    assert "status 1: out of luck" in row.failures[0]
+    assert {row.status for row in found["transpose"][0]} == {"passed"}
+
+
+@pytest.mark.gpu
+def test_all_of_it_on_a_gpu():
+    report = selfcheck("cuda")
+    assert report.passed, report
+    assert {*report.seconds} == {check.name for check in CHECKS}

@@ -169,7 +169,7 @@ def test_modes_transforms_and_profilers_see_the_op(dispatched):
     with Ops() as mode:
         _twice()(x)
     assert mode.seen[0] is torch.ops.float8lab_test.twice.default
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         _twice()(_x())
     assert any("float8lab_test::twice" in event.key for event in profile.key_averages())
     with torch._subclasses.FakeTensorMode() as fake:

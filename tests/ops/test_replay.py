@@ -185,10 +185,38 @@ def test_launchers_inside_a_launcher_are_part_of_it():
     assert len(calls) == 2
 
 
+def test_torch_sums_what_a_kernel_has_written():
+    calls = []
+    kernel = Kernel(scale_into)
+
+    @replayed
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        y = x.new_empty(x.shape)
+        kernel(x, y, 2.0)
+        z = x.new_empty(x.shape[1:])
+        total = y.sum(0)
+        kernel(total, z, 3.0)
+        return z, total
+
+    for _ in range(5):
+        x = torch.randn(3, 4)
+        z, total = launcher(x)
+        assert torch.equal(total, (2 * x).sum(0))
+        assert torch.equal(z, 3 * total)
+    assert len(calls) == 2
+
+
 def _sums(x: Tensor, kernel: Kernel) -> Tensor:
     y = x.new_empty(x.shape)
     kernel(x, y, 2.0)
-    return y.sum(0)
+    return y.sum(0).view(2, 2)
+
+
+def _cosine(x: Tensor, kernel: Kernel) -> Tensor:
+    y = x.new_empty(x.shape)
+    kernel(x, y, 2.0)
+    return y.cos()
 
 
 def _input(x: Tensor, kernel: Kernel) -> Tensor:
@@ -221,7 +249,7 @@ def _hidden(x: Tensor, kernel: Kernel) -> Tensor:
 HIDDEN = torch.ones(3, 4)
 
 
-@pytest.mark.parametrize("launcher", [_sums, _input, _twice, _part, _nothing, _hidden])
+@pytest.mark.parametrize("launcher", [_sums, _cosine, _input, _twice, _part, _nothing, _hidden])
 def test_what_does_more_than_allocate_and_launch_runs_as_it_is(launcher):
     calls = []
     kernel = Kernel(scale_into)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -238,6 +243,10 @@ class Check:
 CHECKS: list[Check] = []
 """All checks, in the order of the report."""
 
+_LONG = ("scaled_mm", "quantize_many, cast_many", "cast_of, cast_of_unrecorded", "quantize_of",
+         "quantize_pair", "scaled_bmm", "value_of", "cast, cast_unrecorded")  # fmt: skip
+"""Checks with the most kernels."""
+
 
 def checks(
     group: str, against: str, *names: str
@@ -272,8 +281,20 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
             f"device must be one that torch sees; got {device}, and torch sees no CUDA GPU. "
             "Pass device='cpu', or see `python -m float8lab env`."
         )
-    rows: list[Row] = []
-    seconds: dict[str, float] = {}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    shown = f"{device} ({name})" if name else str(device)
+    programs = min(_MOST_PROGRAMS, os.cpu_count() or 1)
+    if device.type == "cuda" and programs > 1:
+        found = _run_in_programs(device, programs)
+    else:
+        found = run_checks(device, [check.name for check in CHECKS])
+    rows = [row for check in CHECKS for row in found[check.name][0]]
+    return Report(shown, rows, {name: found[name][1] for name in found}, verbose)
+
+
+def run_checks(device: torch.device, names: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
+    """Some of the checks: by name their rows, and how many seconds each took."""
+    found = {}
     on_device: AbstractContextManager[Any] = (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     )
@@ -282,13 +303,61 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
     try:
         with on_device, torch.no_grad(), torch.autocast(device.type, enabled=False):
             for check in CHECKS:
-                start = time.perf_counter()
-                rows += _rows_of(check, device)
-                seconds[check.name] = round(time.perf_counter() - start, 3)
+                if check.name in names:
+                    start = time.perf_counter()
+                    rows = _rows_of(check, device)
+                    found[check.name] = rows, round(time.perf_counter() - start, 3)
     finally:
         torch.set_num_threads(threads)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return Report(f"{device} ({name})" if name else str(device), rows, seconds, verbose)
+    return found
+
+
+_MOST_PROGRAMS = 8
+_CODE = """
+import dataclasses, json, sys, torch
+from float8lab.inspect.selfcheck.harness import run_checks
+for name in sys.argv[2:]:
+    rows, seconds = run_checks(torch.device(sys.argv[1]), [name])[name]
+    print(json.dumps([name, [dataclasses.asdict(row) for row in rows], seconds]))
+"""
+
+
+def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[list[Row], float]]:
+    """All checks, in several programs at once: nearly all of their time compiles kernels.
+
+    In programs of their own, since Triton compiles under Python's lock, and a pool of processes
+    would run the caller's script again.
+    """
+    # The longest first: each program takes every so many.
+    names = sorted((check.name for check in CHECKS), key=lambda name: name not in _LONG)
+    shares = [names[i::programs] for i in range(programs)]
+    at = device
+    if device.type == "cuda" and device.index is None:
+        at = torch.device("cuda", torch.cuda.current_device())
+
+    def run(share: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
+        command = [sys.executable, "-c", _CODE, str(at), *share]
+        paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": paths},
+        )  # fmt: skip
+        found = {}
+        for line in done.stdout.splitlines():
+            if line.startswith("["):
+                name, rows, seconds = json.loads(line)
+                found[name] = [Row(**row) for row in rows], seconds
+        last = " ".join(done.stderr.split()[-60:])
+        for name in share:
+            if name not in found:  # it died, as of a signal
+                problem = f"the program that ran it ended with status {done.returncode}: {last}"
+                check = next(check for check in CHECKS if check.name == name)
+                row = Row(check.group, name, check.against, "failed", 0, None, "", [problem])
+                found[name] = [row], 0.0
+        return found
+
+    with ThreadPoolExecutor(programs) as pool:
+        return {name: one for found in pool.map(run, shares) for name, one in found.items()}
 
 
 def _rows_of(check: Check, device: torch.device) -> list[Row]:

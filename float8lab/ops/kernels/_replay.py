@@ -42,6 +42,9 @@ _VIEWS = frozenset(
     {_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.alias.default,
      _aten.detach.default}
 )  # fmt: skip
+_STEPS = frozenset({_aten.sum.dim_IntList})
+"""Torch's kernels that are repeated between our own."""
+_OF_NO_TENSOR = frozenset({_aten.promote_types.default})
 
 
 class _Launch(NamedTuple):
@@ -51,40 +54,63 @@ class _Launch(NamedTuple):
     z: int
     handle: Any
     metadata: Any
-    tensors: tuple[int, ...]
-    """Leading arguments, by their number among the tensors of the call."""
-    rest: tuple[Any, ...]
+    tensors: tuple[tuple[int, int], ...]
+    """Positions of arguments, and their numbers among the tensors of the call."""
+    args: list[Any]
+    """All arguments, with nothing where tensors go."""
+
+
+class _Step(NamedTuple):
+    """A torch function."""
+
+    function: Callable[..., Tensor]
+    kwargs: dict[str, Any]
+    number: int
+    """Of what it returns."""
+    tensors: tuple[tuple[int, int], ...]
+    args: list[Any]
 
 
 class _Call(NamedTuple):
     """What a call does. Its tensors are numbered: those it is given, then those it allocates."""
 
-    allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
+    """None for what a step returns."""
     zeros: tuple[int, ...]
     """Which of the tensors are zero at first."""
-    launches: tuple[_Launch, ...]
+    steps: tuple[_Launch | _Step, ...]
     outputs: tuple[int, ...]
     returns_tuple: bool
 
-    def run(self, tensors: list[Tensor], device: int) -> Any:
+    def run(self, tensors: list[Any], device: int) -> Any:
         if _new_tensor is None or _is_deterministic():
             where = tensors[0].device
-            for size, stride, dtype in self.allocations:
-                tensors.append(torch.empty_strided(size, stride, dtype=dtype, device=where))
+            new = functools.partial(_empty_strided, where)
         else:
-            for size, stride, dtype in self.allocations:
-                tensors.append(_new_tensor(size, stride, dtype))
+            new = _new_tensor
+        for allocation in self.allocations:
+            tensors.append(allocation and new(*allocation))
         for number in self.zeros:
             tensors[number].zero_()
         stream = current_stream(device)
-        for run, x, y, z, handle, metadata, pointers, rest in self.launches:
-            run(
-                x, y, z, stream, handle, metadata, None, None, None,
-                *[tensors[i] for i in pointers], *rest,
-            )  # fmt: skip
+        for step in self.steps:
+            args = step.args.copy()
+            for position, number in step.tensors:
+                args[position] = tensors[number]
+            if isinstance(step, _Step):
+                tensors[step.number] = step.function(*args, **step.kwargs)
+            else:
+                run, x, y, z, handle, metadata, _, _ = step
+                run(x, y, z, stream, handle, metadata, None, None, None, *args)
         if self.returns_tuple:
             return tuple([tensors[i] for i in self.outputs])
         return tensors[self.outputs[0]] if self.outputs else None
+
+
+def _empty_strided(
+    device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class _Recording(TorchDispatchMode):
@@ -99,7 +125,7 @@ class _Recording(TorchDispatchMode):
         self.given = len(tensors)
         self.number = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.zeros: list[int] = []
-        self.launches: list[_Launch] = []
+        self.steps: list[_Launch | _Step] = []
         self.fits = len(self.number) == len(tensors)  # one tensor as two arguments could be two
 
     def __enter__(self) -> Any:
@@ -120,7 +146,11 @@ class _Recording(TorchDispatchMode):
         elif func in _VIEWS and id(args[0]) in self.number:
             self.number[id(out)] = self.number[id(args[0])]
             self.kept.append(out)
-        else:
+        elif func in _STEPS:
+            number = self.number[id(out)] = len(self.tensors)
+            self.tensors.append(out)
+            self.steps.append(_Step(func, kwargs or {}, number, *self._separate(args)))
+        elif func not in _OF_NO_TENSOR:
             self.fits = False
         return out
 
@@ -130,22 +160,26 @@ class _Recording(TorchDispatchMode):
             self.fits = False
             return
         run, handle, metadata, values, _ = known
-        count = sum(isinstance(arg, Tensor) for arg in args)
-        numbers = [self.number.get(id(arg)) for arg in args[:count]]
-        if None in numbers:  # of a tensor that it cannot know, or a size before a tensor
-            self.fits = False
-            return
+        tensors, rest = self._separate(args)
         x, y, z = (*grid, 1, 1)[:3]
-        self.launches.append(
-            _Launch(run, x, y, z, handle, metadata, tuple(numbers), (*args[count:], *values))  # type: ignore[arg-type]
-        )
+        self.steps.append(_Launch(run, x, y, z, handle, metadata, tensors, [*rest, *values]))
+
+    def _separate(self, args: tuple[Any, ...]) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
+        """Positions and numbers of the tensors among arguments, and the arguments without them."""
+        at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        numbers = [self.number.get(id(args[i]), -1) for i in at]
+        if -1 in numbers:  # not one that it is given, nor one that it allocates
+            self.fits = False
+        rest = [None if isinstance(arg, Tensor) else arg for arg in args]
+        return tuple(zip(at, numbers, strict=True)), rest
 
     def call(self, result: Any) -> _Call | None:
         """What was recorded of a call that gave ``result``; None if it cannot be repeated."""
         outputs = () if result is None else (result,) if isinstance(result, Tensor) else result
         numbers = [self.number.get(id(tensor), -1) for tensor in outputs]
         fresh = len(set(numbers)) == len(numbers) and all(i >= self.given for i in numbers)
-        if not self.fits or not self.launches or not fresh:
+        launches = [step for step in self.steps if type(step) is _Launch]
+        if not self.fits or not launches or not fresh:
             return None
         # An output may be a view of what was allocated, over all of it.
         tensors = [*self.tensors]
@@ -154,10 +188,16 @@ class _Recording(TorchDispatchMode):
             if out.nbytes != whole.nbytes or out.data_ptr() != whole.data_ptr():
                 return None
             tensors[number] = out
+        returned = {step.number for step in self.steps if isinstance(step, _Step)}
+        if any(tensors[number] is not self.tensors[number] for number in returned):
+            return None
         allocations = tuple(
-            (tuple(one.shape), one.stride(), one.dtype) for one in tensors[self.given :]
+            None
+            if i in returned
+            else (tuple(tensors[i].shape), tensors[i].stride(), tensors[i].dtype)
+            for i in range(self.given, len(tensors))
         )
-        how = (allocations, tuple(self.zeros), tuple(self.launches), tuple(numbers))
+        how = (allocations, tuple(self.zeros), tuple(self.steps), tuple(numbers))
         return _Call(*how, isinstance(result, tuple))
 
 
