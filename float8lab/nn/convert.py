@@ -31,7 +31,14 @@ from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["ConversionReport", "LayerReport", "convert_to_float8", "matches", "to_high_precision"]
+__all__ = [
+    "ConversionReport",
+    "LayerReport",
+    "convert_to_float8",
+    "matches",
+    "remove_region_hooks",
+    "to_high_precision",
+]
 
 
 @dataclass(frozen=True)
@@ -619,7 +626,7 @@ def to_high_precision(model: nn.Module) -> nn.Module:
         layer.__class__ = _class_of(layer, _plain_class)
         del layer._fp8
     for module in model.modules():
-        _remove_region_hooks(module)
+        remove_region_hooks(module)
     return model
 
 
@@ -630,7 +637,8 @@ def _dequantize_parameters(module: nn.Module) -> None:
             setattr(module, name, plain)
 
 
-def _remove_region_hooks(module: nn.Module) -> None:
+def remove_region_hooks(module: nn.Module) -> None:
+    """Have calls of a module be no region of delayed scaling any more."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _CallRegion):
