@@ -6,6 +6,7 @@
 """
 
 from float8lab.inspect.html import html
+from float8lab.inspect.memory import LayerMemory, MemoryReport, memory_report
 from float8lab.inspect.plot import plot
 from float8lab.inspect.statistics import (
     BlockStats,
@@ -23,6 +24,8 @@ __all__ = [
     "BlockStats",
     "Comparison",
     "Histogram",
+    "LayerMemory",
+    "MemoryReport",
     "TensorStats",
     "bars",
     "blocks",
@@ -30,6 +33,7 @@ __all__ = [
     "health",
     "histogram",
     "html",
+    "memory_report",
     "plot",
     "stats",
     "summary",

@@ -125,12 +125,14 @@ def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
 
     Of a DTensor this rank's.
     """
-    if not hasattr(x, "__tensor_flatten__"):
+    if hasattr(x, "_local_tensor"):
+        yield from storages(x._local_tensor)
+    elif hasattr(x, "__tensor_flatten__"):
+        for name in x.__tensor_flatten__()[0]:
+            for inner, storage in storages(getattr(x, name)):
+                yield inner or name, storage
+    else:
         yield "", x.untyped_storage()
-        return
-    for name in x.__tensor_flatten__()[0]:
-        for inner, storage in storages(getattr(x, name)):
-            yield inner or name, storage
 
 
 class _Counted:

@@ -123,21 +123,17 @@ class _Contents:
 
 
 class _Buffers:
-    """What the buffers held; only those that were written are written back."""
+    """What the buffers held."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = [(b, b.detach().clone(), _version(b)) for b in model.buffers()]
+        self.kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
     @torch.no_grad()
     def restore(self) -> None:
-        written = [(b, copy) for b, copy, version in self.kept if _version(b) != version]
-        for buffer, copy in written:
-            buffer.copy_(copy)
-        self.kept = [(b, copy, _version(b)) for b, copy, _ in self.kept]
-
-
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+        # Versions tell nothing, since batch_norm does not count its writes. By .data these writes
+        # are not counted either: a graph that the caller has in progress stays valid.
+        for buffer, copy in self.kept:
+            buffer.data.copy_(copy)
 
 
 class _Random:
@@ -226,6 +222,9 @@ def on_trial(model: nn.Module) -> Iterator[Trial]:
             _isolate(model)
             yield Trial(model, buffers, random)
     finally:
+        for module in model.modules():
+            if hasattr(module, "unshard") and hasattr(module, "reshard"):
+                module.reshard()  # type: ignore[operator]  # FSDP2's root stays gathered
         for contents in (*modules, *owned):
             contents.restore()
         buffers.restore()
