@@ -8,6 +8,7 @@
 from float8lab.inspect.html import html
 from float8lab.inspect.memory import LayerMemory, MemoryReport, memory_report
 from float8lab.inspect.plot import plot
+from float8lab.inspect.sensitivity import Damage, Sensitivity, sensitivity
 from float8lab.inspect.statistics import (
     BlockStats,
     Comparison,
@@ -23,9 +24,11 @@ from float8lab.inspect.text import bars, health, summary, table
 __all__ = [
     "BlockStats",
     "Comparison",
+    "Damage",
     "Histogram",
     "LayerMemory",
     "MemoryReport",
+    "Sensitivity",
     "TensorStats",
     "bars",
     "blocks",
@@ -35,6 +38,7 @@ __all__ = [
     "html",
     "memory_report",
     "plot",
+    "sensitivity",
     "stats",
     "summary",
     "table",
