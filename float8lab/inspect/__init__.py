@@ -5,6 +5,7 @@
 0.25
 """
 
+from float8lab.inspect.advise import Advice, LayerAdvice, advise
 from float8lab.inspect.html import html
 from float8lab.inspect.memory import LayerMemory, MemoryReport, memory_report
 from float8lab.inspect.plot import plot
@@ -22,14 +23,17 @@ from float8lab.inspect.statistics import (
 from float8lab.inspect.text import bars, health, summary, table
 
 __all__ = [
+    "Advice",
     "BlockStats",
     "Comparison",
     "Damage",
     "Histogram",
+    "LayerAdvice",
     "LayerMemory",
     "MemoryReport",
     "Sensitivity",
     "TensorStats",
+    "advise",
     "bars",
     "blocks",
     "compare",

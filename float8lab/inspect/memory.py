@@ -261,7 +261,7 @@ def _add_optimizer(
 def saved_by_layer(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
     """Bytes that autograd keeps of ``run``, by the module that was running: parameters apart.
 
-    Inside ``on_trial``, which removes the hooks again.
+    For use inside ``on_trial``.
     """
     counted = _Counted()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -279,6 +279,7 @@ def _saved(model: nn.Module, run: Callable[[], Any], counted: _Counted) -> dict[
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         output = run()
+    running.stop()
     # Parameters that FSDP2 has gathered exist only while their module runs; by now they are empty.
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, storage in found:
@@ -288,13 +289,20 @@ def _saved(model: nn.Module, run: Callable[[], Any], counted: _Counted) -> dict[
 
 
 class _Running:
-    """Knows the innermost module that runs; hooks that ``on_trial`` removes tell it."""
+    """Knows the innermost module that runs; after an exception ``on_trial`` removes its hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names: list[str] = []
+        self._handles: list[Any] = []
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._enter(name), prepend=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            self._handles += [
+                module.register_forward_pre_hook(self._enter(name), prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:

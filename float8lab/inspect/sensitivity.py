@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from float8lab.formats import Float8Spec
 from float8lab.inspect.text import aligned
 from float8lab.inspect.trial import LossFn, Trial, loss_of, on_trial, refuse_dtensors
-from float8lab.nn.convert import matches
+from float8lab.nn.convert import unambiguous
 from float8lab.nn.linear import Linear
 from float8lab.nn.operands import plain
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
@@ -147,7 +147,7 @@ class Sensitivity:
             best = min(order, key=lambda tried: len(too_much.get((name, tried), ())))
             wanted[name] = _without(best, too_much.get((name, best), set()))
         changed = {name: choice for name, choice in wanted.items() if choice != base}
-        return _unambiguous(changed, {**dict.fromkeys(self.skipped), **wanted})
+        return unambiguous(changed, {**dict.fromkeys(self.skipped), **wanted})
 
     def to_json(self) -> str:
         """The same as data."""
@@ -240,25 +240,6 @@ def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
 
 def _gemms_in_fp8(plan: LinearPlan) -> list[str]:
     return [gemm for gemm in GEMMS if getattr(plan, gemm)]
-
-
-def _unambiguous(
-    changed: Mapping[str, Recipe | None], wanted: Mapping[str, Recipe | None]
-) -> dict[str, Recipe | None]:
-    """Overrides that say what is wanted of each layer, though a name is a pattern too.
-
-    ``"0"`` also means ``"1.0"``, which then needs an entry of its own behind it.
-    """
-    said = dict(changed)
-    while True:
-        said = dict(sorted(said.items(), key=lambda item: item[0].count(".")))
-        for name, choice in wanted.items():
-            found = [pattern for pattern in said if matches(name, pattern)]
-            if found and found[-1] != name:
-                said[name] = choice
-                break
-        else:
-            return said
 
 
 def sensitivity(

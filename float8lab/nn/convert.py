@@ -38,6 +38,7 @@ __all__ = [
     "matches",
     "remove_region_hooks",
     "to_high_precision",
+    "unambiguous",
 ]
 
 
@@ -128,6 +129,30 @@ def matches(name: str, pattern: str) -> bool:
         for i in range(len(parts) - len(wanted) + 1)
     )
     return found or fnmatchcase(name, pattern)
+
+
+def unambiguous(
+    changed: Mapping[str, Recipe | None], wanted: Mapping[str, Recipe | None]
+) -> dict[str, Recipe | None]:
+    """``overrides`` that mean these very layers, though a name is a pattern, too.
+
+    Args:
+        changed: what to say, by layer.
+        wanted: what each layer of the model is to get, said or not.
+
+    >>> unambiguous({"0": None}, {"0": None, "1.0": Float8CurrentScaling()})
+    {'0': None, '1.0': Float8CurrentScaling()}
+    """
+    said = dict(changed)
+    while True:
+        said = dict(sorted(said.items(), key=lambda item: item[0].count(".")))
+        for name, choice in wanted.items():
+            found = [pattern for pattern in said if matches(name, pattern)]
+            if found and found[-1] != name:
+                said[name] = choice
+                break
+        else:
+            return said
 
 
 _Choice = Recipe | Auto
