@@ -65,7 +65,7 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
             f"loss_fn must return one number that requires a gradient; got {got}. "
             "Pass loss_fn(model, batch) that calls the model and returns the loss."
         )
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def _own_loss(output: Any) -> Any:
