@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab import inspect, recipes
-from float8lab.inspect.advise import advise_by
+from float8lab.inspect.advice import advise_by
 from float8lab.nn.count import GEMM_OPS
 from float8lab.recipes.auto import Times, estimate, estimate_parts
 from tests.inspect.models import Noted, snapshot
@@ -279,13 +279,16 @@ def test_report_as_text_and_json():
         model = nn.Sequential(nn.Linear(8192, 8192, bias=False), nn.Linear(8192, 32, bias=False))
         x = torch.empty(16384, 8192, dtype=torch.bfloat16)
     found = inspect.advise(model.bfloat16(), x)
-    assert_expected_inline(str(found), """\
+    assert_expected_inline(
+        str(found),
+        """\
 layer      M     K     N  high ms    CPU  FP8 quantize   GEMM    CPU     x  pays from  MB saved
 0      16384  8192  8192    8.658  0.093         0.527  4.558  1.163  1.70       2183     134.2
 1      16384  8192    32    0.201  0.093         0.228  0.138  1.163  0.17      never     134.0
 Float8CurrentScaling(), modelled for an H200, from rates measured there
-linear layers of a step, predicted: high precision 8.859 ms, FP8 5.451 ms, advised 5.286 ms; 1 of 2 layers pay
-268.2 MB less kept from forward to backward""")
+linear layers of a step, predicted: high precision 8.859 ms, FP8 5.451 ms, advised 5.286 ms
+1 of 2 layers pay; 268.2 MB less kept from forward to backward""",
+    )
     data = json.loads(found.to_json())
     assert data["overrides"] == {"1": "None"}
     assert data["layers"][0]["N"] == 8192

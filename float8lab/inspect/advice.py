@@ -155,7 +155,8 @@ class Advice:
         in_fp8 = len(self.layers) - sum(r is None for r in self.overrides.values())
         lines += [
             f"{self.recipe}, {'measured on' if self.measured else 'modelled for'} {self.device}",
-            f"{what}, predicted: {steps}; {in_fp8} of {len(self.layers)} layers pay",
+            f"{what}, predicted: {steps}",
+            f"{in_fp8} of {len(self.layers)} layers pay; "
             f"{self.saved / 1e6:.1f} MB less kept from forward to backward",
         ]
         return "\n".join(lines)
