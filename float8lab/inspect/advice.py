@@ -512,6 +512,7 @@ class _Bench:
         with _Recorded() as recorded:
             self.run(1)
 
+        @torch.no_grad()
         def again() -> None:
             for op, args, kwargs in recorded.calls:
                 op(*args, **kwargs)

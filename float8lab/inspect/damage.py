@@ -387,8 +387,11 @@ class _Bench:
 
 def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
     """Euclidean norms; 0 of None."""
-    found = [torch.linalg.vector_norm(t.float()).cpu() for t in tensors if t is not None]
-    values = iter(torch.stack(found).tolist() if found else ())
+    found = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
+    # One wait for the GPU, not one each.
+    values = iter(
+        torch.stack([norm.to(found[0].device) for norm in found]).tolist() if found else ()
+    )
     return [0.0 if t is None else next(values) for t in tensors]
 
 

@@ -59,6 +59,7 @@ def snapshot(model: nn.Module) -> Any:
         "buffers": [values(b) for b in model.buffers()],
         "plain": (getattr(model, "calls", 0), list(getattr(model, "seen", []))),
         "random": torch.get_rng_state().tolist(),
+        "random on GPUs": [state.tolist() for state in torch.cuda.get_rng_state_all()],
         "autocast": (STATE.enabled, STATE.recipe, STATE.calibrating, STATE.region),
         "grad mode": torch.is_grad_enabled(),
     }

@@ -85,6 +85,15 @@ def test_a_planted_outlier_ranks_first(operand, recipe, seed, runs):
     assert str(planted) in found.overrides()
 
 
+def test_a_bfloat16_model_on_any_device(device):
+    model = stack(3, 128).to(device, torch.bfloat16)
+    x = torch.randn(128, 128, device=device, dtype=torch.bfloat16)
+    plant(model, 2, x)
+    found = inspect.sensitivity(model, x, lambda model, x: model(x).float().square().mean())
+    assert found.rows[0].layer == "2"
+    assert found.noise < found.rows[0].damage / 10
+
+
 @each_seed
 @pytest.mark.parametrize("recipe", [CURRENT, ROWWISE, BLOCK], ids=lambda r: type(r).__name__)
 def test_damage_to_dgrad_alone(recipe, seed):
@@ -217,9 +226,9 @@ def test_names_that_are_patterns_of_others():
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("converted", [False, True])
-def test_the_model_is_left_as_it_was(converted, training, fails):
-    model = Noted(fails=fails)
-    x = torch.randn(16, 32)
+def test_the_model_is_left_as_it_was(converted, training, fails, device):
+    model = Noted(fails=fails).to(device)
+    x = torch.randn(16, 32, device=device)
     if converted:
         delayed = recipes.DelayedScaling(amax_history_len=4)
         float8lab.convert_to_float8(model, delayed, overrides={"second": CURRENT})
@@ -239,6 +248,25 @@ def test_the_model_is_left_as_it_was(converted, training, fails):
 
 def test_dropout_and_batch_statistics_are_the_same_in_every_run():
     assert inspect.sensitivity(Noted(), torch.randn(16, 32), square).noise == 0.0
+
+
+def test_random_streams_of_a_tracker_are_put_back():
+    tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    tracker.add("model-parallel-rng", 7)
+
+    class Dropout(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+            self.get_rng_state_tracker = lambda: tracker
+
+        def forward(self, x):
+            with self.get_rng_state_tracker().fork():
+                return nn.functional.dropout(self.linear(x), 0.5)
+
+    before = tracker.get_states()["model-parallel-rng"]
+    assert inspect.sensitivity(Dropout(), torch.randn(16, 32), square).noise == 0.0
+    assert torch.equal(tracker.get_states()["model-parallel-rng"], before)
 
 
 def test_gradients_that_hooks_and_optimizers_wait_for():
