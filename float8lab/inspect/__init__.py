@@ -1,9 +1,12 @@
-"""What FP8 tensors hold: statistics, histograms, comparisons, pictures. Nothing here changes one.
+"""What FP8 tensors hold, and what FP8 does to a model. Nothing here changes a tensor or a model.
 
 >>> t = float8lab.quantize(torch.tensor([[1.0, -448.0], [0.0, 3.0]]))
 >>> float8lab.inspect.stats(t).saturated
 0.25
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from float8lab.inspect.html import html
 from float8lab.inspect.plot import plot
@@ -19,19 +22,52 @@ from float8lab.inspect.statistics import (
 )
 from float8lab.inspect.text import bars, health, summary, table
 
+if TYPE_CHECKING:
+    from float8lab.inspect.advice import Advice, LayerAdvice, advise
+    from float8lab.inspect.damage import Damage, Sensitivity, sensitivity
+    from float8lab.inspect.memory import LayerMemory, MemoryReport, memory_report
+
 __all__ = [
+    "Advice",
     "BlockStats",
     "Comparison",
+    "Damage",
     "Histogram",
+    "LayerAdvice",
+    "LayerMemory",
+    "MemoryReport",
+    "Sensitivity",
     "TensorStats",
+    "advise",
     "bars",
     "blocks",
     "compare",
     "health",
     "histogram",
     "html",
+    "memory_report",
     "plot",
+    "sensitivity",
     "stats",
     "summary",
     "table",
 ]
+
+_LAZY = {
+    "float8lab.inspect.advice": ("Advice", "LayerAdvice", "advise"),
+    "float8lab.inspect.damage": ("Damage", "Sensitivity", "sensitivity"),
+    "float8lab.inspect.memory": ("LayerMemory", "MemoryReport", "memory_report"),
+}
+"""Modules that few programs use, and the names that load them on their first use."""
+_MODULES = {name: module for module, names in _LAZY.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

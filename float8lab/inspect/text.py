@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from float8lab.inspect.statistics import Histogram, TensorStats, stats
 
-__all__ = ["bars", "health", "summary", "table"]
+__all__ = ["aligned", "bars", "health", "summary", "table"]
 
 
 def health(found: TensorStats) -> str:
@@ -86,3 +87,20 @@ def _trimmed(found: Histogram) -> list[tuple[str, int]]:
     if found.by == "code":
         return [row for row in rows if row[1]]
     return rows[used[0] : used[-1] + 1] if used else []
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
+
+    >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
+    layer    us
+    0      1200
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

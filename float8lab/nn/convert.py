@@ -31,7 +31,15 @@ from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["ConversionReport", "LayerReport", "convert_to_float8", "matches", "to_high_precision"]
+__all__ = [
+    "ConversionReport",
+    "LayerReport",
+    "convert_to_float8",
+    "matches",
+    "remove_region_hooks",
+    "to_high_precision",
+    "unambiguous",
+]
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,30 @@ def matches(name: str, pattern: str) -> bool:
         for i in range(len(parts) - len(wanted) + 1)
     )
     return found or fnmatchcase(name, pattern)
+
+
+def unambiguous(
+    changed: Mapping[str, Recipe | None], wanted: Mapping[str, Recipe | None]
+) -> dict[str, Recipe | None]:
+    """``overrides`` that mean these very layers, though a name is a pattern, too.
+
+    Args:
+        changed: what to say, by layer.
+        wanted: what each layer of the model is to get, said or not.
+
+    >>> unambiguous({"0": None}, {"0": None, "1.0": Float8CurrentScaling()})
+    {'0': None, '1.0': Float8CurrentScaling()}
+    """
+    said = dict(changed)
+    while True:
+        said = dict(sorted(said.items(), key=lambda item: item[0].count(".")))
+        for name, choice in wanted.items():
+            found = [pattern for pattern in said if matches(name, pattern)]
+            if found and found[-1] != name:
+                said[name] = choice
+                break
+        else:
+            return said
 
 
 _Choice = Recipe | Auto
@@ -619,7 +651,7 @@ def to_high_precision(model: nn.Module) -> nn.Module:
         layer.__class__ = _class_of(layer, _plain_class)
         del layer._fp8
     for module in model.modules():
-        _remove_region_hooks(module)
+        remove_region_hooks(module)
     return model
 
 
@@ -630,7 +662,8 @@ def _dequantize_parameters(module: nn.Module) -> None:
             setattr(module, name, plain)
 
 
-def _remove_region_hooks(module: nn.Module) -> None:
+def remove_region_hooks(module: nn.Module) -> None:
+    """Have calls of a module be no region of delayed scaling any more."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _CallRegion):

@@ -12,13 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["GemmCounts", "count_gemms"]
+__all__ = ["GEMM_OPS", "GemmCounts", "count_gemms"]
 
 _HIGH_PRECISION = {
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 }
 _FP8 = (torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.scaled_bmm.default)
+GEMM_OPS = frozenset((*_HIGH_PRECISION, *_FP8))
+"""What counts as a matrix product."""
 
 
 class GemmCounts:

@@ -49,7 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor
 
 def output_dtype(x: Tensor) -> torch.dtype:
     """The dtype of torch.autocast if that is active, else of ``x``."""
-    if torch.is_autocast_enabled(x.device.type):
+    # torch.autocast does not know the meta device.
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 

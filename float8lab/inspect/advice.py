@@ -1,0 +1,586 @@
+"""Whether FP8 pays, layer by layer and for the step.  M tokens, N out features, K in features.
+
+A *step* is a forward and a backward pass. The CPU queues what the GPU does, and works ahead of it,
+so a step takes all its GPU time or all its CPU time, whichever is more; the same holds for one
+layer alone.
+
+Measured: the step in high precision, and each *case*, which is a layer of one kind and size with
+one input, on its own in high precision and in FP8. A case is measured on copies of the layer, all
+in one backward pass, since starting one costs as much CPU time as a layer. The step in FP8 is then
+predicted: its layers' times take the place of those in high precision, and the rest stays.
+
+Layers that are given the same input share its cast (``nn/shared_cast.py``); what the second one
+saves by that is measured, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8lab.inspect.memory import OUTPUT, saved_by_layer
+from float8lab.inspect.text import aligned
+from float8lab.inspect.timing import CudaTimer, Timer
+from float8lab.inspect.trial import (
+    LossFn,
+    Trial,
+    call,
+    loss_of,
+    on_trial,
+    refuse_dtensors,
+    without_reduction,
+)
+from float8lab.nn.convert import unambiguous
+from float8lab.nn.count import GEMM_OPS
+from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.linear import Linear
+from float8lab.nn.precision import precisions
+from float8lab.recipes.auto import MODES, Parts, Prediction, Times, choose, estimate_parts
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.region import STATE, Region, in_backward
+
+__all__ = ["Advice", "LayerAdvice", "advise"]
+
+_COPIES = 8
+_COPIED_ELEMENTS = 2**28
+"""At most as many in all copies of a layer; large layers need no copies, the GPU is the slower."""
+_MOST_TOKENS = 2**24
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """Times of a step of one layer, forward and backward, and what it keeps; seconds and bytes."""
+
+    name: str
+    M: int
+    K: int
+    N: int
+    """Of a ``LayerNormMLP``, K and N of its first GEMM; times are of both."""
+    calls: int
+    """In one forward pass; times are of all."""
+    high_gpu: float
+    high_cpu: float
+    """CPU time in high precision, likewise."""
+    quantize: float
+    """GPU time in FP8 outside GEMMs: casts, and norm and activation of a fused module."""
+    gemm: float
+    cpu: float
+    """CPU time in FP8."""
+    break_even: int | None
+    """Tokens from which FP8 is faster, for this layer alone; None if it never is."""
+    saved: int
+    """Bytes that FP8 keeps less from forward to backward, with what FP8 weights add; negative
+    where the input is kept in any case, by an activation function for one."""
+
+    @property
+    def high(self) -> float:
+        """Seconds in high precision: the GPU's or the CPU's."""
+        return max(self.high_gpu, self.high_cpu)
+
+    @property
+    def fp8(self) -> float:
+        """Seconds in FP8: the GPU's or the CPU's."""
+        return max(self.quantize + self.gemm, self.cpu)
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster FP8 is, for this layer alone."""
+        return self.high / self.fp8 if self.fp8 else 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class Advice:
+    """What ``advise`` found; ``print`` it for a table.
+
+    Attributes:
+        layers: in the model's order.
+        recipe: of FP8.
+        measured: on this machine's GPU; else all times are modelled.
+        device: what the times are of.
+        step: predicted seconds of a step by ``"high precision"``, ``"FP8"`` and ``"advised"``,
+            which has those layers in FP8 that pay. Modelled ones are of the linear layers alone.
+        saved: bytes that a step in FP8 keeps less from forward to backward.
+        overrides: for ``convert_to_float8``: None for the layers that do not pay.
+    """
+
+    layers: tuple[LayerAdvice, ...]
+    recipe: Recipe
+    measured: bool
+    device: str
+    step: dict[str, float]
+    saved: int
+    overrides: dict[str, Recipe | None]
+
+    def to_json(self) -> str:
+        """The same as data: seconds and bytes."""
+        return json.dumps(
+            {
+                "layers": [asdict(layer) for layer in self.layers],
+                "recipe": repr(self.recipe),
+                "measured": self.measured,
+                "device": self.device,
+                "step": self.step,
+                "saved": self.saved,
+                "overrides": {name: repr(recipe) for name, recipe in self.overrides.items()},
+            }
+        )
+
+    def __str__(self) -> str:
+        columns = ("M", "K", "N", "high ms", "CPU", "FP8 quantize", "GEMM", "CPU", "x", "pays from")
+        rows: list[tuple[str, ...]] = [("layer", *columns, "MB saved")]
+        for layer in self.layers[:_SHOWN]:
+            times = (layer.high_gpu, layer.high_cpu, layer.quantize, layer.gemm, layer.cpu)
+            rows.append(
+                (
+                    layer.name or "(model)", *map(str, (layer.M, layer.K, layer.N)),
+                    *(f"{1e3 * seconds:.3f}" for seconds in times), f"{layer.ratio:.2f}",
+                    "never" if layer.break_even is None else str(layer.break_even),
+                    f"{layer.saved / 1e6:.1f}",
+                )
+            )  # fmt: skip
+        lines = aligned(rows)
+        if len(self.layers) > _SHOWN:
+            lines.append(f"and {len(self.layers) - _SHOWN} more in layers")
+        steps = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in self.step.items())
+        what = "step" if self.measured else "linear layers of a step"
+        in_fp8 = len(self.layers) - sum(r is None for r in self.overrides.values())
+        lines += [
+            f"{self.recipe}, {'measured on' if self.measured else 'modelled for'} {self.device}",
+            f"{what}, predicted: {steps}",
+            f"{in_fp8} of {len(self.layers)} layers pay; "
+            f"{self.saved / 1e6:.1f} MB less kept from forward to backward",
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def advise(
+    model: nn.Module,
+    batch: Any,
+    recipe: Recipe | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    exclude: Sequence[str] = (),
+    mode: str = "eager",
+) -> Advice:
+    """Say where FP8 pays, by times of this model on this GPU.
+
+    On a CUDA device everything is measured. Elsewhere, the meta device included, times are
+    modelled for an H200 by the rates of ``recipes.Auto``, and the report says so. The model is left
+    as it was. What activation checkpointing computes again is not counted as FP8.
+
+    Args:
+        model: with whole parameters, on the device and in the dtype that it is to run in.
+        batch: an example, of the size of a real one: a tensor, or a tuple or dict of arguments.
+        recipe: None is ``Float8CurrentScaling()``, as in ``convert_to_float8``.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss; None takes the output's ``loss``, or
+            the mean of its squares.
+        filter_fn: as in ``convert_to_float8``.
+        exclude: as in ``convert_to_float8``.
+        mode: how the model will run, as in ``recipes.Auto``: ``"eager"``, in a ``"cuda_graph"``,
+            which takes no CPU time, or, modelled only, ``"compile"``.
+
+    Raises:
+        ValueError: an unknown mode, or a recipe of which no speed is known where times are
+            modelled.
+        NotImplementedError: ``"compile"`` on a GPU; parameters that are sharded.
+
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(8192, 8192, bias=False))
+    >>> found = float8lab.inspect.advise(model, torch.empty(16384, 8192, device="meta"))
+    >>> found.measured, found.overrides, found.layers[0].ratio > 1.3
+    (False, {}, True)
+    """
+    if mode not in MODES:
+        raise ValueError(
+            f"mode must be one of {', '.join(map(repr, MODES))}; got {mode!r}. "
+            "Pass how the model will run."
+        )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    timer = None
+    if device.type == "cuda":
+        if mode == "compile":
+            raise NotImplementedError(
+                "mode must be 'eager' or 'cuda_graph' where times are measured; got 'compile'. "
+                "Pass a model on the meta device to have them modelled."
+            )
+        timer = CudaTimer(device)
+    return advise_by(
+        timer, model, batch, recipe or Float8CurrentScaling(), loss_fn, filter_fn, exclude, mode
+    )
+
+
+def advise_by(
+    timer: Timer | None,
+    model: nn.Module,
+    batch: Any,
+    recipe: Recipe,
+    loss_fn: LossFn | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    exclude: Sequence[str],
+    mode: str,
+) -> Advice:
+    """``advise`` with times by ``timer``, or modelled ones without."""
+    refuse_dtensors(model, "advise")
+    with on_trial(model) as trial:
+        trial.convert(filter_fn, exclude)
+        calls, saved, saved_in_all = _look(trial, batch, recipe)
+        rest = Times(0.0, 0.0)
+        if timer is None:
+            cases = {case: _modelled(case, recipe, mode) for case in _cases(calls)}
+        else:
+            step = timer(_step(trial, batch, loss_fn))
+            cases = {case: _measured(case, recipe, timer, mode) for case in _cases(calls)}
+            within = [cases[case].high for found in calls.values() for case in found]
+            rest = Times(
+                max(0.0, step.gpu - sum(times.gpu for times in within)),
+                max(0.0, step.cpu - sum(times.cpu for times in within)),
+            )
+            rest = _without_cpu(rest) if mode == "cuda_graph" else rest
+    layers = tuple(
+        _row(name, calls[name], cases, saved.get(name, 0)) for name in trial.layers if calls[name]
+    )
+    prediction: list[Prediction] = [
+        {
+            None: Times(layer.high_gpu, layer.high_cpu),
+            recipe: Times(layer.quantize + layer.gemm, layer.cpu),
+        }
+        for layer in layers
+    ]
+    chosen = choose([*prediction, {None: rest}])[:-1]
+    wanted = {layer.name: choice for layer, choice in zip(layers, chosen, strict=True)}
+    high = {name: choice for name, choice in wanted.items() if choice is None}
+    return Advice(
+        layers=layers,
+        recipe=recipe,
+        measured=timer is not None,
+        device=_describe(model) if timer is not None else "an H200, from rates measured there",
+        step={
+            "high precision": _total(prediction, [None] * len(layers), rest),
+            "FP8": _total(prediction, [recipe] * len(layers), rest),
+            "advised": _total(prediction, chosen, rest),
+        },
+        saved=saved_in_all,
+        overrides=unambiguous(high, {**dict.fromkeys(trial.skipped), **wanted}),
+    )
+
+
+def _total(
+    predictions: Sequence[Prediction], chosen: Sequence[Recipe | None], rest: Times
+) -> float:
+    times = [found[recipe] for found, recipe in zip(predictions, chosen, strict=True)]
+    return max(
+        rest.gpu + sum(layer.gpu for layer in times), rest.cpu + sum(layer.cpu for layer in times)
+    )
+
+
+def _describe(model: nn.Module) -> str:
+    device = next(p.device for p in model.parameters())
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _without_cpu(times: Times) -> Times:
+    return times._replace(cpu=0.0)
+
+
+# What runs.
+
+
+class _Case(NamedTuple):
+    """Layers and inputs that take the same time. The layer itself is one of them."""
+
+    key: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_dx: bool
+    autocast: torch.dtype | None
+    shares: bool
+    """Whether the layer before it was given the same input."""
+    layer: nn.Module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Case) and self[:-1] == other[:-1]
+
+    def __hash__(self) -> int:
+        return hash(self[:-1])
+
+    @property
+    def tokens(self) -> int:
+        return torch.Size(self.shape[:-1]).numel()
+
+    @property
+    def weights(self) -> list[tuple[int, int]]:
+        """``(N, K)`` of each GEMM."""
+        layer: Any = self.layer
+        if isinstance(layer, LayerNormMLP):
+            return [(w.shape[0], w.shape[1]) for w in (layer.fc1_weight, layer.fc2_weight)]
+        return [(layer.out_features, layer.in_features)]
+
+
+def _cases(calls: Mapping[str, Sequence[_Case]]) -> list[_Case]:
+    return list(dict.fromkeys(case for found in calls.values() for case in found))
+
+
+def _look(
+    trial: Trial, batch: Any, recipe: Recipe
+) -> tuple[dict[str, list[_Case]], dict[str, int], int]:
+    """The calls of each layer, and the bytes that FP8 saves by layer and in all."""
+    calls: dict[str, list[_Case]] = {name: [] for name in trial.layers}
+    last: list[tuple[Any, int]] = []
+    shares = not recipe.linear.delayed and recipe.linear.fprop and recipe.linear.wgrad
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if in_backward():
+                return
+            x = args[0] if args else kwargs["inp"]
+            shared = False
+            if isinstance(layer, Linear) and x.grad_fn is not None:
+                same = bool(last) and last[0][0] is x and last[0][1] == x._version
+                shared = shares and same
+                last[:] = [(x, x._version)]
+            kind = x.device.type
+            known = kind != "meta" and torch.is_autocast_enabled(kind)
+            case = _Case(
+                key=(type(layer), repr(layer), *((p.shape, p.dtype) for p in layer.parameters())),
+                shape=tuple(x.shape),
+                dtype=x.dtype,
+                needs_dx=x.requires_grad,
+                autocast=torch.get_autocast_dtype(kind) if known else None,
+                shares=shared,
+                layer=layer,
+            )
+            calls[name].append(case)
+
+        return hook
+
+    handles = [
+        layer.register_forward_pre_hook(note(name), with_kwargs=True)
+        for name, layer in trial.layers.items()
+    ]
+    trial.rewind()
+    high = saved_by_layer(trial.model, lambda: call(trial.model, batch))
+    for handle in handles:
+        handle.remove()
+    last.clear()
+    trial.rewind()
+    trial.use(dict.fromkeys(trial.layers, recipe))
+    fp8 = saved_by_layer(trial.model, lambda: call(trial.model, batch))
+    trial.use({})
+    less = {name: high.get(name, 0) - fp8.get(name, 0) for name in {**high, **fp8}}
+    return calls, less, sum(size for name, size in less.items() if name != OUTPUT)
+
+
+def _step(trial: Trial, batch: Any, loss_fn: LossFn | None) -> Callable[[], Any]:
+    parameters = [p for p in trial.model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        loss = loss_of(trial.model, batch, loss_fn)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    return step
+
+
+# Times of a case.
+
+
+class _Times(NamedTuple):
+    high: Times
+    fp8: Parts
+    break_even: int | None
+
+
+def _modelled(case: _Case, recipe: Recipe, mode: str) -> _Times:
+    def parts(recipe: Recipe | None, tokens: int) -> Parts:
+        found = [estimate_parts(recipe, tokens, N, K, mode=mode) for N, K in case.weights]
+        return Parts(*map(sum, zip(*found, strict=True)))
+
+    def both(tokens: int) -> tuple[Times, Times]:
+        high, fp8 = parts(None, tokens), parts(recipe, tokens)
+        return _whole(high), _whole(fp8)
+
+    high, fp8 = parts(None, case.tokens), parts(recipe, case.tokens)
+    return _Times(_whole(high), fp8, _break_even(both))
+
+
+def _whole(parts: Parts) -> Times:
+    return Times(parts.quantize + parts.gemm, parts.cpu)
+
+
+def _break_even(times: Callable[[int], tuple[Times, Times]]) -> int | None:
+    """The fewest tokens for which the second is no slower than the first."""
+
+    def pays(tokens: int) -> bool:
+        high, fp8 = times(tokens)
+        return max(fp8) <= max(high)
+
+    most = 1
+    while not pays(most):
+        most *= 2
+        if most > _MOST_TOKENS:
+            return None
+    least = most // 2
+    while most - least > 1:
+        middle = (most + least) // 2
+        least, most = (least, middle) if pays(middle) else (middle, most)
+    return most
+
+
+def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
+    high, fp8 = (_Bench(case, choice).time(timer) for choice in (None, recipe))
+    gemm = _Bench(case, recipe).time_gemms(timer)
+    saving = _Bench(case, recipe).time_shared_cast(timer) if case.shares else Times(0.0, 0.0)
+    fewer = max(1, case.tokens // 4)
+    small = case._replace(shape=(fewer, case.shape[-1]), shares=False)
+    small_high, small_fp8 = (_Bench(small, choice).time(timer) for choice in (None, recipe))
+
+    def line(tokens: int, at: Times, at_fewer: Times) -> Times:
+        """GPU time on the straight line through both; CPU time does not depend on tokens."""
+        slope = (at.gpu - at_fewer.gpu) / (case.tokens - fewer) if case.tokens > fewer else 0.0
+        return Times(max(0.0, at.gpu + slope * (tokens - case.tokens)), at.cpu)
+
+    if mode == "cuda_graph":
+        high, fp8, saving = _without_cpu(high), _without_cpu(fp8), _without_cpu(saving)
+    quantize = max(0.0, fp8.gpu - saving.gpu - gemm)
+    return _Times(
+        high,
+        Parts(quantize, gemm, max(0.0, fp8.cpu - saving.cpu)),
+        _break_even(lambda tokens: (line(tokens, high, small_high), line(tokens, fp8, small_fp8))),
+    )
+
+
+class _Bench:
+    """Copies of a layer, each with an input and a gradient of its output."""
+
+    def __init__(self, case: _Case, recipe: Recipe | None) -> None:
+        self.case, self.recipe = case, without_reduction(recipe)
+        elements = sum(N * K + case.tokens * (N + K) for N, K in case.weights)
+        self.count = max(1, min(_COPIES, _COPIED_ELEMENTS // max(elements, 1)))
+        self.layers: list[Any] = [copy.deepcopy(case.layer) for _ in range(self.count)]
+        for layer in self.layers:
+            for _, precision in precisions(layer):
+                precision.recipe, precision.pinned, precision.slots = self.recipe, True, {}
+        device = next(case.layer.parameters()).device
+        self.inputs = [
+            torch.randn(case.shape, device=device, dtype=case.dtype).requires_grad_(case.needs_dx)
+            for _ in self.layers
+        ]
+        with torch.no_grad():
+            y = self._call(self.layers[0], self.inputs[0])
+        self.gradient = torch.randn_like(y)
+        self.wanted = [
+            [t for t in (x, *layer.parameters()) if t.requires_grad]
+            for x, layer in zip(self.inputs, self.layers, strict=True)
+        ]
+
+    def _call(self, layer: nn.Module, x: Tensor) -> Tensor:
+        case = self.case
+        with torch.autocast(x.device.type, case.autocast, enabled=case.autocast is not None):
+            y = layer(x)
+        result: Tensor = y[0] if isinstance(y, tuple) else y
+        return result
+
+    def run(self, count: int | None = None) -> None:
+        """Forward and backward of the copies, or of as many."""
+        count = self.count if count is None else count
+        with _one_region(self.recipe):
+            outputs = [
+                self._call(layer, x)
+                for layer, x in zip(self.layers[:count], self.inputs, strict=False)
+            ]
+        wanted = [t for found in self.wanted[:count] for t in found]
+        if wanted:
+            torch.autograd.grad(outputs, wanted, [self.gradient] * count, allow_unused=True)
+
+    def time(self, timer: Timer) -> Times:
+        """Of one layer."""
+        return Times(*(seconds / self.count for seconds in timer(self.run)))
+
+    def time_gemms(self, timer: Timer) -> float:
+        """GPU seconds of the GEMMs of one layer, called again on the same operands."""
+        with _Recorded() as recorded:
+            self.run(1)
+
+        @torch.no_grad()
+        def again() -> None:
+            for op, args, kwargs in recorded.calls:
+                op(*args, **kwargs)
+
+        return timer(again).gpu if recorded.calls else 0.0
+
+    def time_shared_cast(self, timer: Timer) -> Times:
+        """What a layer saves if the one before it has cast the same input."""
+        layer = self.layers[0]
+        x = self.inputs[0].detach().requires_grad_().clone()  # only results of autograd are shared
+
+        def forward(calls: int) -> Callable[[], None]:
+            def run() -> None:
+                STATE.last_cast = None
+                for _ in range(calls):
+                    self._call(layer, x)
+
+            return run
+
+        once, twice = timer(forward(1)), timer(forward(2))
+        STATE.last_cast = None
+        return Times(*(max(0.0, 2 * a - b) for a, b in zip(once, twice, strict=True)))
+
+
+@contextmanager
+def _one_region(recipe: Recipe | None) -> Iterator[None]:
+    """All calls advance the scales together, as those of a converted model do."""
+    if recipe is None or not recipe.linear.delayed:
+        yield
+        return
+    region = STATE.region = Region()
+    try:
+        yield
+    finally:
+        STATE.region = None
+    region.close()
+
+
+class _Recorded(TorchDispatchMode):
+    """The matrix products that reach the dispatcher, with their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in GEMM_OPS:
+            self.calls.append((op, args, kwargs or {}))
+        return op(*args, **(kwargs or {}))
+
+
+def _row(
+    name: str, made: Sequence[_Case], cases: Mapping[_Case, _Times], saved: int
+) -> LayerAdvice:
+    first = made[0]
+    found = [cases[case] for case in made]
+    N, K = first.weights[0]
+    return LayerAdvice(
+        name=name,
+        M=first.tokens,
+        K=K,
+        N=N,
+        calls=len(made),
+        high_gpu=sum(times.high.gpu for times in found),
+        high_cpu=sum(times.high.cpu for times in found),
+        quantize=sum(times.fp8.quantize for times in found),
+        gemm=sum(times.fp8.gemm for times in found),
+        cpu=sum(times.fp8.cpu for times in found),
+        break_even=found[0].break_even,
+        saved=saved,
+    )

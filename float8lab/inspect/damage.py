@@ -1,0 +1,561 @@
+"""Which layers, GEMMs and operands FP8 damages most.  M tokens, N out features, K in features.
+
+Three GEMMs of each linear layer can run in FP8: ``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad)
+and ``dw = dy.T @ x`` (wgrad). The *damage* of one is what becomes of the loss and of the gradients
+if it alone does, and all else stays in high precision.
+
+The gradients are compared parameter by parameter, each at its own scale, as Adam sees them: a
+parameter's error is ``|g' - g| / |g|``, 1 at most, and the gradient's is the root mean square over
+all elements. The loss's is ``|loss' - loss| / |loss|``; the damage is the root of both squared.
+
+First all of it is *estimated*, in one pass that looks at x, w and dy of each layer. For wgrad this
+is the answer, for its error goes nowhere else. That of y and dx goes on through the model, so for
+the worst of fprop and dgrad a *run* is made, a pass of its own. The other estimates are scaled by
+what such runs have shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.formats import Float8Spec
+from float8lab.inspect.text import aligned
+from float8lab.inspect.trial import LossFn, Trial, loss_of, on_trial, refuse_dtensors
+from float8lab.nn.convert import unambiguous
+from float8lab.nn.linear import Linear
+from float8lab.nn.operands import plain
+from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
+from float8lab.recipes.region import in_backward
+from float8lab.tensor import quantize
+
+__all__ = ["Damage", "Sensitivity", "sensitivity"]
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+_OUTLIER = 4.0
+"""Times the median damage from which ``Sensitivity.overrides`` acts unless told."""
+_SHOWN = 30
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What it costs to run one GEMM of one layer in FP8."""
+
+    layer: str
+    gemm: str
+    """``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
+    recipe: Recipe
+    damage: float
+    """``hypot(loss, gradient)``, which rows are sorted by."""
+    loss: float
+    """Relative change of the loss."""
+    gradient: float
+    """Relative error of the gradients of all parameters."""
+    measured: bool
+    """By a run with this GEMM in FP8; else estimated."""
+    output: float | None = None
+    """Relative error of the GEMM's own result, row by row or column by column, whichever is more
+    (root mean square); None if it was not looked at."""
+    operands: Mapping[str, float] = field(default_factory=dict)
+    """The same with only this operand cast: of two of ``"x"``, ``"w"`` and ``"dy"``."""
+
+
+@dataclass(frozen=True, repr=False)
+class Sensitivity:
+    """What ``sensitivity`` found; ``print`` it for a table.
+
+    Attributes:
+        rows: one for each GEMM of each layer and recipe, the worst first.
+        layers: the names of the layers that can run in FP8, in the model's order.
+        skipped: linear layers that cannot.
+        recipes: those that were tried.
+        loss: of the batch in high precision.
+        noise: the damage that a second run in high precision shows; not 0 where ops of the model
+            are not deterministic. Damages of its size mean nothing.
+        passes: forward and backward passes that were run.
+    """
+
+    rows: tuple[Damage, ...]
+    layers: tuple[str, ...]
+    skipped: tuple[str, ...]
+    recipes: tuple[Recipe, ...]
+    loss: float
+    noise: float
+    passes: int
+
+    def by_layer(self, recipe: Recipe | None = None) -> dict[str, float]:
+        """Damage of each layer's GEMMs together (root of the sum of squares), the worst first.
+
+        Args:
+            recipe: one of ``recipes``; None is the first.
+        """
+        found: dict[str, float] = {}
+        for row in self._rows_of(recipe):
+            found[row.layer] = math.hypot(found.get(row.layer, 0.0), row.damage)
+        return _worst_first(found)
+
+    def by_operand(self, recipe: Recipe | None = None) -> dict[tuple[str, str], float]:
+        """Damage by layer and operand, the worst first: a GEMM's, as its two operands cause it.
+
+        Without the operands of fused modules, which nobody has looked at.
+        """
+        found: dict[tuple[str, str], float] = {}
+        for row in self._rows_of(recipe):
+            whole = math.hypot(*row.operands.values())
+            for operand, error in row.operands.items():
+                part = row.damage * error / whole if 0 < whole < math.inf else row.damage
+                key = row.layer, operand
+                found[key] = math.hypot(found.get(key, 0.0), part)
+        return _worst_first(found)
+
+    def overrides(
+        self, max_damage: float | None = None, *, recipe: Recipe | None = None
+    ) -> dict[str, Recipe | None]:
+        """What keeps the damage of every GEMM low: ``overrides`` for ``convert_to_float8``.
+
+        A layer that a recipe damages too much gets that of the others with the fewest GEMMs above
+        the limit, the first of equals, and these GEMMs run in high precision. None is a layer with
+        all of them above it.
+
+        Args:
+            max_damage: of one GEMM. None looks for outliers: four times the median under
+                ``recipe``, of the same GEMM in all layers or of all GEMMs, whichever is more.
+            recipe: what the other layers will be converted with, one of ``recipes``; None is the
+                first.
+
+        Raises:
+            ValueError: a recipe that was not tried.
+        """
+        base = self._checked(recipe)
+        limits = {gemm: self._limit(gemm, base, max_damage) for gemm in GEMMS}
+        too_much: dict[tuple[str, Recipe], set[str]] = {}
+        for row in self.rows:
+            above = too_much.setdefault((row.layer, row.recipe), set())
+            if row.damage > limits[row.gemm]:
+                above.add(row.gemm)
+        order = [base, *(other for other in self.recipes if other != base)]
+        wanted: dict[str, Recipe | None] = {}
+        for name in self.layers:
+            best = min(order, key=lambda tried: len(too_much.get((name, tried), ())))
+            wanted[name] = _without(best, too_much.get((name, best), set()))
+        changed = {name: choice for name, choice in wanted.items() if choice != base}
+        return unambiguous(changed, {**dict.fromkeys(self.skipped), **wanted})
+
+    def to_json(self) -> str:
+        """The same as data."""
+        rows = [
+            {
+                "layer": row.layer, "gemm": row.gemm, "recipe": repr(row.recipe),
+                "damage": row.damage, "loss": row.loss, "gradient": row.gradient,
+                "measured": row.measured, "output": row.output, "operands": dict(row.operands),
+            }
+            for row in self.rows
+        ]  # fmt: skip
+        return json.dumps(
+            {"rows": rows, "loss": self.loss, "noise": self.noise, "passes": self.passes}
+        )
+
+    def __str__(self) -> str:
+        several = len(self.recipes) > 1
+        head = ["layer", "GEMM", *(["recipe"] if several else [])]
+        lines = [(*head, "damage", "loss", "gradient", "result", "of operands", "found by")]
+        for row in self.rows[:_SHOWN]:
+            parts = ", ".join(f"{name} {_show(error)}" for name, error in row.operands.items())
+            lines.append(
+                (
+                    row.layer or "(model)", row.gemm, *([repr(row.recipe)] if several else []),
+                    *map(_show, (row.damage, row.loss, row.gradient, row.output)),
+                    parts or "-", "run" if row.measured else "estimate",
+                )
+            )  # fmt: skip
+        text = aligned(lines, left=len(head))
+        if len(self.rows) > _SHOWN:
+            text.append(f"and {len(self.rows) - _SHOWN} more in rows")
+        if not several:
+            text.append(f"recipe {self.recipes[0]}")
+        text.append(
+            f"loss {self.loss:.4g} in high precision, noise {_show(self.noise)}; "
+            f"{self.passes} forward and backward passes"
+        )
+        return "\n".join(text)
+
+    __repr__ = __str__
+
+    def _checked(self, recipe: Recipe | None) -> Recipe:
+        if recipe is None:
+            return self.recipes[0]
+        if recipe not in self.recipes:
+            raise ValueError(
+                f"recipe must be one that was tried, {self.recipes}; got {recipe!r}. "
+                "Pass it to sensitivity(recipes=...) first."
+            )
+        return recipe
+
+    def _rows_of(self, recipe: Recipe | None) -> Iterator[Damage]:
+        recipe = self._checked(recipe)
+        return (row for row in self.rows if row.recipe == recipe)
+
+    def _limit(self, gemm: str, recipe: Recipe, asked: float | None) -> float:
+        if asked is not None:
+            return asked
+        rows = list(self._rows_of(recipe))
+        alike = [row.damage for row in rows if row.gemm == gemm]
+        medians = [statistics.median(found) for found in (alike, [r.damage for r in rows]) if found]
+        return max([self.noise, *(_OUTLIER * median for median in medians)])
+
+
+def _show(share: float | None) -> str:
+    """A part of one as a percentage.
+
+    >>> _show(0.02634), _show(0.0), _show(1e-7), _show(None)
+    ('2.63 %', '0 %', '1e-05 %', '-')
+    """
+    if share is None:
+        return "-"
+    return f"{100 * share:.3g} %"
+
+
+def _worst_first(found: dict[Any, float]) -> dict[Any, float]:
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
+    """The recipe with these GEMMs in high precision; None if no other is left."""
+    if not gemms:
+        return recipe
+    if not set(_gemms_in_fp8(recipe.linear)) - gemms:
+        return None
+    before = recipe.override_linear_precision
+    high = tuple(was or gemm in gemms for was, gemm in zip(before, GEMMS, strict=True))
+    return replace(recipe, override_linear_precision=high)  # type: ignore[arg-type]  # of three
+
+
+def _gemms_in_fp8(plan: LinearPlan) -> list[str]:
+    return [gemm for gemm in GEMMS if getattr(plan, gemm)]
+
+
+def sensitivity(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    recipes: Recipe | Sequence[Recipe] | None = None,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    exclude: Sequence[str] = (),
+    runs: int = 100,
+) -> Sensitivity:
+    """Rank the layers of a model, their GEMMs and operands by the damage that FP8 does.
+
+    The model is left as it was, whether converted or not; its parameters' ``grad`` as well. Every
+    pass starts from the same buffers and random numbers. Delayed scaling is tried as in a first
+    step, each tensor with a scale from its own amax: what stale scales do shows in training only.
+
+    Cost: ``2 + min(runs, 2 * layers * recipes)`` forward and backward passes (3 times the layers
+    for fused modules, which have no estimate), and one more set of gradients.
+
+    Args:
+        model: with whole parameters.
+        batch: an example, as ``loss_fn`` takes it.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss. None calls the model on the batch
+            (a tuple or dict: as its arguments) and takes the output's ``loss``, or the mean of its
+            squares.
+        recipes: to try; None is ``Float8CurrentScaling()``, as in ``convert_to_float8``.
+        filter_fn: as in ``convert_to_float8``.
+        exclude: as in ``convert_to_float8``.
+        runs: how many GEMMs are measured in runs of their own, the worst by estimate.
+
+    Raises:
+        ValueError: no recipe, no loss, or a loss that is not finite.
+        NotImplementedError: parameters that are sharded.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    >>> _ = model[1].weight.data[0].mul_(1e6)  # flushes the others to zero
+    >>> found = float8lab.inspect.sensitivity(model, torch.ones(8, 32))
+    >>> found.rows[0].layer
+    '1'
+    """
+    tried = (recipes,) if isinstance(recipes, Recipe) else tuple(recipes or ())
+    tried = tuple(dict.fromkeys(tried)) or (Float8CurrentScaling(),)
+    for recipe in tried:
+        if not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipes must be of float8lab.recipes; got {type(recipe).__name__}. "
+                "Construct one, for example recipes.Float8CurrentScaling()."
+            )
+    refuse_dtensors(model, "sensitivity")
+    with on_trial(model) as trial:
+        trial.convert(filter_fn, exclude)
+        bench = _Bench(trial, batch, loss_fn)
+        noise, looks = bench.look(tried)
+        rows = _measure_worst(_estimates(bench, looks, tried), bench, runs)
+    return Sensitivity(
+        rows=tuple(sorted(rows, key=lambda row: -row.damage)),
+        layers=tuple(trial.layers),
+        skipped=tuple(trial.skipped),
+        recipes=tried,
+        loss=bench.loss,
+        noise=noise.damage,
+        passes=bench.passes,
+    )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    loss: float
+    gradient: float
+
+    @property
+    def damage(self) -> float:
+        return math.hypot(self.loss, self.gradient)
+
+
+class _Bench:
+    """Runs a model on its batch and compares with the first run, in high precision."""
+
+    def __init__(self, trial: Trial, batch: Any, loss_fn: LossFn | None) -> None:
+        self.trial, self.batch, self.loss_fn = trial, batch, loss_fn
+        self.parameters = [p for p in trial.model.parameters() if p.requires_grad]
+        self.elements = sum(p.numel() for p in self.parameters)
+        self.passes = 0
+        self.loss, self.gradients = self._run()
+        if not math.isfinite(self.loss):
+            raise ValueError(
+                f"loss_fn must return a finite loss in high precision; got {self.loss}. "
+                "Check the batch."
+            )
+        self.norms = _norms(self.gradients)
+
+    def _run(self) -> tuple[float, list[Tensor | None]]:
+        self.trial.rewind()
+        self.passes += 1
+        loss = loss_of(self.trial.model, self.batch, self.loss_fn)
+        gradients: Sequence[Tensor | None] = ()
+        if self.parameters:
+            # Not backward: it would write grad, and call what hooks there.
+            gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return loss.item(), [None if g is None else g.detach() for g in gradients]
+
+    def compare(self) -> _Difference:
+        """What the recipes now in use change."""
+        loss, gradients = self._run()
+        errors = _norms(
+            [
+                None if g is None or right is None else g.float() - right.float()
+                for g, right in zip(gradients, self.gradients, strict=True)
+            ]
+        )
+        total = 0.0
+        for parameter, error, norm in zip(self.parameters, errors, self.norms, strict=True):
+            total += parameter.numel() * _relative(error, norm, most=1.0) ** 2
+        return _Difference(
+            _relative(abs(loss - self.loss), abs(self.loss)),
+            math.sqrt(total / max(self.elements, 1)),
+        )
+
+    def look(self, recipes: Sequence[Recipe]) -> tuple[_Difference, dict[_Key, _Look]]:
+        """A second run in high precision: how it differs, and what FP8 would do at each layer."""
+        looks: dict[_Key, _Look] = {}
+        handles = []
+        for name, layer in self.trial.layers.items():
+            if isinstance(layer, Linear):
+                watcher = _Watcher(name, layer, recipes, looks)
+                handles.append(layer.register_forward_hook(watcher, with_kwargs=True))
+        noise = self.compare()
+        for handle in handles:
+            handle.remove()
+        return noise, looks
+
+    def run_alone(self, row: Damage) -> Damage:
+        """The row by a run in which nothing else is in FP8."""
+        high = tuple(gemm != row.gemm for gemm in GEMMS)
+        alone = replace(row.recipe, override_linear_precision=high)  # type: ignore[arg-type]
+        self.trial.use({row.layer: alone})
+        found = self.compare()
+        self.trial.use({})
+        return replace(
+            row, damage=found.damage, loss=found.loss, gradient=found.gradient, measured=True
+        )
+
+
+def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
+    """Euclidean norms; 0 of None."""
+    found = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
+    # One wait for the GPU, not one each.
+    values = iter(
+        torch.stack([norm.to(found[0].device) for norm in found]).tolist() if found else ()
+    )
+    return [0.0 if t is None else next(values) for t in tensors]
+
+
+def _relative(error: float, size: float, most: float = math.inf) -> float:
+    """``error / size``; ``most`` at most, which stands for what is no number, too."""
+    if not math.isfinite(error):
+        return most
+    if error == 0.0:
+        return 0.0
+    return min(error / size, most) if size > 0.0 else most
+
+
+_Key = tuple[str, str, Recipe]
+
+
+@dataclass
+class _Look:
+    """What FP8 does to the result of one GEMM, over all calls of its layer."""
+
+    error: float = 0.0
+    """Sum of squares."""
+    output: float = 0.0
+    """Relative error, the worst of all calls."""
+    operands: dict[str, float] = field(default_factory=dict)
+    """The same with only this operand cast."""
+    loss: float = 0.0
+    """First-order change of the loss by the error of y."""
+
+
+def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
+    """Root mean square of the relative errors of rows, or of columns if that is more.
+
+    Not of the whole matrix: if one row is huge, what becomes of the others would not show, though
+    a norm or a zero in the next weight may make them count as much.
+    """
+    found = []
+    for dim in (0, 1):
+        size, lost = (torch.linalg.vector_norm(t, dim=dim) for t in (exact, error))
+        share = (lost / size).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0)
+        found.append(share.masked_fill(lost == 0, 0.0).square().mean().sqrt())
+    return torch.stack(found).max()
+
+
+class _Watcher:
+    """A forward hook that looks at the operands of a layer's GEMMs, when dy is there."""
+
+    def __init__(
+        self, name: str, layer: Linear, recipes: Sequence[Recipe], looks: dict[_Key, _Look]
+    ) -> None:
+        self.name, self.layer, self.recipes, self.looks = name, layer, recipes, looks
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if in_backward():
+            return  # a recomputation
+        y = output[0] if isinstance(output, tuple) else output
+        inp = args[0] if args else kwargs["inp"]
+        x, needs_dx = plain(inp.detach()), inp.requires_grad
+        if y.requires_grad:
+            y.register_hook(lambda dy: self._look(x, dy, needs_dx))
+        else:
+            self._look(x, None, False)
+
+    @torch.no_grad()
+    def _look(self, x: Tensor, dy: Tensor | None, needs_dx: bool) -> None:
+        weight, _ = self.layer._whole_parameters()
+        w = plain(weight).detach().float()
+        x = x.reshape(-1, x.shape[-1]).float()
+        needs_dw = any(p.requires_grad for p in self.layer.parameters() if p.ndim == 2)
+        if dy is not None:
+            dy = plain(dy.detach()).reshape(-1, dy.shape[-1]).float()
+        for recipe in self.recipes:
+            plan = recipe.linear
+            if plan.fprop:
+                error = self._compare("fprop", recipe, (x, plan.x), (w, plan.w))
+                if dy is not None:
+                    change = torch.linalg.vecdot(dy.flatten(), error.flatten()).item()
+                    self.looks[self.name, "fprop", recipe].loss += change
+            if dy is not None and plan.dgrad and needs_dx:
+                self._compare("dgrad", recipe, (dy, plan.dy), (w.t(), plan.w))
+            if dy is not None and plan.wgrad and needs_dw:
+                self._compare("wgrad", recipe, (dy.t(), plan.dy), (x.t(), plan.x))
+
+    def _compare(
+        self, gemm: str, recipe: Recipe, a: tuple[Tensor, Float8Spec], b: tuple[Tensor, Float8Spec]
+    ) -> Tensor:
+        """Note what FP8 does to ``a @ b.T``; returns the error of the result."""
+        epsilon = recipe.linear.amax_epsilon
+        a_cast, b_cast = (_cast(value, spec, epsilon) for value, spec in (a, b))
+        exact = a[0] @ b[0].t()
+        error = a_cast @ b_cast.t() - exact
+        alone = (a_cast - a[0]) @ b[0].t(), a[0] @ (b_cast - b[0]).t()
+        found = torch.stack([_relative_error(lost, exact) for lost in (error, *alone)])
+        output, *operands = found.tolist()
+        look = self.looks.setdefault((self.name, gemm, recipe), _Look())
+        look.error += _norms([error])[0] ** 2
+        look.output = max(look.output, output)
+        for operand, value in zip(OPERANDS[gemm], operands, strict=True):
+            look.operands[operand] = max(look.operands.get(operand, 0.0), value)
+        return error
+
+
+def _cast(x: Tensor, spec: Float8Spec, amax_epsilon: float) -> Tensor:
+    return quantize(
+        x.contiguous(), spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule,
+        amax_epsilon=amax_epsilon,
+    ).dequantize()  # fmt: skip
+
+
+def _estimates(
+    bench: _Bench, looks: Mapping[_Key, _Look], recipes: Sequence[Recipe]
+) -> list[Damage]:
+    """A row for each GEMM; of a fused module, which nobody looked at, an infinite one."""
+    shares = {
+        id(p): (norm, math.sqrt(p.numel() / max(bench.elements, 1)))
+        for p, norm in zip(bench.parameters, bench.norms, strict=True)
+    }
+    rows = []
+    for (name, gemm, recipe), look in looks.items():
+        weight = getattr(bench.trial.layers[name], "weight", None)
+        if gemm == "wgrad" and id(weight) in shares:
+            norm, share = shares[id(weight)]
+            gradient = _relative(math.sqrt(look.error), norm, most=1.0) * share
+        else:
+            gradient = look.output
+        loss = _relative(abs(look.loss), abs(bench.loss)) if gemm == "fprop" else 0.0
+        rows.append(
+            Damage(
+                layer=name,
+                gemm=gemm,
+                recipe=recipe,
+                damage=math.hypot(loss, gradient),
+                loss=loss,
+                gradient=gradient,
+                measured=False,
+                output=look.output,
+                operands=look.operands,
+            )
+        )
+    for name, layer in bench.trial.layers.items():
+        if not isinstance(layer, Linear):
+            for recipe in recipes:
+                for gemm in _gemms_in_fp8(recipe.linear):
+                    rows.append(Damage(name, gemm, recipe, math.inf, math.inf, math.inf, False))
+    return rows
+
+
+def _measure_worst(rows: Sequence[Damage], bench: _Bench, runs: int) -> list[Damage]:
+    """Rows with the worst ones measured, as many as there may be runs, and the others scaled."""
+    order = sorted(range(len(rows)), key=lambda index: -rows[index].damage)
+    due = [i for i in order if rows[i].gemm != "wgrad" or rows[i].output is None][:runs]
+    done = list(rows)
+    ratios: dict[tuple[str, Recipe], list[float]] = {}
+    for index in due:
+        before = rows[index]
+        done[index] = after = bench.run_alone(before)
+        if 0 < before.gradient < math.inf:
+            ratios.setdefault((before.gemm, before.recipe), []).append(
+                after.gradient / before.gradient
+            )
+    for index, row in enumerate(done):
+        found = ratios.get((row.gemm, row.recipe))
+        if found and not row.measured:
+            gradient = row.gradient * statistics.median(found)
+            done[index] = replace(row, gradient=gradient, damage=math.hypot(row.loss, gradient))
+    return done

@@ -1,0 +1,319 @@
+"""Where a model's memory goes: weights, masters, scales, saved activations, by layer."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.inspect.text import aligned
+from float8lab.inspect.trial import LossFn, call, loss_of, on_trial, tensors_in
+from float8lab.nn.precision import precisions
+from float8lab.optim import MasterWeights
+
+__all__ = ["LayerMemory", "MemoryReport", "memory_report", "saved_by_layer"]
+
+OUTPUT, OPTIMIZER = "(output)", "(optimizer)"
+_CUDA_GRANULE = 512
+"""Torch's CUDA allocator hands out multiples of this (kMinBlockSize, CUDACachingAllocator.cpp)."""
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one module, without those of its children."""
+
+    name: str
+    weights: int = 0
+    """Parameters; of FP8-stored ones the data."""
+    scales: int = 0
+    """Scales and amaxes of FP8-stored parameters; delayed-scaling state; kept weight casts."""
+    buffers: int = 0
+    gradients: int = 0
+    """Those that exist: ``grad`` and ``main_grad``."""
+    masters: int = 0
+    """High-precision copies in ``MasterWeights``."""
+    optimizer: int = 0
+    """The optimizer's state apart from them."""
+    activations: int = 0
+    """What autograd keeps from forward to backward, FP8 casts of weights included."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+KINDS = tuple(field.name for field in fields(LayerMemory) if field.name != "name")
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What ``memory_report`` found; ``print`` it for a table.
+
+    Attributes:
+        layers: modules that hold anything, in the model's order. What several share is the first's.
+        by_device: bytes by device, ``"cuda:0"`` for one.
+        ran: whether activations were looked for, in a run on a batch.
+    """
+
+    layers: tuple[LayerMemory, ...]
+    by_device: dict[str, int]
+    ran: bool
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(layer.total for layer in self.layers)
+
+    def sum(self, kind: str) -> int:
+        """Bytes of one kind, such as ``"weights"``, in all layers.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}. Choose one.")
+        return sum(getattr(layer, kind) for layer in self.layers)
+
+    def to_json(self) -> str:
+        """The same as data: bytes."""
+        return json.dumps(
+            {
+                "layers": [asdict(layer) for layer in self.layers],
+                "totals": {kind: self.sum(kind) for kind in KINDS},
+                "by_device": self.by_device,
+                "ran": self.ran,
+            }
+        )
+
+    def __str__(self) -> str:
+        kinds = [kind for kind in KINDS if self.sum(kind)]
+        rows = [("layer", *kinds, "total")]
+        for layer in self.layers:
+            sizes = [_show(getattr(layer, kind)) for kind in kinds]
+            rows.append((layer.name or "(model)", *sizes, _show(layer.total)))
+        rows.append(("total", *(_show(self.sum(kind)) for kind in kinds), _show(self.total)))
+        lines = aligned(rows)
+        if len(self.by_device) > 1:
+            lines += [f"{_show(size)} on {device}" for device, size in self.by_device.items()]
+        if not self.ran:
+            lines.append("without activations: pass an example batch")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _show(size: int) -> str:
+    """Bytes in a decimal unit.
+
+    >>> _show(0), _show(999), _show(123_456), _show(2_500_000_000)
+    ('-', '999 B', '123.5 kB', '2.50 GB')
+    """
+    for unit, factor, digits in (("GB", 10**9, 2), ("MB", 10**6, 1), ("kB", 10**3, 1)):
+        if size >= factor:
+            return f"{size / factor:.{digits}f} {unit}"
+    return f"{size} B" if size else "-"
+
+
+def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """The storages of a tensor, or of those a subclass consists of, with the names it gives them.
+
+    Of a DTensor this rank's.
+    """
+    if hasattr(x, "_local_tensor"):
+        yield from storages(x._local_tensor)
+    elif hasattr(x, "__tensor_flatten__"):
+        for name in x.__tensor_flatten__()[0]:
+            for inner, storage in storages(getattr(x, name)):
+                yield inner or name, storage
+    else:
+        yield "", x.untyped_storage()
+
+
+class _Counted:
+    """Storages that were counted, and the bytes that they take."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, torch.UntypedStorage] = {}  # kept, or an address might be used again
+        self.by_device: defaultdict[str, int] = defaultdict(int)
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> int:
+        """What a storage takes, once; 0 from then on."""
+        if storage._cdata in self._seen:
+            return 0
+        self._seen[storage._cdata] = storage
+        size = storage.nbytes()
+        if storage.device.type == "cuda":
+            size = -(-size // _CUDA_GRANULE) * _CUDA_GRANULE
+        self.by_device[str(storage.device)] += size
+        return size
+
+    def add(self, x: Tensor | None) -> int:
+        """Bytes of a tensor that were not counted before."""
+        return 0 if x is None else sum(self.bytes_of(storage) for _, storage in storages(x))
+
+    def add_view(self, x: Tensor) -> int:
+        """Bytes of a part of a storage that other modules have parts of."""
+        self.by_device[str(x.device)] += x.nbytes
+        return x.nbytes
+
+
+def memory_report(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFn | None = None,
+) -> MemoryReport:
+    """Count the memory of a model by layer, from the storages that its tensors have.
+
+    Weights that are tied, and activations that several layers save, count once. Of sharded
+    parameters this rank's part counts. A CUDA storage counts as the multiple of 512 bytes that the
+    allocator takes for it. The model is left as it was.
+
+    Args:
+        model: any; on the meta device it gives the sizes that it would have.
+        batch: an example: a tensor, or a tuple or dict of arguments. Activations are what autograd
+            keeps of one forward pass on it, under the recipes (and inside the autocast) that would
+            be in force anyway; without a batch there are none. The batch itself does not count.
+        optimizer: its state counts, and masters if it is a ``MasterWeights``.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss; by default ``model`` alone is called.
+
+    Raises:
+        ValueError: ``loss_fn`` returns no loss.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU())
+    >>> print(memory_report(model, torch.ones(1000, 64)))
+    layer  weights  activations    total
+    0      66.6 kB            -  66.6 kB
+    1            -       1.0 MB   1.0 MB
+    total  66.6 kB       1.0 MB   1.1 MB
+    """
+    counted = _Counted()
+    rows: dict[str, dict[str, int]] = {}
+    owners: dict[int, str] = {}
+
+    def add(name: str, kind: str, size: int) -> None:
+        row = rows.setdefault(name, dict.fromkeys(KINDS, 0))
+        row[kind] += size
+
+    for name, module in model.named_modules():
+        add(name, "weights", 0)  # keeps the model's order
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            owners.setdefault(id(parameter), name)
+            for field, storage in storages(parameter):
+                kind = "scales" if field in ("scale", "amax") else "weights"
+                add(name, kind, counted.bytes_of(storage))
+            for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
+                add(name, "gradients", counted.add(gradient))
+        for buffer in module._buffers.values():
+            add(name, "buffers", counted.add(buffer))
+        add(name, "scales", sum(_scaling_state(module, counted)))
+    if optimizer is not None:
+        _add_optimizer(optimizer, owners, counted, add)
+    if batch is not None:
+        for tensor in tensors_in(batch):
+            counted_before = dict(counted.by_device)
+            counted.add(tensor)
+            counted.by_device = defaultdict(int, counted_before)
+
+        def run() -> Any:
+            return call(model, batch) if loss_fn is None else loss_of(model, batch, loss_fn)
+
+        with on_trial(model):
+            for name, size in _saved(model, run, counted).items():
+                add(name, "activations", size)
+    layers = tuple(LayerMemory(name, **row) for name, row in rows.items() if any(row.values()))
+    return MemoryReport(layers, dict(counted.by_device), batch is not None)
+
+
+def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
+    for _, precision in precisions(module):
+        for slots in precision.slots.values():
+            # Columns of tensors that all modules share.
+            yield sum(counted.add_view(t) for t in slots.tensors().values())
+        if precision.weight_cast is not None:
+            yield counted.add(precision.weight_cast.q) + counted.add(precision.weight_cast.scale)
+
+
+def _add_optimizer(
+    optimizer: torch.optim.Optimizer,
+    owners: dict[int, str],
+    counted: _Counted,
+    add: Callable[[str, str, int], None],
+) -> None:
+    masters = optimizer.masters if isinstance(optimizer, MasterWeights) else {}
+    for parameter, master in masters.items():
+        add(owners.get(id(parameter), OPTIMIZER), "masters", counted.add(master))
+    for parameter, state in optimizer.state.items():
+        name = owners.get(id(parameter), OPTIMIZER)
+        for tensor in tensors_in(state):
+            add(name, "optimizer", counted.add(tensor))
+
+
+def saved_by_layer(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
+    """Bytes that autograd keeps of ``run``, by the module that was running: parameters apart.
+
+    For use inside ``on_trial``.
+    """
+    counted = _Counted()
+    for tensor in (*model.parameters(), *model.buffers()):
+        counted.add(tensor)
+    return _saved(model, run, counted)
+
+
+def _saved(model: nn.Module, run: Callable[[], Any], counted: _Counted) -> dict[str, int]:
+    running = _Running(model)
+    found: list[tuple[str, torch.UntypedStorage]] = []
+
+    def note(saved: Tensor) -> Tensor:
+        found.extend((running.name, storage) for _, storage in storages(saved))
+        return saved.detach()  # a node that kept its own output would never be freed
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        output = run()
+    running.stop()
+    # Parameters that FSDP2 has gathered exist only while their module runs; by now they are empty.
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for name, storage in found:
+        sizes[name] += counted.bytes_of(storage)
+    sizes[OUTPUT] = sum(counted.add(tensor) for tensor in tensors_in(output))
+    return dict(sizes)
+
+
+class _Running:
+    """Knows the innermost module that runs; after an exception ``on_trial`` removes its hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: list[str] = []
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(self._enter(name), prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._names.append(name)
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._names.pop()
+
+    @property
+    def name(self) -> str:
+        """Qualified; that of the model, "", outside all."""
+        return self._names[-1] if self._names else ""

@@ -1,0 +1,82 @@
+"""What a call costs a GPU and the CPU that drives it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from float8lab.recipes.auto import Times
+
+__all__ = ["CudaTimer", "Timer"]
+
+_WARM_UP = 3
+_SAMPLES = 15
+_FLUSH_BYTES = 256 << 20
+"""More than any L2 cache holds."""
+
+
+class Timer(Protocol):
+    """How ``advise`` measures."""
+
+    def __call__(self, fn: Callable[[], Any]) -> Times:
+        """GPU and CPU seconds of one call, each as if the other took none."""
+
+
+class CudaTimer:
+    """Times calls on a CUDA device.
+
+    GPU: between two events, from a cold L2, behind a backlog that gives the CPU time to queue the
+    whole call. CPU: until the call returns, with nothing to wait for. Both are medians. A call of
+    more launches than the GPU's queue holds (1024) waits for it: then both are the longer of the
+    two, and so is a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self._scratch = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+            self._cycles_per_second = _sleep_rate()
+
+    def __call__(self, fn: Callable[[], Any]) -> Times:
+        with torch.cuda.device(self.device):
+            for _ in range(_WARM_UP):
+                fn()
+            cpu = statistics.median(_enqueue_seconds(fn) for _ in range(_SAMPLES))
+            # Twice what the CPU takes, and 0.2 ms for the flush and what else comes between.
+            backlog = int(self._cycles_per_second * (2 * cpu + 2e-4))
+            return Times(statistics.median(self._gpu(fn, backlog) for _ in range(_SAMPLES)), cpu)
+
+    def _gpu(self, fn: Callable[[], Any], backlog: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(backlog)
+        self._scratch.zero_()
+        start.record()
+        fn()
+        end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end)
+
+
+def _enqueue_seconds(fn: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    fn()
+    taken = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return taken
+
+
+def _sleep_rate() -> float:
+    """Cycles of ``torch.cuda._sleep`` in a second."""
+    cycles = 10_000_000
+    torch.cuda._sleep(1)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (1e-3 * start.elapsed_time(end))

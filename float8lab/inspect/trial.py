@@ -1,0 +1,259 @@
+"""Runs of a model that leave nothing behind.
+
+What the reports of this package have in common: they run a model, in place and under recipes of
+their choice, and then put back all that this has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.convert import convert_to_float8, remove_region_hooks
+from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.linear import Linear
+from float8lab.nn.precision import precisions, precisions_below
+from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from float8lab.recipes.region import DEFAULT_RECIPE, STATE
+
+__all__ = [
+    "LossFn",
+    "Trial",
+    "call",
+    "loss_of",
+    "on_trial",
+    "refuse_dtensors",
+    "tensors_in",
+    "without_reduction",
+]
+
+LossFn = Callable[[Any, Any], Tensor]
+"""From model and batch to the loss."""
+
+
+def without_reduction(recipe: Recipe | None) -> Recipe | None:
+    """The recipe without communication between ranks, which a trial must not take part in."""
+    return replace(recipe, reduce_amax=False) if isinstance(recipe, DelayedScaling) else recipe
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """``model(*batch)`` of a tuple or list, ``model(**batch)`` of a mapping, else ``model(batch)``.
+
+    >>> call(torch.nn.Flatten(), torch.ones(2, 3, 4)).shape
+    torch.Size([2, 12])
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
+    """``loss_fn(model, batch)``; without one the output's ``loss``, else the mean of its squares.
+
+    Raises:
+        ValueError: that is no number with a gradient.
+    """
+    loss = _own_loss(call(model, batch)) if loss_fn is None else loss_fn(model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn must return one number that requires a gradient; got {got}. "
+            "Pass loss_fn(model, batch) that calls the model and returns the loss."
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _own_loss(output: Any) -> Any:
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is not None:
+        return found
+    tensors = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+    return sum((t.float().square().mean() for t in tensors), torch.zeros(())) if tensors else None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in an output or a batch of any nesting."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def refuse_dtensors(model: nn.Module, name: str) -> None:
+    """Raise for a sharded model, whose gradients only ``backward`` itself brings together."""
+    if any(hasattr(p, "placements") for p in model.parameters()):
+        raise NotImplementedError(
+            f"{name} must be given parameters that are whole; got DTensors. "
+            "Call it before the model is sharded."
+        )
+
+
+class _Contents:
+    """What a module was: its class, its attributes, and what its dicts and lists held."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.cls = owner, type(owner)
+        self.attributes = dict(vars(owner))
+        self.containers = [
+            (value, value.copy())
+            for value in self.attributes.values()
+            if isinstance(value, (dict, list, set))
+        ]
+
+    def restore(self) -> None:
+        if type(self.owner) is not self.cls:
+            self.owner.__class__ = self.cls
+        vars(self.owner).clear()
+        vars(self.owner).update(self.attributes)
+        for container, copy in self.containers:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(copy)
+            else:
+                container.update(copy)
+
+
+class _Buffers:
+    """What the buffers held."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        # Versions tell nothing, since batch_norm does not count its writes. By .data these writes
+        # are not counted either: a graph that the caller has in progress stays valid.
+        for buffer, copy in self.kept:
+            buffer.data.copy_(copy)
+
+
+class _Random:
+    """The random streams that a model draws from."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[int]) -> None:
+        self.devices = devices
+        getters = [getattr(m, "get_rng_state_tracker", None) for m in model.modules()]
+        trackers = {id(t): t for t in (getter() for getter in getters if callable(getter))}
+        self.trackers = [t for t in trackers.values() if hasattr(t, "set_states")]
+        self.states = [t.get_states() for t in self.trackers]
+        self.cpu = torch.random.get_rng_state()
+        self.cuda = [torch.cuda.get_rng_state(d) for d in devices]
+
+    def restore(self) -> None:
+        torch.random.set_rng_state(self.cpu)
+        for device, state in zip(self.devices, self.cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        for tracker, states in zip(self.trackers, self.states, strict=True):
+            tracker.set_states(states)
+
+
+class Trial:
+    """A model on trial: ``on_trial`` makes one.
+
+    Attributes:
+        model: runs as it is called, until ``convert`` was called.
+        layers: after ``convert``, the layers that can run in FP8, by name.
+        skipped: the candidates that cannot, and why.
+    """
+
+    def __init__(self, model: nn.Module, buffers: _Buffers, random: _Random) -> None:
+        self.model = model
+        self.layers: dict[str, Linear | FusedModule] = {}
+        self.skipped: dict[str, str] = {}
+        self._buffers, self._random = buffers, random
+
+    def convert(
+        self, filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str]
+    ) -> None:
+        """Let every layer that can run in FP8 do so on request, by ``use``; none does yet."""
+        report = convert_to_float8(
+            self.model,
+            Float8CurrentScaling(),
+            filter_fn=filter_fn,
+            exclude=exclude,
+            fp8_all_gather=False,
+        )
+        modules: dict[str, Any] = dict(self.model.named_modules())
+        self.layers = {layer.name: modules[layer.name] for layer in report.converted}
+        self.skipped = {layer.name: layer.note for layer in report.skipped}
+        STATE.enabled = None
+        self.use({})
+
+    def use(self, recipes: Mapping[str, Recipe | None]) -> None:
+        """Run these layers by these recipes, and all else in high precision."""
+        chosen = {id(self.layers[name]): recipe for name, recipe in recipes.items()}
+        for module in self.model.modules():
+            recipe = without_reduction(chosen.get(id(module)))
+            for _, precision in precisions(module):
+                precision.recipe, precision.pinned = recipe, True
+                precision.slots, precision.weight_cast = {}, None
+
+    def rewind(self) -> None:
+        """Put buffers and random streams back to what every run starts from."""
+        self._buffers.restore()
+        self._random.restore()
+
+
+@contextmanager
+def on_trial(model: nn.Module) -> Iterator[Trial]:
+    """Run a model without a trace.
+
+    Put back at the end, also after an exception: classes, attributes, hooks, training modes,
+    buffers, delayed-scaling state and random streams. Parameters and their gradients are not
+    written, if what runs asks ``torch.autograd.grad`` for gradients. Inside, delayed scaling starts
+    anew and does not communicate.
+    """
+    devices = sorted({t.device.index for t in _all_tensors(model) if t.is_cuda})
+    state = {name: getattr(STATE, name) for name in STATE.__slots__}
+    buffers, random = _Buffers(model), _Random(model, devices)
+    modules = [_Contents(module) for module in model.modules()]
+    owned = [_Contents(precision) for precision in precisions_below(model)]
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            _isolate(model)
+            yield Trial(model, buffers, random)
+    finally:
+        for module in model.modules():
+            if hasattr(module, "unshard") and hasattr(module, "reshard"):
+                module.reshard()  # type: ignore[operator]  # FSDP2's root stays gathered
+        for contents in (*modules, *owned):
+            contents.restore()
+        buffers.restore()
+        random.restore()
+        for name in _ISOLATED:
+            setattr(STATE, name, state[name])
+
+
+_ISOLATED = ("enabled", "recipe", "calibrating", "region", "in_graph", "last_cast")
+"""What a trial changes of ``STATE``."""
+
+
+def _isolate(model: nn.Module) -> None:
+    """Cut a model off from regions, earlier delayed-scaling state and gradients in progress."""
+    in_autocast = STATE.enabled and STATE.recipe is None
+    for module in model.modules():
+        remove_region_hooks(module)
+        if getattr(module, "fuse_wgrad_accumulation", False):
+            module.fuse_wgrad_accumulation = False  # type: ignore[assignment]  # a plain attribute
+        for _, precision in precisions(module):
+            if in_autocast and not precision.pinned and precision.recipe is None:
+                precision.recipe = DEFAULT_RECIPE
+            precision.recipe = without_reduction(precision.recipe)
+            precision.slots, precision.weight_cast = {}, None
+    STATE.recipe = without_reduction(STATE.recipe)
+    STATE.calibrating = False
+    STATE.region = STATE.in_graph = STATE.last_cast = None
+
+
+def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

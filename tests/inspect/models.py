@@ -1,0 +1,65 @@
+"""Models for tests of what runs a model and must leave it as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.nn.precision import precisions_below
+from float8lab.recipes.region import STATE
+
+
+class Noted(nn.Module):
+    """Has state of every kind: buffers, random numbers, counters, a list, gradients."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.second = nn.Linear(64, 32)
+        self.calls, self.seen = 0, []
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.shape)
+        y = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2)
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return self.second(y)
+
+
+def snapshot(model: nn.Module) -> Any:
+    """All that can be told apart of a model and of torch's and the library's state."""
+
+    def values(x: Tensor | None) -> Any:
+        return None if x is None else (id(x), x.dtype, x.detach().flatten().tolist())
+
+    modules = []
+    for name, module in model.named_modules():
+        hooks = [list(getattr(module, f"_forward{kind}_hooks")) for kind in ("", "_pre")]
+        modules.append((name, type(module), sorted(vars(module)), module.training, hooks))
+    state = [
+        (
+            id(precision), precision.recipe, precision.pinned, precision.name,
+            precision.fp8_all_gather, id(precision.weight_cast),
+            [
+                (key, id(slots), {k: v.tolist() for k, v in slots.tensors().items()})
+                for key, slots in precision.slots.items()
+            ],
+        )
+        for precision in precisions_below(model)
+    ]  # fmt: skip
+    return {
+        "modules": modules,
+        "precisions": state,
+        "parameters": [(values(p), values(p.grad)) for p in model.parameters()],
+        "buffers": [values(b) for b in model.buffers()],
+        "plain": (getattr(model, "calls", 0), list(getattr(model, "seen", []))),
+        "random": torch.get_rng_state().tolist(),
+        "random on GPUs": [state.tolist() for state in torch.cuda.get_rng_state_all()],
+        "autocast": (STATE.enabled, STATE.recipe, STATE.calibrating, STATE.region),
+        "grad mode": torch.is_grad_enabled(),
+    }
