@@ -7,6 +7,7 @@
 
 from float8lab.inspect.html import html
 from float8lab.inspect.plot import plot
+from float8lab.inspect.report import report
 from float8lab.inspect.statistics import (
     BlockStats,
     Comparison,
@@ -31,6 +32,7 @@ __all__ = [
     "histogram",
     "html",
     "plot",
+    "report",
     "stats",
     "summary",
     "table",
