@@ -8,6 +8,7 @@ makes a picture of a report; without one, of a made-up run (see ``sample``).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import random
 import shutil
@@ -27,9 +28,7 @@ KINDS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 
 def missing() -> str:
     """What a browser test lacks here, or nothing."""
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("selenium") is None:
         return "needs selenium (pip install selenium)"
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
         return "needs chromium and chromedriver (apt install chromium chromium-driver)"

@@ -65,8 +65,8 @@ def embed(log: Log) -> Data:
     """Everything that the page of a log needs."""
     layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
     found = {record.operand for record in log.records}
-    operands = [name for name in ("x", "w", "dy") if name in found]
-    operands += sorted(found - set(operands))
+    usual = ("x", "w", "dy")
+    operands = [*filter(found.__contains__, usual), *sorted(found.difference(usual))]
     steps = sorted({record.step for record in log.records})
     # How many steps share a cell.
     stride = max(1, math.ceil(len(steps) * len(layers) * len(operands) / MOST_CELLS))

@@ -34,10 +34,7 @@ async function decode(text) {
   const raw = atob(text), bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const view = new DataView(await new Response(stream).arrayBuffer());
-  const values = new Float32Array(view.byteLength / 4);
-  for (let i = 0; i < values.length; i++) values[i] = view.getFloat32(4 * i, true);
-  return values;
+  return new Float32Array(await new Response(stream).arrayBuffer());  // little-endian, as browsers are
 }
 
 const fields = (operand, list) => Promise.all(list.map((field) => column(`${operand}-${field}`)));
@@ -164,8 +161,20 @@ function element(tag, text, more = {}) {
 }
 /** In place of a chart. */
 function empty(id, why) {
-  Plotly.purge($(id));
-  $(id).replaceChildren(element("p", why, { className: "hint" }));
+  const text = escaped(why).replace(": ", ":<br>");
+  const hidden = { visible: false, fixedrange: true };
+  return draw(id, [], {
+    height: 120, margin: { l: 0, r: 0, t: 0, b: 0 }, xaxis: { ...hidden }, yaxis: { ...hidden }, shapes: [],
+    annotations: [{ text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { color: css("muted") } }],
+  });
+}
+/** Tells that the page is drawing, until what is given is done. */
+let drawing = 0;
+async function busy(done) {
+  drawing++;
+  document.querySelector("main").setAttribute("aria-busy", "true");
+  await done;
+  if (!--drawing) document.querySelector("main").removeAttribute("aria-busy");
 }
 const cursor = (step) => ({
   type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1,
@@ -213,7 +222,7 @@ function widest(texts) {
 
 function marker() {
   const row = shown.indexOf(state.layer);
-  if (row < 0 || !count) return [];
+  if (row < 0 || !count || !current) return [];
   const line = { color: css("text"), width: 1 };
   const x = centers[state.cell];
   return [
@@ -231,12 +240,12 @@ async function drawMap() {
     + (cells.stride > 1 ? ` A cell is the worst of ${cells.stride} watched steps.` : "")
     + " Blank: nothing was recorded.";
   shown = matching();
+  current = null;
   $("matches").textContent = state.search ? `${shown.length} of ${layers.length} layers` : "";
   if (!count) return empty("map", "No step was watched.");
   if (!shown.length) return empty("map", "No layer has this in its name.");
   const found = await quantity(metric, state.operand);
   if (turn !== drawn) return undefined;
-  current = found;
   let low = Infinity, high = -Infinity;
   const z = shown.map((layer) => {
     const row = new Array(count);
@@ -269,7 +278,7 @@ async function drawMap() {
   };
   if (!tickvals) delete trace.colorbar.tickvals, delete trace.colorbar.ticktext;
   const bottom = shown.length - 0.5;
-  $("map").querySelector("p")?.remove();
+  current = found;
   await draw("map", [trace], {
     height, shapes: marker(), hovermode: "closest", plot_bgcolor: css("blank"), dragmode: "zoom",
     margin: { l: 14 + widest(shown.map((_, i) => label(i))), r: narrow() ? 14 : 86, t: 10, b: narrow() ? 100 : 42 },
@@ -316,12 +325,12 @@ function choose(row, cell) {
 
 function select(change) {
   Object.assign(state, change);
-  drawDrill();
+  busy(drawDrill());
   mark();
 }
 
 function mark() {
-  if ($("map").data && count) Plotly.relayout($("map"), { shapes: marker() });
+  if ($("map").data) Plotly.relayout($("map"), { shapes: marker() });
   for (const row of $("rows").children) {
     const here = +row.dataset.layer === state.layer && row.dataset.operand === state.at;
     if (here) row.setAttribute("aria-current", "true");
@@ -526,7 +535,6 @@ function drawExponents(counts, here, color, shapes) {
   const exact = far(near) === 0;
   $("bars-title").textContent = `Exponents of the FP8 codes, step ${histograms.steps[near]}` + (exact ? "" : " (the nearest kept)");
   $("kept").textContent = `Histograms are kept of ${histograms.steps.length} of ${cells.steps} watched steps.`;
-  for (const id of ["bars", "exponents"]) $(id).querySelector("p")?.remove();
   draw("bars", [{ type: "bar", x: exponents, y: Array.from(bars), marker: { color }, hovertemplate: "2<sup>%{x}</sup>: %{y:,} elements<extra></extra>" }], {
     bargap: 0.12, hovermode: "closest", xaxis: axis({ title: { text: "floor(log<sub>2</sub>|code|)" }, showgrid: false }),
     yaxis: axis({ title: { text: "elements" }, rangemode: "tozero" }),
@@ -604,7 +612,7 @@ function choices(id, name, entries) {
     Object.assign(state, { [name]: target.value, sort: null });
     if (name === "operand" && target.value !== "all" && count) select({ at: target.value });
     drawTable();
-    drawMap();
+    busy(drawMap());
   });
 }
 
@@ -626,16 +634,16 @@ function start() {
   $("search").addEventListener("input", ({ target }) => {
     state.search = target.value;
     clearTimeout(waiting);
-    waiting = setTimeout(() => { drawTable(); drawMap(); }, 120);
+    waiting = setTimeout(() => { drawTable(); busy(drawMap()); }, 120);
   });
   $("more").addEventListener("click", () => { state.all = !state.all; drawTable(); });
   $("layer").addEventListener("change", ({ target }) => select({ layer: +target.value }));
   $("operand").addEventListener("change", ({ target }) => select({ at: target.value }));
   $("step").addEventListener("input", ({ target }) => select({ cell: +target.value }));
-  dark.addEventListener("change", drawAll);
+  dark.addEventListener("change", () => busy(drawAll()));
   addEventListener("scroll", () => { $("tip").hidden = true; }, { passive: true });
   let wide = narrow();
-  addEventListener("resize", () => { if (narrow() !== wide) { wide = narrow(); drawMap(); } });
+  addEventListener("resize", () => { if (narrow() !== wide) { wide = narrow(); busy(drawMap()); } });
 }
 
 /** What was drawn is on the screen, and the page has answered what was clicked meanwhile. */
@@ -665,6 +673,6 @@ if (typeof DecompressionStream === "undefined") {
   const worst = summary.filter((row) => row.flushed).reduce((a, b) => (a && a.flushed[1] >= b.flushed[1] ? a : b), null);
   if (worst) Object.assign(state, { layer: worst.layer, at: operands[worst.operand], cell: cellOf(worst.flushed[2]) });
   start();
-  drawAll();
+  busy(drawAll());
 }
 })();

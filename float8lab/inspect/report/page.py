@@ -50,7 +50,7 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
         ),
         "conversion": escape(log.conversion or "not recorded"),
         "css": _read("page.css"),
-        "plotly": _ascii(get_plotlyjs()),
+        "plotly": _inline(get_plotlyjs()),
         "data": data.json(),
         "columns": "\n".join(
             f'<script type="text/plain" id="column-{escape(name)}">{text}</script>'
@@ -66,8 +66,12 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     return path
 
 
-def _ascii(script: str) -> str:
-    """A script with its few other characters as escapes: Chromium starts plotly's 0.5 s sooner."""
+def _inline(script: str) -> str:
+    """A script that can stand in HTML and is all ASCII: Chromium starts such a plotly 0.5 s sooner.
+
+    What is not ASCII, or would end the script element, is in string literals, and escaped there.
+    """
+    script = script.replace("</script", "<\\/script")
     return re.sub(r"[\u0080-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", script)
 
 
