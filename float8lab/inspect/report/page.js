@@ -81,7 +81,7 @@ const powers = (base) => (low, high) => {
 const METRICS = {
   flushed: { ...share("Underflow", "Share of elements that became zero in the cast and were not; logarithmic."), fields: ["flushed"] },
   saturated: { ...share("Saturation", "Share of elements at the largest finite code; logarithmic."), fields: ["saturated"] },
-  sqnr: { label: "SQNR", hint: "Signal to quantization noise in dB; low is bad. Blank also where all is exact or nothing is finite.",
+  sqnr: { label: "SQNR", hint: "Signal to quantization noise in dB; low is bad.", blank: ", or all is exact, or nothing is finite",
     fields: ["sqnr"], of: (v) => v, show: decibels, ramp: "heat", worse: -1, suffix: " dB" },
   subnormal: { ...share("Subnormal", "Share of elements with a subnormal code; logarithmic."), fields: ["subnormal"] },
   amax: { label: "Amax", hint: "Largest magnitude before the cast; logarithmic.",
@@ -238,7 +238,7 @@ async function drawMap() {
   $("map-hint").textContent = metric.hint
     + (state.operand === "all" ? " Of the operands, the worst." : "")
     + (cells.stride > 1 ? ` A cell is the worst of ${cells.stride} watched steps.` : "")
-    + " Blank: nothing was recorded.";
+    + ` Blank: nothing was recorded${metric.blank || ""}.`;
   shown = matching();
   current = null;
   $("matches").textContent = state.search ? `${shown.length} of ${layers.length} layers` : "";
@@ -432,7 +432,7 @@ function open(row) {
   const found = row[ranking().replace("Mean", "")];
   const step = Array.isArray(found) ? found[2] : undefined;
   select({ layer: row.layer, at: operands[row.operand], ...(step === undefined ? {} : { cell: cellOf(step) }) });
-  $("drill").scrollIntoView({ behavior: "smooth" });
+  $("drill").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
 }
 
 // --- one layer ----------------------------------------------------------------------------------
@@ -568,7 +568,7 @@ function card(label, value, detail, { row, key, bad } = {}) {
   box.append(element("span", label), element("strong", value));
   const more = element("span");
   if (row) {
-    const button = element("button", shortened(layers[row.layer], 30), { type: "button", title: layers[row.layer], className: "name" });
+    const button = element("button", shortened(layers[row.layer].slice(common), 20), { type: "button", title: layers[row.layer], className: "name" });
     button.addEventListener("click", () => { state.sort = key; drawTable(); open(row); });
     more.append(button);
     if (detail) more.append(element("span", detail));
