@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "float8lab-stamp"  # what was installed last: a hash of the inputs, and words
+PACKAGE_DATA = ["py.typed", *(f"inspect/report/page.{kind}" for kind in ("html", "css", "js"))]
 EXTRAS = {"examples": ["examples"], "dev": ["examples", "dev"]}  # an extra and all it brings
 
 
@@ -121,8 +122,9 @@ def check_wheel() -> None:
         strangers = [name for name in names if not name.startswith(("float8lab/", "float8lab-"))]
         if not wheel.name.endswith("-py3-none-any.whl") or strangers:
             sys.exit(f"{wheel.name} must be py3-none-any and hold only float8lab; got {strangers}")
-        if "float8lab/py.typed" not in names:
-            sys.exit(f"{wheel.name} must hold float8lab/py.typed")
+        for name in PACKAGE_DATA:
+            if f"float8lab/{name}" not in names:
+                sys.exit(f"{wheel.name} must hold float8lab/{name}")
         where = str(out / "unpacked")
         code = (
             f"import sys; sys.path.insert(0, {where!r}); import float8lab; "

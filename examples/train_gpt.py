@@ -18,6 +18,7 @@ fixed order, and the last digits differ from run to run.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import platform
@@ -25,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,8 @@ WARM_UP = 0.1
 """Share of the steps in which the learning rate rises to its peak."""
 FINAL_RATE = 0.1
 """Learning rate at the end, as a share of the peak; a cosine leads there."""
+WATCHED = 200
+"""Steps of the FP8 run that ``--report`` shows, about, evenly spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +250,8 @@ class Job:
     def batches(self, text: Tensor) -> Batches:
         return Batches(text.to(self.device), self.model.context)
 
-    def train(self, name: str, model: nn.Module, progress: Progress) -> Run:
-        """Train ``model`` in place."""
+    def train(self, name: str, model: nn.Module, progress: Progress, watcher: Any = None) -> Run:
+        """Train ``model`` in place; a watcher is told each step's loss."""
         run, training = Run(name), self.training
         held_out = self.batches(self.text.validation)
         optimizer = make_optimizer(model, training)
@@ -260,6 +263,8 @@ class Job:
             rate = training.rate(step)
             losses.append(train_step(model, batch, optimizer, rate, training.clip))
             progress.advance()
+            if watcher is not None:
+                watcher.step(loss=losses[-1].item())
             if not training.validates_after(step):
                 continue
             run.train_loss += torch.stack(losses).tolist()  # waits for the device
@@ -345,6 +350,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         " every linear layer")  # fmt: skip
     add("--out", type=Path, default=Path("out"), metavar="DIR",
         help="folder of train_gpt.png (default: out)")  # fmt: skip
+    add("--report", type=Path, metavar="FILE",
+        help="also watch the FP8 run and write one HTML page of what its layers lost, step by step;"
+        " watching makes the run slower")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write all numbers there")
     args = parser.parse_args(argv)
     for name in ("steps", "batch_size"):
@@ -352,6 +360,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     if args.fp8_attention and args.layers == "plain":
         parser.error("--fp8-attention needs --layers transformer; plain attention is torch's")
+    if args.report and importlib.util.find_spec("plotly") is None:
+        parser.error("--report needs plotly, which is not installed (pip install plotly)")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA GPU, and torch sees none here; use --device cpu")
     return args
@@ -376,18 +386,24 @@ def excluded(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def compare(
-    job: Job, recipe: recipes.Recipe, exclude: tuple[str, ...]
-) -> tuple[list[Run], Any, Any]:
-    """Both runs, the conversion report and the GEMM counts of one FP8 step."""
+    job: Job, recipe: recipes.Recipe, exclude: tuple[str, ...], *, watched: bool = False
+) -> tuple[list[Run], Any, Any, Any]:
+    """Both runs, the conversion report, the GEMM counts of one FP8 step, the FP8 run's log."""
     progress = Progress(2 * job.training.steps)
     baseline = job.train("high precision", job.initial_model(), progress)
     model = job.initial_model()
     if job.fused:
         use_transformer_layers(model)
     report = float8lab.convert_to_float8(model, recipe, exclude=exclude)
-    fp8 = job.train("FP8", model, progress)
+    watch: AbstractContextManager[Any] = nullcontext()
+    if watched:
+        every = max(1, job.training.steps // WATCHED)
+        watch = float8lab.inspect.watch(model, every=every)  # type: ignore[attr-defined]
+    with watch as watcher:
+        fp8 = job.train("FP8", model, progress, watcher)
     progress.close()
-    return [baseline, fp8], report, job.count_gemms(model)
+    log = watcher.log if watched else None
+    return [baseline, fp8], report, job.count_gemms(model), log
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -398,7 +414,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"{device_name(job.device)}, torch {torch.__version__}, {recipe}")
     print(f"{job.model}\n{job.training}\n{job.text.describe()}", flush=True)
 
-    runs, report, gemms = compare(job, recipe, excluded(args))
+    watched = args.report is not None
+    runs, report, gemms, log = compare(job, recipe, excluded(args), watched=watched)
     gap = gap_percent(runs[1], runs[0])
     print(f"\n{report}\n\nGEMMs of one training step:\n{gemms}\n\n{describe_runs(runs)}")
     print(f"gap {gap:+.3f} % ({args.recipe}; positive: FP8 is worse)")
@@ -410,6 +427,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     else:
         draw(runs[0], runs[1], png)
         print(f"curves: {png}")
+    if watched:
+        print(f"report: {float8lab.inspect.report(log, args.report)}")
     results = {
         "device": device_name(job.device),
         "torch": torch.__version__,

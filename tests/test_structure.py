@@ -40,6 +40,7 @@ ENVIRONMENT = {
 LOCAL_IMPORTS = {
     "float8lab/ops/_register.py": "loads a kernel file, and so triton, on an op's first CUDA call",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
+    "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
     "float8lab/tensor/float8_tensor.py": "its methods that show it are in a layer above (UPWARD)",
 }
@@ -56,6 +57,7 @@ UPWARD = {
 OPTIONAL = (
     "triton",
     "matplotlib",
+    "plotly",
     "rich",
     "tqdm",
     "lightning",

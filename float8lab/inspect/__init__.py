@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from float8lab.inspect.html import html
 from float8lab.inspect.plot import plot
+from float8lab.inspect.report import report
 from float8lab.inspect.statistics import (
     BlockStats,
     Comparison,
@@ -47,6 +48,7 @@ __all__ = [
     "html",
     "memory_report",
     "plot",
+    "report",
     "sensitivity",
     "stats",
     "summary",

@@ -4,6 +4,7 @@ import doctest
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,9 @@ import pytest
 import text
 import torch
 import train_gpt
+
+import float8lab
+from float8lab.inspect.watch.records import Log, Step
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CONFIG = gpt.GPTConfig(context=16, n_layer=2, n_head=2, dim=32)
@@ -120,6 +124,44 @@ def test_runs_without_matplotlib_and_tqdm(tmp_path, capsys, monkeypatch):
     assert "no curves drawn" in printed
     assert "FP8: step 3, validation loss" in printed
     assert not (tmp_path / "train_gpt.png").exists()
+
+
+class Watcher:
+    """In place of ``float8lab.inspect.watch``: a log of the losses that it is told."""
+
+    def __init__(self, model, every):
+        self.log = Log(recipe="told", layers=[f"every {every}"])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.log.conversion = f"raised {raised[0]}"
+
+    def step(self, loss):
+        self.log.steps.append(Step(len(self.log.steps), loss=loss))
+
+
+def test_report_shows_the_watched_fp8_run(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("plotly")
+    monkeypatch.setattr(train_gpt, "WATCHED", 2)
+    monkeypatch.setattr(float8lab.inspect, "watch", Watcher)
+    file = tmp_path / "pages" / "report.html"
+    results = run(tmp_path, "--steps", "4", "--report", str(file))
+    assert f"report: {file}" in capsys.readouterr().out
+    page = file.read_text()
+    assert "raised None" in page
+    (data,) = re.findall(r'id="data">(.*?)</script>', page)
+    assert json.loads(data)["layers"] == ["every 2"]
+    losses = json.loads(data)["loss"]
+    assert losses == {"steps": [0, 1, 2, 3], "values": results["runs"][1]["train_loss"]}
+
+
+def test_report_without_plotly_is_refused_before_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_gpt.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--report", str(tmp_path / "report.html"))
+    assert "--report needs plotly" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

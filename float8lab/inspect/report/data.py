@@ -1,0 +1,229 @@
+"""A log as what its page needs: small JSON, and columns of float32 that the page decodes on demand.
+
+    {operand}-{field}                    [layers, cells] one field of every record; NaN: no record
+    {operand}-exponents-{layer number}   [kept steps, exponents] counts of the histograms
+
+A cell is one recorded step, or several consecutive ones of a long run: then each field is the worst
+of them by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import zlib
+from array import array
+from base64 import b64encode
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from float8lab.inspect.watch.records import Log, Record
+
+__all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "Data", "embed"]
+
+MOST_CELLS = 1_000_000
+"""Layers times operands times cells of a page; a longer run has several steps in a cell."""
+MOST_COUNTS = 1_000_000
+"""Counts in the histograms of a page; a longer run keeps those of evenly spread steps."""
+MOST_LOSSES = 10_000
+"""Points of the loss curve, evenly spread over the steps of a longer run."""
+
+FIELDS: dict[str, Callable[[float, float], float]] = {
+    "amax": max,
+    "scale_min": min,
+    "scale_max": max,
+    "saturated": max,
+    "flushed": max,
+    "subnormal": max,
+    "nan": max,
+    "inf": max,
+    "sqnr": min,
+    "staleness": max,
+    "elements": max,
+}
+"""The fields of a record that are numbers, and which of two values is the worse."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a page embeds."""
+
+    meta: dict[str, Any]
+    """Everything small; valid JSON."""
+    columns: dict[str, str]
+    """By name: float32, little-endian, zlib, base64."""
+
+    def json(self) -> str:
+        """``meta`` for a script element: no ``<``, which could end it."""
+        return json.dumps(self.meta, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def embed(log: Log) -> Data:
+    """Everything that the page of a log needs."""
+    layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
+    found = {record.operand for record in log.records}
+    usual = ("x", "w", "dy")
+    operands = [*filter(found.__contains__, usual), *sorted(found.difference(usual))]
+    steps = sorted({record.step for record in log.records})
+    # How many steps share a cell.
+    stride = max(1, math.ceil(len(steps) * len(layers) * len(operands) / MOST_CELLS))
+    firsts = steps[::stride]
+    lasts = [steps[min(i + stride, len(steps)) - 1] for i in range(0, len(steps), stride)]
+
+    columns, rows = _fields(log.records, layers, operands, firsts)
+    histograms = _Histograms.of(log.records, len(layers))
+    for record in log.records:
+        histograms.add(record, rows[record.layer])
+    columns |= {name: _encode(counts) for name, counts in histograms.columns.items()}
+
+    meta = {
+        "layers": layers,
+        "operands": operands,
+        "cells": {"first": firsts, "last": lasts, "stride": stride, "steps": len(steps)},
+        "histograms": {"steps": histograms.steps, "low": histograms.low, "high": histograms.high},
+        "summary": _summarize(log.records, rows, operands),
+        "loss": _losses(log),
+        "gemms": _gemms(log, rows),
+    }
+    return Data(meta, columns)
+
+
+def _encode(values: array[float]) -> str:
+    if sys.byteorder == "big":
+        values = array("f", values)
+        values.byteswap()
+    return b64encode(zlib.compress(values.tobytes(), 6)).decode("ascii")
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _nans(length: int) -> array[float]:
+    return array("f", [math.nan]) * length
+
+
+def _fields(
+    records: Iterable[Record], layers: Sequence[str], operands: Sequence[str], firsts: Sequence[int]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """A column for each operand and field, and each layer's row in them."""
+    rows = {layer: row for row, layer in enumerate(layers)}
+    arrays = {(o, f): _nans(len(layers) * len(firsts)) for o in operands for f in FIELDS}
+    for record in records:
+        at = rows[record.layer] * len(firsts) + bisect_right(firsts, record.step) - 1
+        for name, worse in FIELDS.items():
+            value, values = _number(getattr(record, name)), arrays[record.operand, name]
+            old = values[at]
+            if math.isnan(old):
+                values[at] = value
+            elif not math.isnan(value):
+                values[at] = worse(old, value)
+    return {f"{o}-{f}": _encode(values) for (o, f), values in arrays.items()}, rows
+
+
+@dataclass(frozen=True)
+class _Histograms:
+    """The histograms of the steps that are kept."""
+
+    steps: list[int]
+    low: int
+    high: int
+    """Smallest and largest exponent of the run."""
+    columns: dict[str, array[float]]
+
+    @classmethod
+    def of(cls, records: Sequence[Record], layers: int) -> _Histograms:
+        """None filled in yet."""
+        steps = sorted({record.step for record in records if record.exponents})
+        if not steps:
+            return cls([], 0, 0, {})
+        low = min(min(record.exponents) for record in records if record.exponents)
+        high = max(max(record.exponents) for record in records if record.exponents)
+        operands = len({record.operand for record in records})
+        most = max(2, MOST_COUNTS // (layers * operands * (high - low + 1)))
+        return cls(_spread(steps, most), low, high, {})
+
+    def add(self, record: Record, row: int) -> None:
+        at = bisect_right(self.steps, record.step) - 1
+        if at < 0 or self.steps[at] != record.step or not record.exponents:
+            return
+        width = self.high - self.low + 1
+        name = f"{record.operand}-exponents-{row}"
+        counts = self.columns.setdefault(name, _nans(len(self.steps) * width))
+        start = at * width
+        counts[start : start + width] = array("f", bytes(4 * width))
+        for exponent, count in record.exponents.items():
+            counts[start + exponent - self.low] = count
+
+
+def _spread(values: list[int], most: int) -> list[int]:
+    """At most ``most`` of the values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[i * (len(values) - 1) // (most - 1)] for i in range(most)]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _losses(log: Log) -> dict[str, list[Any]]:
+    known = [(step.step, step.loss) for step in log.steps if step.loss is not None]
+    points = [known[i] for i in _spread(list(range(len(known))), MOST_LOSSES)]
+    return {"steps": [s for s, _ in points], "values": [_finite(loss) for _, loss in points]}
+
+
+def _gemms(log: Log, rows: dict[str, int]) -> dict[str, Any]:
+    """What GEMMs ran, as texts, and for each layer the steps from which on it is which text."""
+    texts: dict[str, int] = {}
+    changes: dict[int, list[list[int]]] = {}
+    for step in log.steps:
+        for layer, kinds in step.gemms.items():
+            if layer not in rows:
+                continue
+            text = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
+            number = texts.setdefault(text, len(texts))
+            seen = changes.setdefault(rows[layer], [])
+            if not seen or seen[-1][1] != number:
+                seen.append([step.step, number])
+    return {"texts": list(texts), "changes": {str(row): seen for row, seen in changes.items()}}
+
+
+RANKED = ("flushed", "saturated", "subnormal", "sqnr", "staleness")
+"""Fields by which operands of layers are ranked; NaNs and infinities are counted besides."""
+
+
+def _summarize(
+    records: Iterable[Record], rows: dict[str, int], operands: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One row for each operand of each layer, over all its records.
+
+    ``[mean, worst, step of the worst]`` of each field in ``RANKED``, or None where no record has a
+    finite number; NaNs and infinities as ``[how many, in how many steps, the first step]``.
+    """
+    groups: dict[tuple[int, int], list[Record]] = {}
+    numbers = {operand: number for number, operand in enumerate(operands)}
+    for record in records:
+        groups.setdefault((rows[record.layer], numbers[record.operand]), []).append(record)
+    summary = []
+    for (layer, operand), group in sorted(groups.items()):
+        row: dict[str, Any] = {"layer": layer, "operand": operand}
+        for name in RANKED:
+            row[name] = _mean_and_worst(group, name)
+        bad = [record for record in group if record.nan or record.inf]
+        total = sum(record.nan + record.inf for record in bad)
+        row["nonfinite"] = [total, len(bad), bad[0].step] if bad else None
+        summary.append(row)
+    return summary
+
+
+def _mean_and_worst(group: Iterable[Record], name: str) -> list[float] | None:
+    found = [(getattr(record, name), record.step) for record in group]
+    known = [(value, step) for value, step in found if _finite(value) is not None]
+    if not known:
+        return None
+    worst, step = (min if FIELDS[name] is min else max)(known, key=lambda pair: pair[0])
+    return [sum(value for value, _ in known) / len(known), worst, step]

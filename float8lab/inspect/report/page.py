@@ -1,0 +1,79 @@
+"""The HTML file of a watched run: template, styles, script, chart library and data in one."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from float8lab.inspect.report.data import embed
+from float8lab.inspect.watch.records import Log
+
+__all__ = ["report"]
+
+
+def report(log: Log, path: str | Path, *, title: str = "FP8 training report") -> Path:
+    """Write what was seen of a training run as one HTML file.
+
+    Layers by steps as heat maps of underflow, saturation, SQNR and more, the layers that lose most,
+    each layer's curves and histograms, the loss, the recipe and the conversion report. The file
+    needs no network and no other file; its charts are drawn by plotly, of which it holds a copy
+    (4.8 MB). A long run is thinned as the page then says: see ``docs/report.md``.
+
+    Args:
+        log: what ``float8lab.inspect.watch`` saw. An empty one gives a page that says so.
+        path: of the file; folders on the way are made, a file there is replaced.
+        title: the page's.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed (``pip install "float8lab[report]"``).
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'report must have plotly; it is not installed. pip install "float8lab[report]".',
+            name=error.name,
+        ) from error
+
+    data = embed(log)
+    parts = {
+        "title": escape(title),
+        "recipe": escape(log.recipe or "not recorded"),
+        "about": "".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in log.about.items()
+        ),
+        "conversion": escape(log.conversion or "not recorded"),
+        "css": _read("page.css"),
+        "plotly": _inline(get_plotlyjs()),
+        "data": data.json(),
+        "columns": "\n".join(
+            f'<script type="text/plain" id="column-{escape(name)}">{text}</script>'
+            for name, text in data.columns.items()
+        ),
+        "js": _read("page.js"),
+    }
+    # One pass: what is put in is not searched for places to fill.
+    html = re.sub(r"<!-- (\w+) -->", lambda place: parts[place[1]], _read("page.html"))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def _inline(script: str) -> str:
+    """A script that can stand in HTML and is all ASCII: Chromium starts such a plotly 0.5 s sooner.
+
+    What is not ASCII, or would end the script element, is in string literals, and escaped there.
+    """
+    script = script.replace("</script", "<\\/script")
+    return re.sub(r"[\u0080-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", script)
+
+
+def _read(name: str) -> str:
+    return files("float8lab.inspect.report").joinpath(name).read_text(encoding="utf-8")
