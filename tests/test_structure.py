@@ -41,6 +41,7 @@ LOCAL_IMPORTS = {
     "float8lab/ops/_register.py": "loads a kernel file, and so triton, on an op's first CUDA call",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
+    "float8lab/inspect/watch/views.py": "rich and pandas are optional, and loaded by their views",
     "float8lab/tensor/float8_tensor.py": "its methods that show it are in a layer above (UPWARD)",
 }
 
@@ -57,6 +58,8 @@ OPTIONAL = (
     "triton",
     "matplotlib",
     "rich",
+    "pandas",
+    "tensorboard",
     "tqdm",
     "lightning",
     "pytorch_lightning",

@@ -18,6 +18,7 @@ from float8lab.inspect.statistics import (
     stats,
 )
 from float8lab.inspect.text import bars, health, summary, table
+from float8lab.inspect.watch import watch
 
 __all__ = [
     "BlockStats",
@@ -34,4 +35,5 @@ __all__ = [
     "stats",
     "summary",
     "table",
+    "watch",
 ]
