@@ -6,6 +6,7 @@
 """
 
 from float8lab.inspect.html import html
+from float8lab.inspect.nonfinite import NonFinite, find_nan
 from float8lab.inspect.plot import plot
 from float8lab.inspect.statistics import (
     BlockStats,
@@ -24,10 +25,12 @@ __all__ = [
     "BlockStats",
     "Comparison",
     "Histogram",
+    "NonFinite",
     "TensorStats",
     "bars",
     "blocks",
     "compare",
+    "find_nan",
     "health",
     "histogram",
     "html",
