@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from float8lab.nn.precision import precisions_below
 from float8lab.recipes.delayed import DelayedSlots
-from float8lab.recipes.region import in_backward
+from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["NonFinite", "find_nan"]
@@ -191,6 +192,8 @@ class _Look:
         self.suspect: NonFinite | None = None
         self.step = 0
         self._stack: list[_Frame] = []
+        # The node and the changeable label of the hook of an output.
+        self._labels: Any = WeakIdKeyDictionary()
         self._callers: dict[nn.Module, nn.Module | None] = {}
 
     @contextlib.contextmanager
@@ -303,21 +306,29 @@ class _Look:
                 finite &= self.at(x, name, f"output {index}", may_mask=True)
             if x.requires_grad and torch.is_grad_enabled():
                 if caller is None:
-                    hook = self._gradient_hook("(loss)", f"gradient of the model's output {index}")
+                    where = ("(loss)", f"gradient of the model's output {index}")
                 else:
                     child = self._child(module)
-                    hook = self._gradient_hook(
-                        self.names[caller], f"gradient of output {index} of {child}"
-                    )
-                x.register_hook(hook)
+                    where = (self.names[caller], f"gradient of output {index} of {child}")
+                self._hook_output(x, where)
         if finite and frame.clears:
             self.suspect = None
 
-    def _gradient_hook(self, module: str, tensor: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self.at(gradient, module, tensor, phase="backward")
+    def _hook_output(self, x: Tensor, where: tuple[str, str]) -> None:
+        """Look at the gradient of a module's output, which its caller may return in its turn."""
+        node, label = self._labels.get(x, (None, []))
+        if node is x.grad_fn:
+            label[:] = where
+            return
+        label = list(where)
+        self._labels[x] = x.grad_fn, label
+        x.register_hook(lambda gradient: self._at_gradient(gradient, *label))
 
-        return hook
+    def _at_gradient(self, gradient: Tensor, module: str, tensor: str) -> None:
+        self.at(gradient, module, tensor, phase="backward")
+
+    def _gradient_hook(self, module: str, tensor: str) -> Callable[[Tensor], None]:
+        return lambda gradient: self._at_gradient(gradient, module, tensor)
 
     def _child(self, module: nn.Module) -> str:
         return self.names[module] or "(model)"
@@ -353,6 +364,8 @@ def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
         values = [_copy(x) for x in changed]
         states = [(s, _tensors(s)) for found in slots.values() for s in found.values()]
         options = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    region = STATE.region  # the enclosing autocast's, at whose end its packs advance
+    packs = {} if region is None else dict(region.packs)
     devices = sorted({p.device.index for p in parameters if p.is_cuda})
     try:
         with torch.random.fork_rng(devices):
@@ -363,6 +376,8 @@ def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
                 _restore(x, value)
             for state, tensors in states:
                 state.load(tensors)
+        if region is not None:
+            region.packs = packs
         for precision, found in slots.items():
             precision.slots.clear()
             precision.slots.update(found)
