@@ -16,6 +16,7 @@ from torch import Tensor
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.inspect.statistics import Errors, TensorStats
 from float8lab.inspect.watch.records import Record
+from float8lab.tensor.blocks import expand_scale
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 
@@ -71,11 +72,12 @@ def measure_cast(
     return Measurement(spec, delayed, False, q.numel(), sums, maxima)
 
 
-def measure_stored(q: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec) -> Measurement:
-    """Measure what was in FP8 already, of which nothing else is known."""
+def measure_stored(q: Tensor, scale: Tensor, spec: Float8Spec) -> Measurement:
+    """Measure what was in FP8 already: what it was made from is not known."""
     nothing = q.new_zeros(len(_SUMS), dtype=torch.float64)
-    known = amax.masked_fill(~amax.isfinite(), 0.0).amax()
-    maxima = torch.stack([known, scale.max(), -scale.min(), torch.zeros_like(known)]).double()
+    size = (q.float() * expand_scale(scale, spec.block, q.shape)).abs()
+    amax = size.masked_fill(~size.isfinite(), 0.0).amax()
+    maxima = torch.stack([amax, scale.max(), -scale.min(), torch.zeros_like(amax)]).double()
     sums = torch.cat([_count_codes(q), nothing])
     return Measurement(spec, False, True, q.numel(), sums, maxima)
 

@@ -52,8 +52,7 @@ class Record:
     exponents: dict[int, int] = field(default_factory=dict)
     """How many nonzero finite codes have each exponent, floor(log2(|code|))."""
     stored: bool = False
-    """The operand was in FP8 already: a weight stored so. ``amax`` is then that of its last
-    quantization, NaNs and infinities are those of its codes."""
+    """The operand was in FP8 already: a weight stored so. Its values are those before the cast."""
     fp8_dtype: str = ""
     """``"e4m3"`` or ``"e5m2"``."""
 

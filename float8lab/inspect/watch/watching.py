@@ -292,7 +292,7 @@ class watch:
                 return _measure_gathered(x, self._gathers[call.precision])
             else:
                 x = stored(x)
-                return measure_stored(x.qdata, x.scale, x.amax, spec) if x.numel() else None
+                return measure_stored(x.qdata, x.scale, spec) if x.numel() else None
         if x.numel() == 0:
             return None
         M, K = x.shape
