@@ -18,6 +18,7 @@ memory      what a layer and a stack hold, and whether many steps need more
 accuracy    SQNR of a linear layer; needs no GPU
 fsdp        sharded training steps, by torchrun on several GPUs
 offload     CPU offload of activations; not among "all"
+watch       what ``float8lab.inspect.watch`` costs; prints, and is in docs/watch.md
 =========== ====================================================================================
 
 A subject is a module with a ``SUBJECT`` (``report.py``), which yields one ``Row`` for each

@@ -42,6 +42,7 @@ LOCAL_IMPORTS = {
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
+    "float8lab/inspect/watch/views.py": "rich and pandas are optional, and loaded by their views",
     "float8lab/tensor/float8_tensor.py": "its methods that show it are in a layer above (UPWARD)",
 }
 
@@ -59,6 +60,8 @@ OPTIONAL = (
     "matplotlib",
     "plotly",
     "rich",
+    "pandas",
+    "tensorboard",
     "tqdm",
     "lightning",
     "pytorch_lightning",

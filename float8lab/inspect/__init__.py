@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from float8lab.inspect.html import html
+from float8lab.inspect.nonfinite import NonFinite, find_nan
 from float8lab.inspect.plot import plot
 from float8lab.inspect.report import report
 from float8lab.inspect.statistics import (
@@ -22,6 +23,7 @@ from float8lab.inspect.statistics import (
     stats,
 )
 from float8lab.inspect.text import bars, health, summary, table
+from float8lab.inspect.watch import watch
 
 if TYPE_CHECKING:
     from float8lab.inspect.advice import Advice, LayerAdvice, advise
@@ -37,12 +39,14 @@ __all__ = [
     "LayerAdvice",
     "LayerMemory",
     "MemoryReport",
+    "NonFinite",
     "Sensitivity",
     "TensorStats",
     "advise",
     "bars",
     "blocks",
     "compare",
+    "find_nan",
     "health",
     "histogram",
     "html",
@@ -53,6 +57,7 @@ __all__ = [
     "stats",
     "summary",
     "table",
+    "watch",
 ]
 
 _LAZY = {

@@ -37,6 +37,7 @@ from float8lab.tensor.blocks import expand_scale
 __all__ = [
     "BlockStats",
     "Comparison",
+    "Errors",
     "Histogram",
     "TensorStats",
     "blocks",
@@ -516,7 +517,7 @@ def _tensor_stats(x: Any, shard: Float8Tensor, source: Tensor | None, local: boo
     sums = [torch.bincount(codes, minlength=256).double()]
     extremes = [-scale, scale, amax]
     if source is not None:
-        whole = _Errors.of(shard, source)
+        whole = Errors.of(shard.qdata.detach(), scale, shard.spec, source)
         every = (-1,) * shard.ndim
         for part in (whole.clipped, whole.flushed, whole.finite):
             sums.append(_sum(part, every).reshape(1).double())
@@ -579,7 +580,7 @@ def _block_stats(shard: Float8Tensor, source: Tensor | None) -> BlockStats:
     )
     sqnr = None
     if source is not None:
-        errors = _Errors.of(shard, source)
+        errors = Errors.of(qdata, shard.scale.detach(), shard.spec, source)
         masks |= {"clipped": errors.clipped, "flushed": errors.flushed}
         signal, noise = (_norm(v, block) for v in (errors.source, errors.error))
         sqnr = 20 * (signal.log10() - noise.log10())
@@ -597,7 +598,7 @@ def _block_stats(shard: Float8Tensor, source: Tensor | None) -> BlockStats:
 
 
 @dataclass(frozen=True, eq=False)
-class _Errors:
+class Errors:
     """An original and its difference, element by element, 0 where either is not finite."""
 
     source: Tensor
@@ -607,9 +608,7 @@ class _Errors:
     flushed: Tensor
 
     @staticmethod
-    def of(shard: Float8Tensor, source: Tensor) -> _Errors:
-        spec, qdata = shard.spec, shard.qdata.detach()
-        scale = shard.scale.detach()
+    def of(qdata: Tensor, scale: Tensor, spec: Float8Spec, source: Tensor) -> Errors:
         wide = source if source.dtype == torch.float64 else source.float()
         value = qdata.float() * expand_scale(scale, spec.block, qdata.shape)
         finite = value.isfinite() & wide.isfinite()
@@ -618,7 +617,7 @@ class _Errors:
         encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, qdata.shape)
         top = largest(spec.fp8_dtype)
         half_step = 16.0 if spec.fp8_dtype == E4M3 else 4096.0
-        return _Errors(
+        return Errors(
             source=wide.masked_fill(~finite, 0.0),
             error=error,
             finite=finite,

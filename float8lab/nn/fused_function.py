@@ -28,6 +28,7 @@ from float8lab.nn.operands import (
     dgrad,
     fprop,
     lives_on,
+    observe_cast,
     same_when_transposed,
     wgrad,
 )
@@ -159,6 +160,8 @@ def _forward(
     keep_w_scale = any(in_fp8) and same_when_transposed(plan.w)
 
     x_q = cast(value, plan.x, X, call) if plan.fprop or keep_scale else None
+    if x_q is not None:
+        observe_cast(value, x_q, plan.x, X, call)
     w_q = cast_weight(weight, call) if plan.fprop or keep_w_scale else None
     y = fprop(
         value, x_q if plan.fprop else None, weight, w_q, bias, call,

@@ -8,7 +8,7 @@ dimension is a multiple of ``ALIGN``, and its decode scales. What is cast is a m
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.recipes.recipe import Recipe
-from float8lab.recipes.region import STATE
+from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -53,8 +53,10 @@ __all__ = [
     "fprop",
     "gemm",
     "lives_on",
+    "observe_cast",
     "plain",
     "same_when_transposed",
+    "stored_as",
     "transposed_weight",
     "wgrad",
 ]
@@ -63,6 +65,35 @@ ALIGN = 16
 """Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
 Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+
+
+# What an observer is shown (``float8lab/inspect/watch``). A compiled graph has no trace of it.
+
+
+def observe_cast(
+    x: Tensor | Source,
+    operand: Operand,
+    spec: Float8Spec,
+    index: int,
+    call: Call,
+    *,
+    only_in_backward: bool = False,
+) -> None:
+    """A matrix was cast to ``operand`` for a layer's GEMMs.
+
+    In backward that of x or w is a repetition, by activation checkpointing, unless it is made only
+    there.
+    """
+    if torch.compiler.is_compiling() or STATE.observer is None:
+        return
+    if index == DY or only_in_backward or not in_backward():
+        STATE.observer.saw_cast(x, operand, spec, index, call)
+
+
+def _observe_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
+    """``fprop``, ``dgrad`` or ``wgrad`` ran, of these operands or in high precision."""
+    if not torch.compiler.is_compiling() and STATE.observer is not None:
+        STATE.observer.saw_gemm(kind, call, a, b)
 
 
 # Casts.
@@ -157,11 +188,16 @@ def plain(weight: Tensor) -> Tensor:
     return weight.dequantize() if STATE.onnx is None else STATE.onnx.dequantized(weight)
 
 
+def stored_as(weight: Tensor, spec: Float8Spec) -> TypeGuard[Float8Tensor]:
+    """Whether a weight's own bytes are the operand."""
+    if not isinstance(weight, Float8Tensor):
+        return False
+    return (weight.spec.block, weight.spec.fp8_dtype) == (spec.block, spec.fp8_dtype)
+
+
 def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:
     """The FP8 data of a weight that is stored as ``spec`` wants it."""
-    if not isinstance(weight, Float8Tensor):
-        return None
-    if (weight.spec.block, weight.spec.fp8_dtype) != (spec.block, spec.fp8_dtype):
+    if not stored_as(weight, spec):
         return None
     q = weight.qdata
     rows, columns = (round_up(size, ALIGN) for size in q.shape)
@@ -179,6 +215,7 @@ def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:
 def cast_weight(weight: Tensor, call: Call) -> Operand:
     """The weight in FP8: stored so, kept, or cast now; CPU offload hears which."""
     operand = _find_or_cast_weight(weight, call)
+    observe_cast(weight, operand, call.plan.w, W, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
         key = StorageWeakRef(operand[0].untyped_storage())
         STATE.weights[key] = lives_on(operand, weight, call)
@@ -243,7 +280,11 @@ def _version(x: Tensor) -> int:
 def transposed_weight(kept: Tensor | Operand, call: Call) -> Operand:
     """The weight's transpose in FP8, for dgrad, from the weight or from its cast."""
     if isinstance(kept, Tensor):
-        return cast(plain(kept).t(), call.plan.w, W, call)
+        w_t = plain(kept).t()
+        operand = cast(w_t, call.plan.w, W, call)
+        if not call.plan.fprop:  # else the forward has cast it
+            observe_cast(w_t, operand, call.plan.w, W, call, only_in_backward=True)
+        return operand
     # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
     return transpose_op(kept[0], 1), kept[1].t()
 
@@ -295,6 +336,7 @@ def fprop(
     In high precision, from ``x`` and ``weight``, if an operand is None.
     """
     plan = call.plan
+    _observe_gemm("fprop", call, x_q, w_q)
     if x_q is None or w_q is None:
         high = x.value() if isinstance(x, Source) else x
         added = None if bias is None else bias.to(dtype)
@@ -316,12 +358,17 @@ def cast_gradient(
     fp8_dx, fp8_dw = dx and call.plan.dgrad, dw and call.plan.wgrad
     if fp8_dx and fp8_dw:
         dy_q, dy_t, total = cast_pair(dy, spec, DY, call, column_sum=column_sum)
+        observe_cast(dy, dy_q, spec, DY, call)
         return dy_q, dy_t, total if column_sum else None
     if fp8_dx:
-        return cast(dy, spec, DY, call), None, None
+        dy_q = cast(dy, spec, DY, call)
+        observe_cast(dy, dy_q, spec, DY, call)
+        return dy_q, None, None
     if fp8_dw:
-        value = dy.value() if isinstance(dy, Source) else dy
-        return None, cast(value.t(), spec, DY, call), None
+        value = (dy.value() if isinstance(dy, Source) else dy).t()
+        dy_t = cast(value, spec, DY, call)
+        observe_cast(value, dy_t, spec, DY, call)
+        return None, dy_t, None
     return None, None, None
 
 
@@ -340,10 +387,12 @@ def dgrad(
     """
     plan = call.plan
     if dy_q is None:
+        _observe_gemm("dgrad", call, None, None)
         assert dy is not None, "one of the two"
         assert isinstance(kept, Tensor), "in high precision"
         return (dy @ plain(kept).to(dy.dtype)).to(dtype)
     w_t = transposed_weight(kept, call)
+    _observe_gemm("dgrad", call, dy_q, w_t)
     dx = gemm(dy_q, plan.dy, w_t, plan.w, None, dtype, plan.fast_accum[1])
     return crop(dx, *shape)
 
@@ -363,6 +412,7 @@ def wgrad(
     From ``dy`` and ``x`` if ``dy_t`` and ``x_t`` are None.
     """
     plan, fused = call.plan, call.fused_weight
+    _observe_gemm("wgrad", call, dy_t, x_t)
     dtype = dtype if fused is None else fused.main_grad.dtype
     if dy_t is not None and x_t is not None:
         dw = gemm(dy_t, plan.dy, x_t, plan.x, None, dtype, plan.fast_accum[2])

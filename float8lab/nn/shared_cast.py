@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.operands import Operand, cast, cast_pair
+from float8lab.nn.operands import Operand, cast, cast_pair, observe_cast
 from float8lab.nn.precision import Call, X
 from float8lab.recipes.region import STATE, capturing
 
@@ -41,6 +41,17 @@ def cast_input(
         straight: ``[M, K]`` is wanted, for fprop.
         transposed: ``[K, M]`` is wanted, for wgrad.
     """
+    q, q_t = _cast_input(x, rows, call, straight=straight, transposed=transposed)
+    if q is not None:
+        observe_cast(rows, q, call.plan.x, X, call)
+    elif q_t is not None:
+        observe_cast(rows.t(), q_t, call.plan.x, X, call)
+    return q, q_t
+
+
+def _cast_input(
+    x: Tensor, rows: Tensor, call: Call, *, straight: bool, transposed: bool
+) -> tuple[Operand | None, Operand | None]:
     spec = call.plan.x
     if straight and transposed:
         if _may_share(x, call):

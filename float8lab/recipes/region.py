@@ -75,6 +75,7 @@ class _State:
         "in_graph",
         "init",
         "last_cast",
+        "observer",
         "onnx",
         "recipe",
         "recorded",
@@ -100,6 +101,7 @@ class _State:
         self.created = 0  # modules with FP8 state, so far
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
         self.replay: Recording | None = None  # what the recomputation in progress repeats
+        self.observer: Any = None  # sees casts and GEMMs, see inspect/watch; None: nobody does
         self.onnx: OnnxForm | None = None  # while onnx_export is active
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about

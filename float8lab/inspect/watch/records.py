@@ -1,11 +1,21 @@
 """What was seen of a model while it trained: plain data, which views and reports read.
 
 It knows no model and no tensor, so that a log written by one process can be read by another.
+
+As JSONL each line is an object with one key: ``"log"`` with the fields of a ``Log`` that are not
+lists of steps or records (the last one counts), ``"step"`` or ``"record"``. Numbers that are not
+finite are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON has no numbers for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 __all__ = ["Log", "Record", "Step"]
 
@@ -41,6 +51,10 @@ class Record:
     elements: int
     exponents: dict[int, int] = field(default_factory=dict)
     """How many nonzero finite codes have each exponent, floor(log2(|code|))."""
+    stored: bool = False
+    """The operand was in FP8 already: a weight stored so. Its values are those before the cast."""
+    fp8_dtype: str = ""
+    """``"e4m3"`` or ``"e5m2"``."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +81,75 @@ class Log:
     """In the model's order."""
     steps: list[Step] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+
+    def to_jsonl(self, path: str | PathLike[str]) -> None:
+        """Write everything to a file, over what it holds."""
+        with Path(path).open("w", encoding="ascii") as file:
+            file.writelines(self.lines())
+
+    def lines(self, steps: int = 0, records: int = 0) -> Iterator[str]:
+        """The lines of a JSONL file, without the first so many steps and records."""
+        head = {"recipe": self.recipe, "conversion": self.conversion}
+        yield _line("log", {**head, "about": self.about, "layers": self.layers})
+        for record in self.records[records:]:
+            yield _line("record", asdict(record))
+        for step in self.steps[steps:]:
+            yield _line("step", asdict(step))
+
+    @classmethod
+    def from_jsonl(cls, path: str | PathLike[str]) -> Log:
+        """Read what ``to_jsonl`` or ``watch(..., jsonl=path)`` has written.
+
+        A last line that was not written to its end, by a process that was killed, is left out.
+
+        Raises:
+            ValueError: another line is not one of a log.
+        """
+        log = cls()
+        steps: dict[int, Step] = {}  # one may be written twice, when its loss is known
+        lines = Path(path).read_text(encoding="ascii").split("\n")
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            try:
+                ((kind, value),) = json.loads(line).items()
+                if kind == "log":
+                    for name in ("recipe", "conversion", "about", "layers"):
+                        setattr(log, name, value[name])
+                elif kind == "record":
+                    log.records.append(_record(value))
+                else:
+                    loss = value["loss"]
+                    step = Step(value["step"], None if loss is None else float(loss))
+                    steps[step.step] = Step(step.step, step.loss, value["gemms"])
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if number == len(lines):
+                    break
+                raise ValueError(
+                    f"path must be a log as to_jsonl writes it; got {path} with a line {number} "
+                    f"of {line[:40]!r}. Write it anew, or remove that line."
+                ) from error
+        log.steps = [steps[number] for number in sorted(steps)]
+        return log
+
+
+def _line(kind: str, value: dict[str, Any]) -> str:
+    return json.dumps({kind: _encode(value)}, allow_nan=False) + "\n"
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): _encode(v) for k, v in value.items()}
+    return value
+
+
+def _record(value: dict[str, Any]) -> Record:
+    floats = ("amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal")
+    optional = ("sqnr", "staleness")
+    for name in (*floats, *optional):
+        if value[name] is not None:
+            value[name] = float(value[name])
+    value["exponents"] = {int(k): n for k, n in value["exponents"].items()}
+    return Record(**value)

@@ -1,0 +1,410 @@
+"""find_nan: where the first NaN or infinity of a training step arises.
+
+Hooks look at what goes into every module and what comes out, in forward and in backward; the first
+value that is not finite decides, and after it nothing is looked at. In forward the module to name
+is one whose input was finite and whose output is not: a child is left before its parent, so the
+first such is the innermost. A value that is first seen as the *input* of a child arose in the code
+of its parent. Backward is the same with gradients, which enter at the outputs.
+
+Attention masks are of -inf, and no error. So a tensor with -inf but neither NaN nor +inf is passed
+over if nothing is differentiated by it; else it is a suspect, the one to name if a NaN or +inf
+follows, and cleared when what takes it, or what it arose in, gives finite values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from float8lab.nn.precision import precisions_below
+from float8lab.recipes.delayed import DelayedSlots
+from float8lab.recipes.region import STATE, in_backward
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["NonFinite", "find_nan"]
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Where the first value arose that is not finite; false if all were finite."""
+
+    module: str | None = None
+    """Qualified name; ``""`` is the model itself, ``"(loss)"`` the loss; None: all is finite."""
+    tensor: str = ""
+    """Such as ``"input 0"``, ``"output 1"``, ``"output ['logits']"``, ``"parameter weight"``,
+    ``"gradient of input 0"``, ``"gradient of weight"``; or what a child of the module was given."""
+    phase: str = ""
+    """``"before"`` the step, ``"forward"``, ``"backward"`` or ``"optimizer"``."""
+    step: int = 0
+    """From 0; where all is finite, the number of steps."""
+    nan: int = 0
+    inf: int = 0
+    shape: tuple[int, ...] = ()
+    kind: str = ""
+    """The module's class."""
+
+    def __bool__(self) -> bool:
+        return self.module is not None
+
+    def __repr__(self) -> str:
+        if self.module is None:
+            return f"NonFinite(none in {self.step} step{'s' if self.step != 1 else ''})"
+        found = [f"{n} {name}" for n, name in ((self.nan, "NaN"), (self.inf, "inf")) if n]
+        where = f"{self.module or '(model)'}" + (f" ({self.kind})" if self.kind else "")
+        return (
+            f"NonFinite({' and '.join(found)} in {self.tensor} {list(self.shape)} of {where}, "
+            f"{self.phase}, step {self.step})"
+        )
+
+
+def find_nan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    steps: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> NonFinite:
+    """Find the module and the tensor in which the first NaN or infinity arises.
+
+    Runs forward and backward with a look at every tensor that a module takes or gives, and waits
+    for the GPU at each. Afterwards parameters, buffers, gradients, the optimizer, scaling state and
+    random numbers are as before. Compiled code runs uncompiled. Modules that run in FP8 under
+    ``autocast`` need one around this call.
+
+    Args:
+        model: in the mode, ``train`` or ``eval``, in which it is to run.
+        batch: the model's argument; a tuple or list is its arguments, a dict its keyword arguments.
+        loss_fn: makes the loss of the model's output. None: the output's ``loss`` if it has one,
+            else the sum of all floating-point outputs.
+        steps: how often to run the batch.
+        optimizer: steps after each backward; without it only random numbers and delayed scales
+            differ from step to step.
+
+    Returns:
+        What was found; false in a condition if all is finite.
+
+    Raises:
+        ValueError: ``steps`` is below 1.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LogSoftmax(-1))
+    >>> float8lab.inspect.find_nan(model, torch.ones(3, 2))
+    NonFinite(none in 1 step)
+    >>> float8lab.inspect.find_nan(model, torch.tensor([[1e38, 1e38]]), loss_fn=lambda y: 1e38 * y)
+    NonFinite(1 inf in loss [1, 2] of (loss), forward, step 0)
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1; got {steps}. 1 runs the batch once.")
+    model = getattr(model, "_orig_mod", model)
+    look = _Look(model)
+    with _as_before(model, optimizer), torch.compiler.set_stance("force_eager"):
+        for step in range(steps):
+            look.step = step
+            look.at_parameters("before" if step == 0 else "optimizer")
+            if look.found is None:
+                _run(model, batch, loss_fn, look)
+            if look.found is not None and not _has_ranks():
+                break
+            if optimizer is not None:
+                optimizer.step()
+        else:
+            if optimizer is not None:
+                look.at_parameters("optimizer")
+    return look.found or NonFinite(step=steps)
+
+
+def _run(
+    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, look: _Look
+) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.enable_grad(), look.attached():
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        loss = _default_loss(output) if loss_fn is None else loss_fn(output)
+        look.at(loss, "(loss)", "loss")
+        look.suspect = None
+        if loss.requires_grad and (look.found is None or _has_ranks()):
+            loss.sum().backward()
+            look.at_gradients()
+
+
+def _has_ranks() -> bool:
+    """Whether others wait for this process in collectives, so that it cannot stop early."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _default_loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = [leaf for leaf in tree_leaves(output) if _is_number(leaf)]
+    if not leaves:
+        raise TypeError(
+            "loss_fn must be given where the model's output has no floating-point tensor; got "
+            f"{type(output).__name__}. Pass a function of the output."
+        )
+    total = sum((leaf.float().sum() for leaf in leaves), leaves[0].new_zeros(()).float())
+    assert isinstance(total, Tensor), "a sum of tensors"
+    return total
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or isinstance(x, Float8Tensor))
+
+
+def _named_tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a nest of containers; an index, or a path such as ``['logits']``."""
+    pairs, _ = tree_flatten_with_path(values)
+    for path, leaf in pairs:
+        if _is_number(leaf):
+            name = keystr(path)
+            yield (name[1:-1] if name[1:-1].isdigit() else name), leaf
+
+
+@dataclass
+class _Frame:
+    """A module that is running."""
+
+    module: nn.Module
+    clears: bool
+    """A suspect is one of its inputs, or was not there before it."""
+
+
+class _Look:
+    """Hooks on all modules of a model, and the first thing found."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.found: NonFinite | None = None
+        self.suspect: NonFinite | None = None
+        self.step = 0
+        self._stack: list[_Frame] = []
+        # The node and the changeable label of the hook of an output.
+        self._labels: Any = WeakIdKeyDictionary()
+        self._callers: dict[nn.Module, nn.Module | None] = {}
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks are on the modules and parameters."""
+        with contextlib.ExitStack() as stack:
+            for module, name in self.names.items():
+                # The first to see the outputs, the last to see the inputs: as the module itself.
+                handles = [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                    module.register_forward_hook(self._leave, prepend=True, always_call=True),
+                ]
+                for own, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad:
+                        hook = self._gradient_hook(name, f"gradient of {own}")
+                        handles.append(parameter.register_hook(hook))
+                for handle in handles:
+                    stack.callback(handle.remove)
+            yield
+
+    def at(
+        self, x: Any, module: str, tensor: str, *, phase: str = "forward", may_mask: bool = False
+    ) -> bool:
+        """Look at a tensor, unless something was found already; whether all of it is finite."""
+        if self.found is not None or not _is_number(x):
+            return True
+        with torch.no_grad():
+            value = _local(x.detach())
+            if bool(value.isfinite().all()):
+                return True
+            nan, inf = int(value.isnan().sum()), int(value.isinf().sum())
+            masks = may_mask and not nan and not bool((value == torch.inf).any())
+        if masks and not x.requires_grad:
+            return True
+        owner = self.model.get_submodule(module) if module in self.names.values() else None
+        found = NonFinite(
+            module=module,
+            tensor=tensor,
+            phase=phase,
+            step=self.step,
+            nan=nan,
+            inf=inf,
+            shape=tuple(x.shape),
+            kind="" if owner is None else type(owner).__name__,
+        )
+        self.suspect = self.suspect or found
+        if not masks:
+            self.found = self.suspect
+        return False
+
+    def at_parameters(self, phase: str) -> None:
+        """Look at parameters and buffers, in the model's order."""
+        for module, name in self.names.items():
+            for own, parameter in module.named_parameters(recurse=False):
+                self.at(parameter, name, f"parameter {own}", phase=phase)
+            for own, buffer in module.named_buffers(recurse=False):
+                self.at(buffer, name, f"buffer {own}", phase=phase, may_mask=True)
+
+    def at_gradients(self) -> None:
+        """Look at the gradients that the parameters have, which autograd may have summed up."""
+        for module, name in self.names.items():
+            for own, parameter in module.named_parameters(recurse=False):
+                for attribute in ("grad", "main_grad"):
+                    value = getattr(parameter, attribute, None)
+                    self.at(value, name, f"gradient of {own}", phase="backward")
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        caller = self._stack[-1].module if self._stack else self._callers.get(module)
+        self._callers[module] = caller
+        frame = _Frame(module, clears=self.suspect is None)
+        self._stack.append(frame)
+        name = self.names[module]
+        if not in_backward():  # a recomputation gives what the forward gave
+            for index, x in _named_inputs(args, kwargs):
+                where, what = name, f"input {index}"
+                if caller is not None:
+                    where = self.names[caller]
+                    what = f"what it gives {self._child(module)} as {what}"
+                if not self.at(x, where, what, may_mask=True):
+                    frame.clears = True
+        if not torch.is_grad_enabled():
+            return None
+        # Gradients of the module's own use of its inputs, which others may use as well.
+        found = iter([index for index, _ in _named_inputs(args, kwargs)])
+
+        def own(x: Any) -> Any:
+            if not _is_number(x):
+                return x
+            index = next(found)
+            if not x.requires_grad or type(x) is not Tensor:
+                return x
+            alias = x.view_as(x)
+            alias.register_hook(self._gradient_hook(name, f"gradient of input {index}"))
+            return alias
+
+        return tree_map(own, args), tree_map(own, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Activation checkpointing ends a recomputation by an exception, inside of modules.
+        if all(frame.module is not module for frame in self._stack):
+            return  # what ended it came before _enter
+        frame = self._stack.pop()
+        while frame.module is not module:
+            frame = self._stack.pop()
+        name = self.names[module]
+        caller = self._callers.get(module)
+        finite = True
+        for index, x in _named_tensors(output if isinstance(output, tuple | dict) else (output,)):
+            if not in_backward():
+                finite &= self.at(x, name, f"output {index}", may_mask=True)
+            if x.requires_grad and torch.is_grad_enabled():
+                if caller is None:
+                    where = ("(loss)", f"gradient of the model's output {index}")
+                else:
+                    child = self._child(module)
+                    where = (self.names[caller], f"gradient of output {index} of {child}")
+                self._hook_output(x, where)
+        if finite and frame.clears:
+            self.suspect = None
+
+    def _hook_output(self, x: Tensor, where: tuple[str, str]) -> None:
+        """Look at the gradient of a module's output, which its caller may return in its turn."""
+        node, label = self._labels.get(x, (None, []))
+        if node is x.grad_fn:
+            label[:] = where
+            return
+        label = list(where)
+        self._labels[x] = x.grad_fn, label
+        x.register_hook(lambda gradient: self._at_gradient(gradient, *label))
+
+    def _at_gradient(self, gradient: Tensor, module: str, tensor: str) -> None:
+        self.at(gradient, module, tensor, phase="backward")
+
+    def _gradient_hook(self, module: str, tensor: str) -> Callable[[Tensor], None]:
+        return lambda gradient: self._at_gradient(gradient, module, tensor)
+
+    def _child(self, module: nn.Module) -> str:
+        return self.names[module] or "(model)"
+
+
+def _named_inputs(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from _named_tensors(args)
+    yield from _named_tensors(kwargs)
+
+
+def _local(x: Any) -> Tensor:
+    """What of a tensor is here, in high precision."""
+    x = getattr(x, "_local_tensor", x)
+    value: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x
+    # Float8Tensors, and FP8 dtypes without a scale.
+    return value.float() if value.element_size() == 1 else value
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Whatever a training step changes is afterwards as it was."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    changed: list[Any] = [
+        *model.buffers(),
+        *(p.main_grad for p in parameters if hasattr(p, "main_grad")),
+    ]
+    if optimizer is not None:
+        changed += parameters
+    modes = {module: module.training for module in model.modules()}
+    slots = {precision: dict(precision.slots) for precision in precisions_below(model)}
+    with torch.no_grad():
+        values = [_copy(x) for x in changed]
+        states = [(s, _tensors(s)) for found in slots.values() for s in found.values()]
+        options = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    region = STATE.region  # the enclosing autocast's, at whose end its packs advance
+    packs = {} if region is None else dict(region.packs)
+    devices = sorted({p.device.index for p in parameters if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for x, value in zip(changed, values, strict=True):
+                _restore(x, value)
+            for state, tensors in states:
+                state.load(tensors)
+        if region is not None:
+            region.packs = packs
+        for precision, found in slots.items():
+            precision.slots.clear()
+            precision.slots.update(found)
+            precision.weight_cast = None
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for module, training in modes.items():
+            module.training = training
+        if optimizer is not None and options is not None:
+            optimizer.load_state_dict(options)
+
+
+def _tensors(slots: DelayedSlots) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in slots.tensors().items()}
+
+
+def _copy(x: Any) -> Any:
+    local = getattr(x, "_local_tensor", x).detach()
+    if isinstance(local, Float8Tensor):
+        return tuple(t.clone() for t in (local.qdata, local.scale, local.amax))
+    return local.clone()
+
+
+def _restore(x: Any, value: Any) -> None:
+    local = getattr(x, "_local_tensor", x)
+    if isinstance(local, Float8Tensor):
+        for target, old in zip((local.qdata, local.scale, local.amax), value, strict=True):
+            target.copy_(old)
+    else:
+        local.detach().copy_(value)

@@ -1,0 +1,150 @@
+"""What one operand's cast shows: counted where the tensors are, told as a ``Record`` later.
+
+A ``Measurement`` is two float64 vectors on the operand's device, one of sums and one of maxima, so
+that measurements add up without the host, and those of a whole step take one transfer. Only what
+is inside the unpadded sizes counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3, Float8Spec
+from float8lab.inspect.statistics import Errors, TensorStats
+from float8lab.inspect.watch.records import Record
+from float8lab.tensor.blocks import expand_scale
+
+__all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
+
+_SUMS = ("flushed", "nan", "inf", "signal", "noise")  # after the counts of the 256 codes
+_MAXIMA = ("amax", "scale_max", "minus_scale_min", "overshoot")
+WIDTH = 256 + len(_SUMS) + len(_MAXIMA)
+
+
+@dataclass
+class Measurement:
+    """Of one operand of one layer in one step, over all its casts."""
+
+    spec: Float8Spec
+    delayed: bool
+    stored: bool
+    elements: int
+    sums: Tensor
+    maxima: Tensor
+
+    def add(self, other: Measurement) -> None:
+        """Take in another cast of the same operand."""
+        self.elements += other.elements
+        self.sums += other.sums
+        self.maxima = torch.maximum(self.maxima, other.maxima)
+
+
+def measure_cast(
+    x: Tensor, q: Tensor, scale: Tensor, spec: Float8Spec, *, delayed: bool
+) -> Measurement:
+    """Measure a cast.
+
+    Args:
+        x: ``[M, K]``, what was cast, in high precision.
+        q: its FP8 data, without padding.
+        scale: decode scales that broadcast over the blocks of ``spec``.
+        spec: format and blocks.
+        delayed: the scale is of earlier steps.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    size = wide.abs()
+    amax = size.masked_fill(~size.isfinite(), 0.0).amax()
+    errors = Errors.of(q, scale, spec, wide)
+    counts = torch.stack([errors.flushed.sum(), wide.isnan().sum(), wide.isinf().sum()])
+    # Norms sum in float64 without a copy in float64.
+    norms = torch.stack(
+        [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (errors.source, errors.error)]
+    )
+    # A scale per tensor holds up to this; under another one nothing lies beyond.
+    highest = scale.max().double()
+    overshoot = amax / (highest * spec.largest())
+    sums = torch.cat([_count_codes(q), counts.double(), norms.square()])
+    maxima = torch.stack([amax.double(), highest, -scale.min().double(), overshoot])
+    return Measurement(spec, delayed, False, q.numel(), sums, maxima)
+
+
+def measure_stored(q: Tensor, scale: Tensor, spec: Float8Spec) -> Measurement:
+    """Measure what was in FP8 already: what it was made from is not known."""
+    nothing = q.new_zeros(len(_SUMS), dtype=torch.float64)
+    size = (q.float() * expand_scale(scale, spec.block, q.shape)).abs()
+    amax = size.masked_fill(~size.isfinite(), 0.0).amax()
+    maxima = torch.stack([amax, scale.max(), -scale.min(), torch.zeros_like(amax)]).double()
+    sums = torch.cat([_count_codes(q), nothing])
+    return Measurement(spec, False, True, q.numel(), sums, maxima)
+
+
+def _count_codes(q: Tensor) -> Tensor:
+    """How many elements have each of the 256 codes, float64: exact up to 2**53."""
+    codes = q.view(torch.uint8).reshape(-1)
+    if not codes.is_cuda:
+        return torch.bincount(codes, minlength=256).double()
+    # bincount waits for the GPU; this is bound to no order of atomic additions either.
+    edges = torch.arange(257, dtype=torch.int32, device=q.device)
+    ends = torch.searchsorted(codes.sort().values.int(), edges)
+    return ends.diff().double()
+
+
+def numbers_of(measurements: list[Measurement]) -> list[list[float]]:
+    """``WIDTH`` numbers for each measurement, by one transfer from each device."""
+    numbers: list[list[float]] = [[]] * len(measurements)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, measurement in enumerate(measurements):
+        by_device.setdefault(measurement.sums.device, []).append(i)
+    for indices in by_device.values():
+        rows = [torch.cat([measurements[i].sums, measurements[i].maxima]) for i in indices]
+        for i, row in zip(indices, torch.stack(rows).tolist(), strict=True):
+            numbers[i] = row
+    return numbers
+
+
+def record_of(
+    found: Measurement, numbers: list[float], *, step: int, layer: str, operand: str
+) -> Record:
+    """The record of one measurement, given its numbers on the host."""
+    assert len(numbers) == WIDTH, "as numbers_of gives them"
+    codes = tuple(map(round, numbers[:256]))
+    sums = dict(zip(_SUMS, numbers[256:], strict=False))
+    maxima = dict(zip(_MAXIMA, numbers[-len(_MAXIMA) :], strict=True))
+    scale_min, scale_max = -maxima["minus_scale_min"], maxima["scale_max"]
+    stats = TensorStats(
+        shape=(found.elements,),
+        dtype=torch.float32,
+        spec=found.spec,
+        amax=maxima["amax"],
+        scale_min=scale_min,
+        scale_max=scale_max,
+        codes=codes,
+    )
+    exponents = stats.histogram("exponent")
+    return Record(
+        step=step,
+        layer=layer,
+        operand=operand,
+        amax=maxima["amax"],
+        scale_min=scale_min,
+        scale_max=scale_max,
+        saturated=stats.saturated,
+        flushed=sums["flushed"] / found.elements,
+        subnormal=stats.subnormal,
+        nan=stats.count("nan") if found.stored else round(sums["nan"]),
+        inf=stats.count("inf") if found.stored else round(sums["inf"]),
+        sqnr=10 * math.log10(sums["signal"] / sums["noise"]) if sums["noise"] else None,
+        staleness=math.log2(maxima["overshoot"]) if found.delayed and maxima["overshoot"] else None,
+        elements=found.elements,
+        exponents={
+            e: n
+            for e, n in zip(exponents.values.tolist(), exponents.counts.tolist(), strict=True)
+            if n
+        },
+        stored=found.stored,
+        fp8_dtype="e4m3" if found.spec.fp8_dtype == E4M3 else "e5m2",
+    )

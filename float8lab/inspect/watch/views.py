@@ -1,0 +1,130 @@
+"""A log as a table, a DataFrame and scalars of TensorBoard."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from float8lab.inspect.watch.records import Log, Record
+
+__all__ = ["table", "to_pandas", "to_tensorboard"]
+
+_SCALARS = (
+    "amax", "scale_min", "scale_max", "saturated", "flushed", "subnormal", "nan", "inf", "sqnr",
+    "staleness",
+)  # fmt: skip
+
+
+def table(log: Log, step: int | None = None) -> Any:
+    """A rich table of one step, by default the last one with records. Needs rich.
+
+    Raises:
+        ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
+        ValueError: nothing was recorded in the step.
+    """
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'table must have rich; it is not installed. pip install "float8lab[inspect]", or look '
+            "at log.records.",
+            name=error.name,
+        ) from error
+
+    watched = list(dict.fromkeys(record.step for record in log.records))
+    if step is None and watched:
+        step = watched[-1]
+    if step not in watched:
+        raise ValueError(
+            f"step must be one that was watched, of {watched or 'none so far'}; got {step}. Name "
+            "another one."
+        )
+    found = next((s for s in log.steps if s.step == step), None)
+    loss = "" if found is None or found.loss is None else f", loss {found.loss:.6g}"
+    title = f"step {step}{loss}"
+    result = Table(title=title, title_justify="left", caption=log.recipe, box=SIMPLE_HEAD)
+    result.padding = (0, 1, 0, 0)
+    left = ("layer", "", "GEMMs")
+    for name in ("layer", "", *_COLUMNS, "GEMMs"):
+        result.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    rows = [record for record in log.records if record.step == step]
+    for layer, group in groupby(rows, key=lambda record: record.layer):
+        records = list(group)
+        counts = {} if found is None else found.gemms.get(layer, {})
+        gemms = [kind if n == 1 else f"{kind} x{n}" for kind, n in counts.items()]
+        for i, record in enumerate(records):
+            cells = [Text(text, style=style) for text, style in _cells(record)]
+            # One kind of GEMM beside each operand, and what is left beside the last one.
+            beside = gemms[i : i + 1] if record is not records[-1] else gemms[i:]
+            name = layer if i == 0 else ""
+            result.add_row(Text(name), Text(record.operand), *cells, Text("\n".join(beside)))
+    return result
+
+
+_COLUMNS = ("amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale", "NaN", "inf")
+
+
+def _cells(record: Record) -> list[tuple[str, str]]:
+    """The text and style of each of ``_COLUMNS``."""
+    low, high = record.scale_min, record.scale_max
+    shares = (record.saturated, record.flushed, record.subnormal)
+    scale = _short(low) if low == high else f"{_short(low)}..{_short(high)}"
+    clipped = record.staleness is not None and record.staleness > 0
+    return [
+        (_short(record.amax), ""),
+        (scale, ""),
+        *((f"{100 * share:.3g}", "") for share in shares),
+        ("" if record.sqnr is None else f"{record.sqnr:.1f}", ""),
+        ("" if record.staleness is None else f"{record.staleness:+.2f}", "red" if clipped else ""),
+        (str(record.nan), "bold red" if record.nan else ""),
+        (str(record.inf), "bold red" if record.inf else ""),
+    ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value == 0 or 0.01 <= value < 1000 else f"{value:.1e}"
+
+
+def to_pandas(log: Log) -> Any:
+    """A DataFrame with a row for each record, and its step's loss. Needs pandas.
+
+    Raises:
+        ModuleNotFoundError: pandas is not installed (``pip install pandas``).
+    """
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "to_pandas must have pandas; it is not installed. pip install pandas, or write "
+            "to_jsonl(path).",
+            name=error.name,
+        ) from error
+
+    losses = {step.step: step.loss for step in log.steps}
+    rows = [{**asdict(record), "loss": losses.get(record.step)} for record in log.records]
+    names = [*Record.__dataclass_fields__, "loss"]
+    return pandas.DataFrame(rows, columns=names)
+
+
+def to_tensorboard(log: Log, writer: Any) -> None:
+    """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``.
+
+    Args:
+        log: all of it is written.
+        writer: a ``torch.utils.tensorboard.SummaryWriter`` or what else has its
+            ``add_scalar(tag, value, step)``.
+    """
+    for record in log.records:
+        for name in _SCALARS:
+            value = getattr(record, name)
+            if value is not None:
+                writer.add_scalar(f"{record.layer}/{record.operand}/{name}", value, record.step)
+    for step in log.steps:
+        if step.loss is not None:
+            writer.add_scalar("loss", step.loss, step.step)
+        for layer, counts in step.gemms.items():
+            for kind, count in counts.items():
+                writer.add_scalar(f"{layer}/gemms/{kind}", count, step.step)

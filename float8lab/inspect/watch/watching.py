@@ -1,0 +1,448 @@
+"""watch: see every operand that a model's FP8 layers cast, while it trains.
+
+The functions of ``float8lab/nn`` show each cast and each GEMM to ``STATE.observer``, which is None
+unless a step is being watched. Nothing is attached to the model and no op is wrapped. A compiled
+graph shows nothing, so watched steps run what is compiled uncompiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import platform
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from float8lab.distributed.fsdp import MasterShard
+from float8lab.formats import Float8Spec
+from float8lab.inspect.statistics import stored
+from float8lab.inspect.watch import views
+from float8lab.inspect.watch.measure import (
+    Measurement,
+    measure_cast,
+    measure_stored,
+    numbers_of,
+    record_of,
+)
+from float8lab.inspect.watch.records import Log, Step
+from float8lab.nn.attention.fp8 import AttentionPrecision
+from float8lab.nn.convert import matches
+from float8lab.nn.operands import Operand, plain, stored_as
+from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
+from float8lab.ops import Source
+from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.recipes.region import STATE, capturing, in_backward
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.fsdp import MasterGather
+
+__all__ = ["watch"]
+
+_OPERANDS = {X: "x", W: "w", DY: "dy"}
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile's and checkpoint_wrapper's
+_ROOT = "(model)"
+
+Layers = str | Sequence[str] | Callable[[str], bool]
+
+
+class watch:
+    """Record what each FP8 layer of a model casts inside the ``with`` block.
+
+    Of x, w and dy of each layer, in each watched step: amax, scales, shares of elements that
+    saturated, became subnormal or zero, SQNR, staleness of a delayed scale, NaNs and infinities;
+    and how many GEMMs ran. Several casts of one operand in a step, as in gradient accumulation, are
+    taken together. A recomputation by activation checkpointing is no cast of its own. Layers in
+    ``eval`` mode are left out of the watch of a model that is in training mode.
+
+    A step ends when ``w.step(loss)`` is called. Until the first such call, one ends with each
+    ``step`` of the optimizer that has parameters of the model. What is left at the end of the block
+    is a step as well.
+
+    Code that ``torch.compile`` has compiled runs uncompiled in watched steps, and as it was
+    compiled in the others. What ``torch.cuda.graph`` has captured cannot be seen.
+
+    Args:
+        model: any module, compiled ones too.
+        every: watch each so manieth step, from the first on. In the steps between nothing is
+            measured.
+        layers: which layers: a pattern or several, each one or more components of the qualified
+            name or a glob, as in ``convert_to_float8``; or a function of the name. None is all.
+            The GEMMs of a ``LayerNormMLP`` are layers of their own, called ``fc1`` and ``fc2``.
+        jsonl: file that each step is appended to when it ends. What it held before is lost. In a
+            job of several ranks the name must have ``{rank}`` in it.
+        report: what ``convert_to_float8`` returned, to be kept with the log.
+
+    Attributes:
+        log: what was seen so far.
+
+    Raises:
+        ValueError: ``every`` is below 1; no layer that can run in FP8 is meant; ``jsonl`` is one
+            file for several ranks.
+        RuntimeError: another watch is active.
+
+    >>> layer = torch.nn.Linear(32, 32)
+    >>> report = float8lab.convert_to_float8(layer)
+    >>> with float8lab.inspect.watch(layer, report=report) as w:
+    ...     layer(torch.ones(16, 32)).sum().backward()
+    >>> [(r.operand, r.amax) for r in w.log.records if r.operand != "w"]
+    [('x', 1.0), ('dy', 1.0)]
+    >>> w.log.steps[0].gemms
+    {'(model)': {'fprop': 1, 'wgrad': 1}}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 1,
+        layers: Layers | None = None,
+        jsonl: str | PathLike[str] | None = None,
+        report: Any = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1; got {every}. 1 watches each step.")
+        self._model: nn.Module = getattr(model, "_orig_mod", model)
+        self._every = every
+        self._layers = layers
+        self._path = None if jsonl is None else _path_of_rank(fspath(jsonl))
+        self._file: TextIO | None = None
+        self._written = [0, 0]  # steps and records
+        self._names: dict[Precision, str] = {}
+        self._modules: dict[Precision, nn.Module] = {}
+        self._gathers: dict[Precision, MasterGather] = {}
+        self._find_layers()
+        if not self._names:
+            raise ValueError(
+                f"layers must mean a layer that can run in FP8; got {layers!r} for a "
+                f"{type(self._model).__name__}. Convert the model with "
+                "float8lab.convert_to_float8(model) first, or name other layers."
+            )
+        self.log = Log(
+            conversion="" if report is None else str(report),
+            about=_about(self._model),
+            layers=list(self._names.values()),
+        )
+        self._recipes: dict[str, None] = {}
+        self._seen: dict[tuple[Precision, int, torch.dtype, bool], Measurement] = {}
+        self._gemms: dict[str, dict[str, int]] = {}
+        self._losses: list[tuple[int, Tensor]] = []
+        self._step = 0
+        self._ended: int | None = None  # the last step that the optimizer has ended
+        self._counts_by_optimizer = True
+        self._optimizer: weakref.ref[Any] | None = None
+        self._training = self._model.training
+        self._active = contextlib.ExitStack()  # a step is watched
+        self._handle: Any = None
+
+    # The block and its steps.
+
+    def __enter__(self) -> watch:
+        if self._handle is not None:
+            raise RuntimeError(
+                "watch must not be entered again while it is active; got the same instance. Make a "
+                "second watch(...) afterwards."
+            )
+        self._training = self._model.training
+        self._begin_step()
+        if self._path is not None:
+            self._file = self._path.open("w", encoding="ascii")
+        self._handle = register_optimizer_step_post_hook(self._after_optimizer)
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        self._handle.remove()
+        self._handle = None
+        self._active.close()
+        # After an error of the GPU nothing can be fetched from it; that error is the one to see.
+        unless_failed = contextlib.suppress(RuntimeError) if exc_type else contextlib.nullcontext()
+        with unless_failed:
+            if self._seen or self._gemms or self._losses:
+                self._collect(None)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def step(self, loss: float | Tensor | None = None) -> None:
+        """End a training step; call it once in each, at any point after ``backward``.
+
+        From the first call on, the optimizer's steps do not count.
+
+        Args:
+            loss: a number or a tensor of one element, kept in the log also where the step is not
+                watched.
+        """
+        if self._counts_by_optimizer:
+            self._counts_by_optimizer = False
+            if self._ended is not None:  # this very step: the optimizer's came first
+                self._keep_loss(self._ended, loss)
+                return
+        self._end_step(loss)
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._counts_by_optimizer or torch.compiler.is_compiling():
+            return
+        if self._optimizer is None or self._optimizer() is None:
+            mine = {id(p) for p in self._model.parameters()}
+            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                self._optimizer = weakref.ref(optimizer)
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            self._ended = self._step
+            self._end_step(None)
+
+    def _begin_step(self) -> None:
+        if self._step % self._every:
+            return
+        if STATE.observer is not None:
+            raise RuntimeError(
+                "watch must be the only one at a time; got a second one inside another. Watch more "
+                "layers with one."
+            )
+        self._find_layers()
+        self._active.callback(setattr, STATE, "observer", None)
+        STATE.observer = self
+        self._active.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _end_step(self, loss: float | Tensor | None) -> None:
+        if STATE.observer is self:
+            self._active.close()
+            self._collect(loss)
+        else:
+            self._keep_loss(self._step, loss)
+        self._step += 1
+        self._begin_step()
+
+    def _find_layers(self) -> None:
+        """The layers by their state; those that have been converted meanwhile, too."""
+        meant = self._layers
+        if isinstance(meant, str):
+            meant = [meant]
+        for path, module in self._model.named_modules():
+            for part, precision in precisions(module):
+                if isinstance(precision, AttentionPrecision):
+                    continue
+                parts = [p for p in (*path.split("."), part) if p and p not in _WRAPPERS]
+                name = ".".join(parts) or _ROOT
+                if meant is not None and not (
+                    meant(name) if callable(meant) else any(matches(name, p) for p in meant)
+                ):
+                    continue
+                self._names[precision], self._modules[precision] = name, module
+                local = getattr(module._parameters.get("weight"), "_local_tensor", None)
+                if isinstance(local, MasterShard):
+                    self._gathers[precision] = local.how
+
+    # What the layers show.
+
+    def saw_cast(
+        self, x: Tensor | Source, operand: Operand, spec: Float8Spec, index: int, call: Call
+    ) -> None:
+        """``x``, of the sizes before padding, was cast to ``operand``."""
+        owner = call.precision
+        if not self._counts(owner) or (operand[0].is_cuda and capturing()):
+            return
+        assert owner is not None, "of a layer that counts"
+        # Checkpointing that selects ops by a mode must not take these for ops of the forward.
+        with torch.no_grad(), _disable_current_modes():
+            found = self._measure(x, operand, spec, call)
+            if found is None:
+                return
+            self._recipes[repr(call.recipe)] = None
+            key = (owner, index, spec.fp8_dtype, found.stored)
+            if key in self._seen:
+                self._seen[key].add(found)
+            else:
+                self._seen[key] = found
+
+    def saw_gemm(self, kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
+        """A GEMM of ``kind`` ran, of these operands or in high precision."""
+        owner = call.precision
+        if not self._counts(owner):
+            return
+        assert owner is not None, "of a layer that counts"
+        if kind == "fprop" and in_backward():
+            kind = "fprop, recomputed"
+        if not _in_fp8(kind, call, a, b):
+            kind = f"{kind}, high precision"
+        counts = self._gemms.setdefault(self._names[owner], {})
+        counts[kind] = counts.get(kind, 0) + 1
+
+    def _counts(self, owner: Precision | None) -> bool:
+        return owner in self._names and self._modules[owner].training == self._training
+
+    def _measure(
+        self, x: Tensor | Source, operand: Operand, spec: Float8Spec, call: Call
+    ) -> Measurement | None:
+        if isinstance(x, Source):
+            x = x.value()
+        q, scale = operand
+        if isinstance(x, Float8Tensor):
+            if not stored_as(x, spec):
+                x = plain(x)
+            elif call.precision in self._gathers:
+                return _measure_gathered(x, self._gathers[call.precision])
+            else:
+                x = stored(x)
+                return measure_stored(x.qdata, x.scale, spec) if x.numel() else None
+        if x.numel() == 0:
+            return None
+        M, K = x.shape
+        if scale.ndim < 2:  # a delayed scale
+            scale = scale.view(1, 1)
+        rows, columns = spec.scale_shape((M, K))
+        return measure_cast(
+            x.detach(), q[:M, :K], scale[:rows, :columns], spec, delayed=call.plan.delayed
+        )
+
+    # From measurements to the log.
+
+    def _collect(self, loss: float | Tensor | None) -> None:
+        """Close the step: one transfer from each device."""
+        seen, self._seen = self._seen, {}
+        gemms, self._gemms = self._gemms, {}
+        order = {precision: i for i, precision in enumerate(self._names)}
+        keys = sorted(seen, key=lambda key: (order[key[0]], key[1]))
+        measurements = [seen[key] for key in keys]
+        for (precision, index, *_), found, numbers in zip(
+            keys, measurements, numbers_of(measurements), strict=True
+        ):
+            name, operand = self._names[precision], _OPERANDS[index]
+            record = record_of(found, numbers, step=self._step, layer=name, operand=operand)
+            self.log.records.append(record)
+        losses, self._losses = self._losses, []
+        for step, value in losses:
+            self._log_loss(step, value)
+        if keys or gemms or loss is not None:
+            in_order = {name: gemms[name] for name in self._names.values() if name in gemms}
+            self.log.steps.append(Step(self._step, _number(loss), in_order))
+        self.log.recipe = "; ".join(self._recipes)
+        self.log.layers = list(self._names.values())
+        self._write()
+
+    def _keep_loss(self, step: int, loss: float | Tensor | None) -> None:
+        """Log the loss of a step; one on a GPU is fetched when a step is collected."""
+        if isinstance(loss, Tensor) and loss.is_cuda:
+            # It may be a CUDA graph's output, which the next replay overwrites.
+            self._losses.append((step, loss.detach().clone()))
+        elif loss is not None:
+            self._log_loss(step, loss)
+            self._write()
+
+    def _log_loss(self, step: int, loss: float | Tensor) -> None:
+        steps = self.log.steps
+        if steps and steps[-1].step == step:
+            steps[-1] = replace(steps[-1], loss=_number(loss))
+            self._written[0] = min(self._written[0], len(steps) - 1)
+        else:
+            steps.append(Step(step, _number(loss)))
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        self._file.writelines(self.log.lines(*self._written))
+        self._file.flush()
+        self._written = [len(self.log.steps), len(self.log.records)]
+
+    # Views.
+
+    def table(self, step: int | None = None) -> Any:
+        """A table of one step, by default the last watched one, for ``rich.print``.
+
+        Raises:
+            ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
+            ValueError: the step was not watched.
+        """
+        return views.table(self.log, step)
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a row for each record.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed (``pip install pandas``).
+        """
+        return views.to_pandas(self.log)
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Write everything to a ``SummaryWriter``, or what else has its ``add_scalar``."""
+        views.to_tensorboard(self.log, writer)
+
+    def to_jsonl(self, path: str | PathLike[str]) -> None:
+        """Write the log to a file, which ``Log.from_jsonl`` reads."""
+        self.log.to_jsonl(path)
+
+
+def _number(loss: float | Tensor | None) -> float | None:
+    if isinstance(loss, Tensor):
+        loss = loss.detach()
+    return None if loss is None else float(loss)
+
+
+def _measure_gathered(x: Float8Tensor, gather: MasterGather) -> Measurement | None:
+    """A weight that FSDP2 has gathered in FP8: this rank's rows, of which it has the originals."""
+    shard, place = gather.current_shard(), gather.place
+    assert place is not None, "the weight was gathered"
+    if shard is None or shard.numel() == 0:
+        return None
+    x = stored(x)
+    rows = slice(place.start, place.start + shard.shape[0])
+    tall, wide = x.spec.block
+    scale = expand_scale(x.scale, (tall, 1), x.shape)
+    scale = scale if tall == -1 else scale[rows]
+    spec = replace(x.spec, block=(-1 if tall == -1 else 1, wide))
+    values = shard.detach().to(x.device)
+    return measure_cast(values, x.qdata[rows], scale, spec, delayed=False)
+
+
+def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool:
+    """Whether a GEMM ran in FP8, not as one of dequantized operands."""
+    if a is None or b is None:
+        return False
+    plan = call.plan
+    specs = {"dgrad": (plan.dy, plan.w), "wgrad": (plan.dy, plan.x)}
+    left, right = specs.get(kind, (plan.x, plan.w))
+    return has_fp8_gemm(
+        left.block, right.block, a[0].device, a_dtype=left.fp8_dtype, b_dtype=right.fp8_dtype
+    )
+
+
+def _path_of_rank(path: str) -> Path:
+    rank, world = _rank()
+    if world > 1 and "{rank}" not in path:
+        raise ValueError(
+            f"jsonl must have {{rank}} in it in a job of {world} ranks; got {path!r}. Write for "
+            "example 'log.{rank}.jsonl', a file for each."
+        )
+    return Path(path.replace("{rank}", str(rank)))
+
+
+def _rank() -> tuple[int, int]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _about(model: nn.Module) -> dict[str, str]:
+    """What to know about a run beside its numbers."""
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    about = {
+        "model": type(model).__name__,
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "float8lab": importlib.import_module("float8lab").__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    rank, world = _rank()
+    if world > 1:
+        about["rank"] = f"{rank} of {world}"
+    return about
