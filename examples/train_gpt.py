@@ -398,7 +398,7 @@ def compare(
     watch: AbstractContextManager[Any] = nullcontext()
     if watched:
         every = max(1, job.training.steps // WATCHED)
-        watch = float8lab.inspect.watch(model, every=every)  # type: ignore[attr-defined]
+        watch = float8lab.inspect.watch(model, every=every)
     with watch as watcher:
         fp8 = job.train("FP8", model, progress, watcher)
     progress.close()

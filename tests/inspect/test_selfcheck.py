@@ -342,9 +342,8 @@ def test_programs_share_the_checks(only, monkeypatch):
 
 def test_a_program_that_dies_fails_its_checks_alone(only, monkeypatch):
     only("transpose", "rotate")
-    code = module._CODE.replace(
-        "for name", "if 'rotate' in sys.argv: sys.exit('out of luck')\nfor name"
-    )
+    dies = "if 'rotate' in names: sys.exit('out of luck')"
+    code = module._CODE.replace("for name", f"{dies}\nfor name")
     monkeypatch.setattr(module, "_CODE", code)
     found = module._run_in_programs(CPU, 2)
     ((row,), _) = found["rotate"]

@@ -314,10 +314,13 @@ def run_checks(device: torch.device, names: Sequence[str]) -> dict[str, tuple[li
 
 _MOST_PROGRAMS = 8
 _CODE = """
-import dataclasses, json, sys, torch
+import json, sys
+paths, device, *names = json.loads(sys.argv[1])
+sys.path[:] = paths
+import dataclasses, torch
 from float8lab.inspect.selfcheck.harness import run_checks
-for name in sys.argv[2:]:
-    rows, seconds = run_checks(torch.device(sys.argv[1]), [name])[name]
+for name in names:
+    rows, seconds = run_checks(torch.device(device), [name])[name]
     print(json.dumps([name, [dataclasses.asdict(row) for row in rows], seconds]))
 """
 
@@ -336,12 +339,9 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
         at = torch.device("cuda", torch.cuda.current_device())
 
     def run(share: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
-        command = [sys.executable, "-c", _CODE, str(at), *share]
-        paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": paths},
-        )  # fmt: skip
+        told = json.dumps([sys.path, str(at), *share])
+        command = [sys.executable, "-c", _CODE, told]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = {}
         for line in done.stdout.splitlines():
             if line.startswith("["):
