@@ -595,6 +595,7 @@ def test_no_kernel_runs_before_and_after_on_a_gpu():
     assert kernels() == before
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL.keys())
 def test_a_gpu_is_waited_for_once_a_step(recipe):
@@ -611,8 +612,8 @@ def test_a_gpu_is_waited_for_once_a_step(recipe):
     run()
     with watch(both) as w:
         w.step(run())  # loads what loads at its first use
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             loss = run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
