@@ -5,6 +5,13 @@
 0.25
 """
 
+from float8lab.inspect.checkpoint import (
+    CheckpointDiff,
+    CheckpointError,
+    CheckpointReport,
+    checkpoint,
+    diff,
+)
 from float8lab.inspect.html import html
 from float8lab.inspect.plot import plot
 from float8lab.inspect.statistics import (
@@ -21,12 +28,17 @@ from float8lab.inspect.text import bars, health, summary, table
 
 __all__ = [
     "BlockStats",
+    "CheckpointDiff",
+    "CheckpointError",
+    "CheckpointReport",
     "Comparison",
     "Histogram",
     "TensorStats",
     "bars",
     "blocks",
+    "checkpoint",
     "compare",
+    "diff",
     "health",
     "histogram",
     "html",

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from float8lab.inspect.statistics import Histogram, TensorStats, stats
 
-__all__ = ["bars", "health", "summary", "table"]
+__all__ = ["Grid", "aligned", "bars", "health", "summary", "table"]
+
+
+class Grid(NamedTuple):
+    """Text in rows and columns."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    """Goes below."""
+
+    def first(self, limit: int | None) -> Grid:
+        """The first rows, and how many are left out; all of them for None."""
+        left = 0 if limit is None else len(self.rows) - limit
+        return (
+            self._replace(rows=self.rows[:limit], note=f"... and {left} more") if left > 0 else self
+        )
+
+
+def aligned(grid: Grid) -> str:
+    """A table as text, columns two spaces apart, nothing cut off."""
+    lines = [list(grid.columns), *map(list, grid.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "\n".join([grid.title, *(f"  {line}" for line in text), *filter(None, [grid.note])])
 
 
 def health(found: TensorStats) -> str:

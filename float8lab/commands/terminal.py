@@ -1,0 +1,109 @@
+"""Tables, progress and errors in a terminal: by rich where it is installed, else plain.
+
+Into a file or a pipe goes plain text, in which nothing is cut off and nothing is folded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from float8lab.inspect.text import Grid, aligned
+
+__all__ = ["fail", "progress_bar", "show"]
+
+_STYLES = {
+    "why": "yellow",
+    "status": "yellow",
+    "tensor": "bold",
+}
+
+
+def show(summary: str, grids: Sequence[Grid]) -> None:
+    """Print a summary and tables to standard output."""
+    rich = _rich() if sys.stdout.isatty() else None
+    if rich is None:
+        print("\n\n".join([summary, *map(aligned, grids)]))
+        return
+    console = rich.console.Console(highlight=False)
+    console.print(rich.text.Text(summary))
+    for grid in grids:
+        table = rich.table.Table(
+            title=grid.title,
+            title_justify="left",
+            caption=grid.note or None,
+            caption_justify="left",
+            box=rich.box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        for name in grid.columns:
+            table.add_column(name, style=_STYLES.get(name, ""), overflow="fold")
+        for cells in grid.rows:
+            table.add_row(*map(rich.text.Text, cells))
+        console.print()
+        console.print(table)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Any]:
+    """A bar on standard error while the block runs, if that is a terminal.
+
+    Yields what to call with bytes done, bytes in all and a name; None elsewhere.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    rich = _rich()
+    if rich is None:
+        try:
+            yield _Counter(what)
+        finally:
+            print("\r\033[K", end="", file=sys.stderr)
+        return
+    progress = rich.progress
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    console = rich.console.Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total)
+
+
+class _Counter:
+    """Percent done, written over itself."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.shown = what, -1
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent != self.shown:
+            self.shown = percent
+            print(f"\r{self.what} {percent:3d}%", end="", file=sys.stderr, flush=True)
+
+
+def fail(program: str, message: object) -> int:
+    """Print an error as one line to standard error. Returns the exit status, 2."""
+    print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    return 2
+
+
+def _rich() -> Any:
+    """The parts of rich that are used here; None if it is not installed."""
+    try:
+        import rich.box
+        import rich.console
+        import rich.progress
+        import rich.table
+        import rich.text
+    except ModuleNotFoundError:
+        return None
+    return rich
