@@ -14,11 +14,8 @@ from float8lab.inspect.text import Grid, aligned
 
 __all__ = ["fail", "progress_bar", "show"]
 
-_STYLES = {
-    "why": "yellow",
-    "status": "yellow",
-    "tensor": "bold",
-}
+_FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
+"""Columns that may be folded, and the least that is left of them."""
 
 
 def show(summary: str, grids: Sequence[Grid]) -> None:
@@ -30,21 +27,32 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
     console = rich.console.Console(highlight=False)
     console.print(rich.text.Text(summary))
     for grid in grids:
-        table = rich.table.Table(
-            title=grid.title,
-            title_justify="left",
-            caption=grid.note or None,
-            caption_justify="left",
-            box=rich.box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )
-        for name in grid.columns:
-            table.add_column(name, style=_STYLES.get(name, ""), overflow="fold")
-        for cells in grid.rows:
-            table.add_row(*map(rich.text.Text, cells))
+        columns = _fitting(grid, console.width)
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for name in columns:
+            table.add_column(name, overflow="fold", no_wrap=name not in _FOLDED)
+        for i, cells in enumerate(grid.rows):
+            style = "red" if grid.alarming and grid.alarming[i] else ""
+            table.add_row(*map(rich.text.Text, cells[: len(columns)]), style=style)
         console.print()
-        console.print(table)
+        console.print(rich.text.Text(grid.title, style="bold"))
+        console.print(table, end="")
+        if grid.note:
+            console.print(grid.note)
+        if len(columns) < len(grid.columns):
+            left = ", ".join(grid.columns[len(columns) :])
+            console.print(f"(in a wider terminal also {left})", style="dim")
+
+
+def _fitting(grid: Grid, width: int) -> Sequence[str]:
+    """The first columns, as many as fit beside each other."""
+    taken = 0
+    for i, name in enumerate(grid.columns):
+        natural = max(len(name), *(len(row[i]) for row in grid.rows))
+        taken += min(natural, _FOLDED.get(name, natural)) + 2
+        if taken > width and i > 1:
+            return grid.columns[:i]
+    return grid.columns
 
 
 @contextmanager

@@ -18,15 +18,19 @@ class Grid(NamedTuple):
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    alarming: Sequence[bool] = ()
+    """The rows that are shown in red; none if it is empty."""
     note: str = ""
     """Goes below."""
 
     def first(self, limit: int | None) -> Grid:
-        """The first rows, and how many are left out; all of them for None."""
-        left = 0 if limit is None else len(self.rows) - limit
-        return (
-            self._replace(rows=self.rows[:limit], note=f"... and {left} more") if left > 0 else self
-        )
+        """The first rows, and how many are left out; all for None. Empty columns are dropped."""
+        used = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
+        columns = [self.columns[i] for i in used]
+        rows = [[row[i] for i in used] for row in self.rows[:limit]]
+        left = len(self.rows) - len(rows)
+        note = f"... and {left} more" if left else ""
+        return self._replace(columns=columns, rows=rows, note=note)
 
 
 def aligned(grid: Grid) -> str:

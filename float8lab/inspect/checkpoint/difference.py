@@ -109,16 +109,17 @@ class CheckpointDiff:
         Args:
             limit: rows of each table; None for all.
         """
-        differing, missing = [], []
+        differing, alarming, missing = [], [], []
         for row in self.rows:
             if row.status.startswith("only"):
                 kind, shape = row.a_format or row.b_format, row.a_shape or row.b_shape or ()
                 missing.append((row.name, row.status, kind, "x".join(map(str, shape)) or "()"))
             elif row.status != "same":
                 differing.append((row.name, row.status, *_cells(row)))
-        columns = ("tensor", "status", "A -> B", "SQNR", "max error", "changed")
+                alarming.append(row.status == "shape" or row.unlike > 0)
+        columns = ("tensor", "status", "SQNR", "max error", "A -> B", "changed")
         found = (
-            Grid("Different", columns, differing),
+            Grid("Different", columns, differing, alarming),
             Grid("Missing", ("tensor", "status", "format", "shape"), missing),
         )
         return [grid.first(limit) for grid in found if grid.rows]
@@ -213,30 +214,22 @@ def _prefix(names: dict[str, Item], others: dict[str, Item]) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-def _kind(item: Item) -> str:
-    if item.spec is None:
-        return item.entry.dtype_name
-    return (
-        item.spec.describe() if item.scale is not None else f"{item.spec.describe()[:4]}, no scale"
-    )
-
-
 def _missing(name: str, a: Item | None, b: Item | None) -> DiffRow:
     item = a or b
     assert item is not None
     status = "only in A" if b is None else "only in B"
     row = DiffRow(name, status, numel=math.prod(item.entry.shape), nbytes=item.nbytes)
     if b is None:
-        return replace(row, a_format=_kind(item), a_shape=item.entry.shape)
-    return replace(row, b_format=_kind(item), b_shape=item.entry.shape)
+        return replace(row, a_format=item.describe(), a_shape=item.entry.shape)
+    return replace(row, b_format=item.describe(), b_shape=item.entry.shape)
 
 
 def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
     row = DiffRow(
         name,
         "shape",
-        _kind(a),
-        _kind(b),
+        a.describe(),
+        b.describe(),
         a.entry.shape,
         b.entry.shape,
         numel=math.prod(a.entry.shape),
@@ -330,17 +323,17 @@ def _badness(row: DiffRow) -> tuple[Any, ...]:
 
 
 def _decibels(sqnr: float) -> str:
-    return "inf (equal)" if sqnr == math.inf else f"{sqnr:.4g} dB"
+    return f"{sqnr:.4g} dB"
 
 
 def _cells(row: DiffRow) -> tuple[str, str, str, str]:
     if row.status == "shape":
         shapes = ("x".join(map(str, shape or ())) or "()" for shape in (row.a_shape, row.b_shape))
-        return " -> ".join(shapes), "", "", ""
+        return "", "", " -> ".join(shapes), ""
     kinds = row.a_format if row.a_format == row.b_format else f"{row.a_format} -> {row.b_format}"
     changed = "" if row.changed is None else f"{100 * row.changed / max(row.numel, 1):.3g}%"
     if row.changed_scales:
         changed += f", {counted(row.changed_scales, 'scale')}"
     if row.unlike:
         changed += f", {row.unlike} inf or NaN"
-    return kinds, _decibels(row.sqnr), f"{row.max_error:.3g}", changed.removeprefix(", ")
+    return _decibels(row.sqnr), f"{row.max_error:.3g}", kinds, changed.removeprefix(", ")

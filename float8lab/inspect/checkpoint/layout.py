@@ -66,6 +66,16 @@ class Item:
         """Whether it is a weight in FP8."""
         return self.spec is not None
 
+    def describe(self, spec: Float8Spec | None = None) -> str:
+        """Its format in words; ``spec`` instead of its own, if more is known than the names say."""
+        spec = spec or self.spec
+        if spec is None:
+            return self.entry.dtype_name
+        if self.scale is not None:
+            return spec.describe()
+        missing = any(finding.kind == "missing-scale" for finding in self.findings)
+        return f"{spec.describe().split()[0]}, {'no' if missing else 'unusable'} scale"
+
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and amaxes."""
@@ -170,7 +180,7 @@ def _weight(
                 wanted = (128, 128)
             scale = entries[name]
             return _with_scale(entry.name, entry, convention, scale, entry.dtype, wanted)
-    return _with_scale(entry.name, entry, "no convention", None, entry.dtype, None)
+    return _with_scale(entry.name, entry, "", None, entry.dtype, None)
 
 
 def _with_scale(

@@ -31,9 +31,8 @@ def page(report: CheckpointReport) -> str:
         report: by ``checkpoint``.
     """
     title, *lines = report.summary().splitlines()
-    wrong = {row.name for row in report.rows if row.severity == 2}
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in lines)]
-    parts += [_table(grid, wrong) for grid in report.tables(None)]
+    parts += [_table(grid) for grid in report.tables(None)]
     pictures = []
     weights = [row for row in report.rows if row.measured.stats is not None]
     for row in weights[:PICTURES]:
@@ -52,10 +51,10 @@ def page(report: CheckpointReport) -> str:
     )
 
 
-def _table(grid: Grid, wrong: set[str]) -> str:
+def _table(grid: Grid) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in grid.columns)
     rows = []
-    for cells in grid.rows:
-        marked = " class='wrong'" if grid.title == "Suspicious" and cells[0] in wrong else ""
+    for i, cells in enumerate(grid.rows):
+        marked = " class='wrong'" if grid.alarming and grid.alarming[i] else ""
         rows.append(f"<tr{marked}>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>\n")
     return f"<h2>{escape(grid.title)}</h2>\n<table><tr>{head}</tr>\n{''.join(rows)}</table>"

@@ -122,13 +122,13 @@ class CheckpointReport:
     def summary(self) -> str:
         """A few lines."""
         weights = [row for row in self.rows if row.fp8]
-        kinds = ", ".join(dict.fromkeys(row.convention for row in weights))
+        kinds = " and ".join(dict.fromkeys(row.convention for row in weights if row.convention))
         lines = [
             f"{self.path}: {self.container}",
             f"{counted(len(self.rows), 'tensor')}, {size(self.nbytes)}"
             + (f"; {self.left_out} left out" if self.left_out else ""),
             f"{len(weights)} in FP8, {size(sum(row.nbytes for row in weights))}"
-            + (f" ({kinds})" if kinds else ""),
+            + (f", as by {kinds}" if kinds else ""),
             f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
         ]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -145,21 +145,20 @@ class CheckpointReport:
             stats, plain = row.measured.stats, row.measured.plain
             shape = "x".join(map(str, row.shape)) or "()"
             if stats is not None:
-                shares = [
-                    _percent(stats.share(kind)) for kind in ("saturated", "subnormal", "zero")
-                ]
+                shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
                 scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
-                cells = (row.name, row.format, shape, scale, f"{stats.amax:.3g}", *shares)
-                weights.append(cells)
+                rest = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
+                weights.append((row.name, shape, row.format, *rest))
             else:
                 numbers = (f"{plain.amax:.3g}", f"{plain.rms:.3g}") if plain else ("-", "-")
                 zero = _percent(plain.zero_count / plain.numel if plain and plain.numel else 0.0)
-                others.append((row.name, row.format, shape, *numbers, zero))
-        shares_of = ("sat%", "sub%", "zero%")
+                others.append((row.name, shape, row.format, *numbers, zero))
+        wrong = [row.severity == 2 for row in self.suspicious]
+        names = ("tensor", "shape", "format", "sat%", "zero%", "scale", "amax", "sub%")
         found = (
-            Grid("Suspicious", ("tensor", "why"), suspicious),
-            Grid("In FP8", ("tensor", "format", "shape", "scale", "amax", *shares_of), weights),
-            Grid("Others", ("tensor", "dtype", "shape", "amax", "rms", "zero%"), others),
+            Grid("Suspicious", ("tensor", "why"), suspicious, wrong),
+            Grid("In FP8", names, weights),
+            Grid("Others", ("tensor", "shape", "dtype", "amax", "rms", "zero%"), others),
         )
         return [grid.first(limit) for grid in found if grid.rows]
 
@@ -240,17 +239,11 @@ def _notes(source: Source, items: Sequence[Item]) -> list[str]:
 
 
 def _row(item: Item, found: Measured) -> CheckpointRow:
-    if found.stats is None:
-        kind = item.entry.dtype_name
-    elif item.scale is None:
-        kind = found.stats.spec.describe().split()[0] + ", no scale"
-    else:
-        kind = found.stats.spec.describe()
     return CheckpointRow(
         name=item.name,
         fp8=item.fp8,
         convention=item.convention,
-        format=kind,
+        format=item.describe(found.stats.spec if found.stats is not None else None),
         shape=item.entry.shape,
         nbytes=item.nbytes,
         file=item.entry.file,
