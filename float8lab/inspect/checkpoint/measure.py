@@ -29,10 +29,11 @@ __all__ = [
     "read_scale",
 ]
 
-CROWD = 8
-"""A block is saturated if at least so many elements have the largest code, and more than twice as
-many as the code below: values pile up there that lay beyond. Numbers of a density that falls, or is
-flat, do not: the largest code stands for half the range of the one below, if the scale is right."""
+DEVIATIONS = 5
+"""A block is saturated if more than twice as many elements have the largest code as have the one
+below, and this is no chance: values pile up there that lay beyond. The largest code stands for half
+the range of the one below if the scale is right, so of a density that falls, or is flat, at most a
+third of both is expected there; so many standard deviations more are asked for."""
 IDLE = 1 / 16
 """The range of a block is unused if its largest code is below this share of the format's."""
 
@@ -155,7 +156,9 @@ class _Blocks:
         """Blocks: the code of the largest finite magnitude, how many have the largest code of the
         format, how many the one below, the scale."""
         self.blocks += largest.numel()
-        self.saturated += int(((top >= CROWD) & (top > 2 * below)).sum())
+        # Of n elements n / 3 are expected, with a variance of 2 n / 9.
+        beyond = 2 * top - below > DEVIATIONS * (2.0 * (top + below)).sqrt()
+        self.saturated += int((beyond & (top > 2 * below)).sum())
         size = self.sizes[largest.long()]
         # Subnormal scales and powers of two lose range as well, but less than this.
         self.idle += int(((size > 0) & (size < IDLE * self.spec.largest())).sum())
