@@ -12,6 +12,7 @@ import math
 import pathlib
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,14 @@ class _Shard(NamedTuple):
     length: int
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Where the elements of a shard are in its file."""
+
+    start: int
+    dtype: torch.dtype
+    strides: tuple[int, ...]
 
 
 def open_dcp(path: Path) -> Source:
@@ -173,12 +182,17 @@ def _of(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[_Sha
             shape=shape,
             nbytes=nbytes,
             file=file if len(shards) == 1 else f"{file} and others",
-            read=functools.partial(_read, dtype, tuple(shards)),
+            read=functools.partial(_read, dtype, tuple(shards), functools.cache(_place)),
         )
     ]
 
 
-def _read(dtype: torch.dtype, shards: tuple[_Shard, ...], box: Box) -> Tensor:
+def _read(
+    dtype: torch.dtype,
+    shards: tuple[_Shard, ...],
+    place_of: Callable[[_Shard], _Place | None],
+    box: Box,
+) -> Tensor:
     result = torch.zeros([s.stop - s.start for s in box], dtype=torch.uint8).to(dtype)
     for shard in shards:
         here, there = [], []  # the common part, in the shard and in the box
@@ -187,15 +201,24 @@ def _read(dtype: torch.dtype, shards: tuple[_Shard, ...], box: Box) -> Tensor:
             here.append(slice(low - start, high - start))
             there.append(slice(low - s.start, high - s.start))
         if all(s.start < s.stop for s in here):
-            result[tuple(there)] = _read_shard(shard, dtype, tuple(here))
+            result[tuple(there)] = _read_shard(shard, place_of(shard), dtype, tuple(here))
     return result
 
 
-def _read_shard(shard: _Shard, dtype: torch.dtype, box: Box) -> Tensor:
-    """A box of a shard; only the bytes from its first to its last element are read."""
+def _place(shard: _Shard) -> _Place | None:
+    """Where a shard's elements are; None if it is no plain tensor of its sizes."""
     with FakeTensorMode():  # torch.load then reads no data, and says where they lie
         fake = _load(shard)
     if type(fake).__name__ != "FakeTensor" or tuple(fake.shape) != shard.sizes:
+        return None
+    start = fake.untyped_storage()._checkpoint_offset
+    start += shard.offset + fake.storage_offset() * fake.dtype.itemsize
+    return _Place(start, fake.dtype, tuple(fake.stride()))
+
+
+def _read_shard(shard: _Shard, place: _Place | None, dtype: torch.dtype, box: Box) -> Tensor:
+    """A box of a shard; only the bytes from its first to its last element are read."""
+    if place is None:
         value = _load(shard)
         value = value.dequantize() if isinstance(value, Float8Tensor) else value
         if not isinstance(value, Tensor) or tuple(value.shape) != shard.sizes:
@@ -204,18 +227,15 @@ def _read_shard(shard: _Shard, dtype: torch.dtype, box: Box) -> Tensor:
                 f"it holds another {type(value).__name__}. It is damaged."
             )
         return value[box].to(dtype)
-    strides = fake.stride()
-    first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
-    last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
-    data = bytearray((last - first + 1) * fake.dtype.itemsize)
-    place = fake.untyped_storage()._checkpoint_offset
-    place += (fake.storage_offset() + first) * fake.dtype.itemsize
+    first = sum(s.start * stride for s, stride in zip(box, place.strides, strict=True))
+    last = sum((s.stop - 1) * stride for s, stride in zip(box, place.strides, strict=True))
+    data = bytearray((last - first + 1) * place.dtype.itemsize)
     with shard.file.open("rb") as file:
-        file.seek(shard.offset + place)
+        file.seek(place.start + first * place.dtype.itemsize)
         if file.readinto(data) != len(data):
             raise CheckpointError(f"{shard.file} must not end at {file.tell()}. It is truncated.")
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(fake.dtype)
-    return flat.as_strided([s.stop - s.start for s in box], strides).to(dtype)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(place.dtype)
+    return flat.as_strided([s.stop - s.start for s in box], place.strides).to(dtype)
 
 
 def _load(shard: _Shard) -> Any:
