@@ -1,6 +1,6 @@
 """What the tensors of a checkpoint hold, read box by box.
 
-At most ``BOX`` elements of a tensor are in memory at once, and about ten bytes for each; beside
+At most ``BOX`` elements of a tensor are in memory at once, and about thirty bytes for each; beside
 them one number for each block, if a block is larger than that.
 """
 

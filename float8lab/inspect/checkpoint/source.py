@@ -14,7 +14,7 @@ from float8lab.formats import Float8Spec
 
 __all__ = ["BOX", "Box", "CheckpointError", "Entry", "Source", "boxes", "dtype_name"]
 
-BOX = 1 << 22
+BOX = 1 << 20
 """Most elements that are read at once, but where a single block is larger."""
 
 Box = tuple[slice, ...]
