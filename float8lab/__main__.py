@@ -1,4 +1,4 @@
-"""``python -m float8lab selfcheck`` and ``python -m float8lab env``."""
+"""FP8 on this machine, and FP8 checkpoints: ``python -m float8lab COMMAND --help``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from float8lab.commands import checkpoints
 from float8lab.inspect.environment import environment
 from float8lab.inspect.selfcheck import selfcheck
 
@@ -26,17 +27,19 @@ _COLOURS = {
     "failed": 31,
     "FAILED": 31,
 }
+_DESCRIPTION = "FP8 on this machine, and what FP8 checkpoints hold."
 _WORDS = re.compile(rf"\b({'|'.join(_COLOURS)})\b(?!:)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, or 1 where a check failed.
+    """Run one command. Returns the exit status: 0; 1 where a check failed, a checkpoint is
+    suspicious or two differ; 2 where one cannot be read.
 
     Raises:
         SystemExit: with status 2, the arguments are not understood or torch sees no such device.
     """
-    parser = argparse.ArgumentParser(prog="python -m float8lab", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(prog="python -m float8lab", description=_DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     check = commands.add_parser("selfcheck", help="check every op on this machine")
     check.add_argument("--verbose", action="store_true", help="what each op is compared with")
     env = commands.add_parser("env", help="versions, GPUs, and what is native, and why not")
@@ -45,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--device", choices=("cpu", "cuda"), help="by default cuda, or cpu without a GPU"
         )
+    checkpoints.add_commands(commands)
     options = parser.parse_args(arguments)
+    if hasattr(options, "run"):
+        return _until_closed(lambda: options.run(options))
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU; leave --device out or pass cpu")
     if options.command == "env":
@@ -55,6 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = selfcheck(options.device, options.verbose)
     _print(json.dumps(report.to_json(), indent=2) if options.json else str(report), options.json)
     return 0 if report.passed else 1
+
+
+def _until_closed(run: Callable[[], int]) -> int:
+    """What ``run`` returns; as by a signal if it is interrupted, or if nobody reads its output."""
+    try:
+        status = run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
 
 
 def _print(text: str, plain: bool) -> None:

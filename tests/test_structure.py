@@ -28,6 +28,7 @@ LAYERS = (
     "optim",
     "inspect",
     "integrations",
+    "commands",
     "__main__",
 )
 
@@ -39,6 +40,8 @@ ENVIRONMENT = {
 # Files that may import inside a function, and why.
 LOCAL_IMPORTS = {
     "float8lab/ops/_register.py": "loads a kernel file, and so triton, on an op's first CUDA call",
+    "float8lab/commands/terminal.py": "rich is optional, and loaded by the first terminal",
+    "float8lab/inspect/checkpoint/safetensors_source.py": "safetensors is optional",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",

@@ -8,6 +8,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from float8lab.inspect.checkpoint import (
+    CheckpointDiff,
+    CheckpointError,
+    CheckpointReport,
+    checkpoint,
+    diff,
+)
 from float8lab.inspect.html import html
 from float8lab.inspect.nonfinite import NonFinite, find_nan
 from float8lab.inspect.plot import plot
@@ -33,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Advice",
     "BlockStats",
+    "CheckpointDiff",
+    "CheckpointError",
+    "CheckpointReport",
     "Comparison",
     "Damage",
     "Histogram",
@@ -45,7 +55,9 @@ __all__ = [
     "advise",
     "bars",
     "blocks",
+    "checkpoint",
     "compare",
+    "diff",
     "find_nan",
     "health",
     "histogram",

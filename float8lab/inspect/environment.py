@@ -38,7 +38,7 @@ __all__ = [
 
 EXTRAS = {
     "plot": ("matplotlib",),
-    "inspect": ("matplotlib", "rich"),
+    "inspect": ("matplotlib", "rich", "safetensors"),
     "examples": ("matplotlib", "tqdm"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
 }

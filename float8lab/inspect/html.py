@@ -10,7 +10,7 @@ from torch import Tensor
 
 from float8lab.inspect.statistics import Histogram, blocks, stats
 
-__all__ = ["heat_cells", "html"]
+__all__ = ["exponent_bars", "heat_cells", "html"]
 
 MOST_CELLS = 32
 """Rows and columns of a heat map; more blocks than that share a cell, which shows the largest."""
@@ -28,7 +28,7 @@ def html(x: Tensor, text: str = "") -> str:
         f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
         for name, value in found.rows()
     )
-    pictures = _bars(found.histogram("exponent")) + _heat_map(blocks(x))
+    pictures = exponent_bars(found.histogram("exponent")) + _heat_map(blocks(x))
     first = f"<pre>{escape(text)}</pre>" if text else ""
     return f"<div>{first}<details><summary>statistics</summary><table>{rows}</table></details>" + (
         f"<div style='display:flex;gap:24px'>{pictures}</div></div>"
@@ -56,7 +56,8 @@ def _svg(width: int, height: int, title: str, body: str) -> str:
     )
 
 
-def _bars(found: Histogram) -> str:
+def exponent_bars(found: Histogram) -> str:
+    """A histogram by exponent as SVG."""
     exponents, counts = found.values.tolist(), found.counts.tolist()
     most, step, height = max(counts) or 1, 10, 80
     parts = []

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from float8lab.inspect.statistics import Histogram, TensorStats, stats
 
-__all__ = ["aligned", "bars", "health", "summary", "table"]
+__all__ = ["Grid", "aligned", "bars", "health", "summary", "table"]
+
+
+class Grid(NamedTuple):
+    """Text in rows and columns."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    alarming: Sequence[bool] = ()
+    """The rows that are shown in red; none if it is empty."""
+    note: str = ""
+    """Goes below."""
+
+    def first(self, limit: int | None) -> Grid:
+        """The first rows, and how many are left out; all for None. Empty columns are dropped."""
+        used = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
+        columns = [self.columns[i] for i in used]
+        rows = [[row[i] for i in used] for row in self.rows[:limit]]
+        left = len(self.rows) - len(rows)
+        note = f"... and {left} more" if left else ""
+        return self._replace(columns=columns, rows=rows, note=note)
+
+    def __str__(self) -> str:
+        lines = aligned([self.columns, *self.rows], left=len(self.columns))
+        return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
 
 
 def health(found: TensorStats) -> str:

@@ -1,0 +1,1 @@
+"""Commands of ``python -m float8lab`` that need more than a line each, and how they print."""

@@ -1,0 +1,116 @@
+"""``python -m float8lab inspect`` and ``python -m float8lab diff``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from float8lab.commands.terminal import fail, progress_bar, show
+from float8lab.inspect.checkpoint import CheckpointError, checkpoint, diff, page
+
+__all__ = ["add_commands"]
+
+_KINDS = (
+    "a safetensors file, its index or a directory of them; a file by torch.save; a directory by "
+    "torch.distributed.checkpoint. Nothing in it is run, and it may be larger than memory"
+)
+_INSPECT = f"""\
+What a checkpoint holds, the suspicious tensors first: NaN, zero scales, missing and orphaned
+scales, saturated blocks. PATH is {_KINDS}."""
+_DIFF = f"""\
+Compare two checkpoints tensor by tensor, the worst first; FP8 weights are taken with their scales,
+so that one may be the bfloat16 source of the other. A and B are each {_KINDS}."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add both to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
+    look = commands.add_parser(
+        "inspect",
+        help="what a checkpoint holds, suspicious tensors first",
+        description=_INSPECT,
+        epilog="Exit status: 0; with --strict 1 if a tensor is suspicious; 2 if PATH cannot be "
+        "read, or for wrong arguments.",
+    )
+    look.add_argument("path", metavar="PATH", help="file or directory")
+    look.add_argument("--html", metavar="OUT", help="also write one self-contained page to OUT")
+    look.add_argument("--strict", action="store_true", help="exit with 1 if one is suspicious")
+    look.set_defaults(run=_inspect)
+    compare = commands.add_parser(
+        "diff",
+        help="compare two checkpoints, or one and its source",
+        description=_DIFF,
+        epilog="Exit status: 0 if all tensors are the same, bit for bit; 1 if not; 2 if one cannot "
+        "be read, or for wrong arguments.",
+    )
+    compare.add_argument("a", metavar="A", help="file or directory")
+    compare.add_argument("b", metavar="B", help="file or directory")
+    compare.set_defaults(run=_diff)
+    for command in (look, compare):
+        command.add_argument(
+            "--layer",
+            metavar="GLOB",
+            action="append",
+            default=[],
+            help="only tensors or modules of this name, as 'model.layers.0' or '*.mlp.*'; may be "
+            "given again",
+        )
+        rows = command.add_mutually_exclusive_group()
+        rows.add_argument(
+            "--limit", metavar="N", type=_count, default=20, help="rows of each table (default: 20)"
+        )
+        rows.add_argument("--all", action="store_true", help="all rows")
+        command.add_argument("--json", action="store_true", help="for programs; has all rows")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {text!r}")
+    return int(text)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    def look() -> int:
+        with progress_bar("reading") as progress:
+            report = checkpoint(options.path, layer=options.layer, progress=progress)
+        if options.html is not None:
+            Path(options.html).write_text(page(report), encoding="utf-8")
+        _print(report, options)
+        return 1 if options.strict and report.suspicious else 0
+
+    return _guarded("inspect", look)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    def compare() -> int:
+        with progress_bar("comparing") as progress:
+            found = diff(options.a, options.b, layer=options.layer, progress=progress)
+        _print(found, options)
+        return 0 if found.identical else 1
+
+    return _guarded("diff", compare)
+
+
+def _print(found: Any, options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found.summary(), found.tables(None if options.all else options.limit))
+
+
+def _guarded(command: str, run: Callable[[], int]) -> int:
+    """What ``run`` returns; 2 and one line if a file cannot be read."""
+    program = f"python -m float8lab {command}"
+    try:
+        return run()
+    except BrokenPipeError:
+        raise  # of standard output, not of a checkpoint
+    except CheckpointError as error:
+        return fail(program, error)
+    except ModuleNotFoundError as error:
+        return fail(program, error)
+    except OSError as error:
+        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return fail(program, named)

@@ -1,0 +1,117 @@
+"""Tables, progress and errors in a terminal: by rich where it is installed, else plain.
+
+Into a file or a pipe goes plain text, in which nothing is cut off and nothing is folded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from float8lab.inspect.text import Grid
+
+__all__ = ["fail", "progress_bar", "show"]
+
+_FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
+"""Columns that may be folded, and the least that is left of them."""
+
+
+def show(summary: str, grids: Sequence[Grid]) -> None:
+    """Print a summary and tables to standard output."""
+    rich = _rich() if sys.stdout.isatty() else None
+    if rich is None:
+        print("\n\n".join([summary, *map(str, grids)]))
+        return
+    console = rich.console.Console(highlight=False)
+    console.print(rich.text.Text(summary))
+    for grid in grids:
+        columns = _fitting(grid, console.width)
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for name in columns:
+            table.add_column(name, overflow="fold", no_wrap=name not in _FOLDED)
+        for i, cells in enumerate(grid.rows):
+            style = "red" if grid.alarming and grid.alarming[i] else ""
+            table.add_row(*map(rich.text.Text, cells[: len(columns)]), style=style)
+        console.print()
+        console.print(rich.text.Text(grid.title, style="bold"))
+        console.print(table, end="")
+        if grid.note:
+            console.print(grid.note)
+        if len(columns) < len(grid.columns):
+            left = ", ".join(grid.columns[len(columns) :])
+            console.print(f"(in a wider terminal also {left})", style="dim")
+
+
+def _fitting(grid: Grid, width: int) -> Sequence[str]:
+    """The first columns, as many as fit beside each other."""
+    taken = 0
+    for i, name in enumerate(grid.columns):
+        natural = max(len(name), *(len(row[i]) for row in grid.rows))
+        taken += min(natural, _FOLDED.get(name, natural)) + 2
+        if taken > width and i > 1:
+            return grid.columns[:i]
+    return grid.columns
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Any]:
+    """A bar on standard error while the block runs, if that is a terminal.
+
+    Yields what to call with bytes done, bytes in all and a name; None elsewhere.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    rich = _rich()
+    if rich is None:
+        try:
+            yield _Counter(what)
+        finally:
+            print("\r\033[K", end="", file=sys.stderr)
+        return
+    progress = rich.progress
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    console = rich.console.Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total)
+
+
+class _Counter:
+    """Percent done, written over itself."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.shown = what, -1
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent != self.shown:
+            self.shown = percent
+            print(f"\r{self.what} {percent:3d}%", end="", file=sys.stderr, flush=True)
+
+
+def fail(program: str, message: object) -> int:
+    """Print an error as one line to standard error. Returns the exit status, 2."""
+    print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    return 2
+
+
+def _rich() -> Any:
+    """The parts of rich that are used here; None if it is not installed."""
+    try:
+        import rich.box
+        import rich.console
+        import rich.progress
+        import rich.table
+        import rich.text
+    except ModuleNotFoundError:
+        return None
+    return rich

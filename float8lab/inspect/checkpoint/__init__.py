@@ -1,0 +1,25 @@
+"""Checkpoints with FP8 weights, whoever wrote them: what is in them, and how two differ.
+
+``source`` has tensors that lie in files and are read box by box; ``safetensors_source``,
+``torch_source`` and ``dcp_source`` make them, and ``opening`` chooses. ``layout`` finds FP8
+weights and their scales, ``measure`` reads them; ``report``, ``page`` and ``difference`` say what
+was found.
+"""
+
+from float8lab.inspect.checkpoint.difference import CheckpointDiff, DiffRow, diff
+from float8lab.inspect.checkpoint.layout import Finding
+from float8lab.inspect.checkpoint.page import page
+from float8lab.inspect.checkpoint.report import CheckpointReport, CheckpointRow, checkpoint
+from float8lab.inspect.checkpoint.source import CheckpointError
+
+__all__ = [
+    "CheckpointDiff",
+    "CheckpointError",
+    "CheckpointReport",
+    "CheckpointRow",
+    "DiffRow",
+    "Finding",
+    "checkpoint",
+    "diff",
+    "page",
+]

@@ -1,0 +1,273 @@
+"""Checkpoints by ``torch.distributed.checkpoint``, read without unpickling what can run code.
+
+The tensors lie in ``*.distcp`` files, each shard as ``torch.save`` writes it. ``.metadata`` is a
+pickle that says where; only that module's own classes, dtypes, sizes and paths are loaded from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pathlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
+from float8lab.inspect.checkpoint.torch_source import entries_of, load_safely
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["open_dcp"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_METADATA, name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+}
+
+
+class _Shard(NamedTuple):
+    """A part of a tensor, and the bytes of a file that ``torch.save`` wrote it to."""
+
+    file: Path
+    offset: int
+    length: int
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Where the elements of a shard are in its file."""
+
+    start: int
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+
+def open_dcp(path: Path) -> Source:
+    """The tensors of a directory by ``torch.distributed.checkpoint``.
+
+    Raises:
+        CheckpointError: ``.metadata`` is damaged or names other classes, or a file is missing,
+            truncated or compressed.
+    """
+    metadata = _metadata(path / ".metadata")
+    try:
+        found = _entries(path, metadata)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / '.metadata'} must be by torch.distributed.checkpoint; its content is not: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if not found:
+        raise CheckpointError(f"{path} must hold tensors; .metadata names none.")
+    files = len({info.relative_path for info in metadata.storage_data.values()})
+    container = f"torch.distributed.checkpoint, {files} file{'s' if files > 1 else ''}"
+    return Source(str(path), container, found)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("pathlib") and name.endswith("Path"):
+            return pathlib.PurePosixPath  # of another system, perhaps
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
+        if (module, name) not in _ALLOWED:
+            raise CheckpointError(
+                f".metadata must hold sizes and places of tensors; it names {module}.{name}, and "
+                "loading that can run code. torch.distributed.checkpoint loads it, if you trust it."
+            )
+        return super().find_class(module, name)
+
+
+def _metadata(path: Path) -> Any:
+    content = path.read_bytes()
+    try:
+        return _Unpickler(io.BytesIO(content)).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.parent}: {error}") from error
+    except Exception as error:  # unpickling damaged data raises any of them, says pickle's manual
+        raise CheckpointError(
+            f"{path} must be by torch.distributed.checkpoint; it is not, or it is damaged: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+
+
+def _entries(path: Path, metadata: Any) -> list[Entry]:
+    shards: dict[str, list[_Shard]] = {}
+    sizes: dict[str, int] = {}
+    tensors = {
+        name: stored
+        for name, stored in metadata.state_dict_metadata.items()
+        if hasattr(stored, "chunks")
+    }
+    lengths = {
+        (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for name, stored in tensors.items()
+        for chunk in stored.chunks
+    }
+    for index, info in metadata.storage_data.items():
+        if index.fqn not in tensors:
+            continue
+        if Path(info.relative_path).name != info.relative_path:
+            raise CheckpointError(
+                f"{path}/.metadata must name files beside it; got {info.relative_path!r}."
+            )
+        file = path / info.relative_path
+        if info.relative_path not in sizes:
+            if not file.is_file():
+                raise CheckpointError(f"{file} must exist: .metadata places {index.fqn} there.")
+            sizes[info.relative_path] = file.stat().st_size
+        if info.offset + info.length > sizes[info.relative_path]:
+            raise CheckpointError(
+                f"{file} must have at least {info.offset + info.length} bytes, as .metadata says; "
+                f"it has {sizes[info.relative_path]}. It is truncated: copy it again."
+            )
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{file} must not be compressed; {index.fqn} went through "
+                f"{info.transform_descriptors}. Save it without extensions."
+            )
+        starts = tuple(index.offset) if index.offset is not None else ()
+        where = file, info.offset, info.length
+        shard = _Shard(*where, starts, lengths[index.fqn, starts])
+        shards.setdefault(index.fqn, []).append(shard)
+    result = []
+    for name, stored in tensors.items():
+        if len(shards.get(name, ())) != len(stored.chunks):
+            raise CheckpointError(
+                f"{path}/.metadata must place all {len(stored.chunks)} parts of {name}; it places "
+                f"{len(shards.get(name, ()))}."
+            )
+        result += _of(name, tuple(stored.size), stored.properties.dtype, shards[name])
+    return result
+
+
+def _of(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[_Shard]) -> list[Entry]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if len(shards) == 1 and shards[0].length < nbytes:
+        # Fewer bytes than its dtype takes: not a plain tensor.
+        value = _load(shards[0])
+        if isinstance(value, Float8Tensor):
+            return entries_of(name, value, shards[0].file.name)
+    file = shards[0].file.name if shards else ""
+    return [
+        Entry(
+            name=name,
+            dtype=dtype,
+            dtype_name=dtype_name(dtype),
+            shape=shape,
+            nbytes=nbytes,
+            file=file if len(shards) == 1 else f"{file} and others",
+            read=functools.partial(_read, dtype, tuple(shards), functools.cache(_place)),
+        )
+    ]
+
+
+def _read(
+    dtype: torch.dtype,
+    shards: tuple[_Shard, ...],
+    place_of: Callable[[_Shard], _Place | None],
+    box: Box,
+) -> Tensor:
+    result = torch.zeros([s.stop - s.start for s in box], dtype=torch.uint8).to(dtype)
+    for shard in shards:
+        here, there = [], []  # the common part, in the shard and in the box
+        for s, start, size in zip(box, shard.starts, shard.sizes, strict=True):
+            low, high = max(s.start, start), min(s.stop, start + size)
+            here.append(slice(low - start, high - start))
+            there.append(slice(low - s.start, high - s.start))
+        if all(s.start < s.stop for s in here):
+            result[tuple(there)] = _read_shard(shard, place_of(shard), dtype, tuple(here))
+    return result
+
+
+def _place(shard: _Shard) -> _Place | None:
+    """Where a shard's elements are; None if it is no plain tensor of its sizes."""
+    with FakeTensorMode():  # torch.load then reads no data, and says where they lie
+        fake = _load(shard)
+    if type(fake).__name__ != "FakeTensor" or tuple(fake.shape) != shard.sizes:
+        return None
+    start = fake.untyped_storage()._checkpoint_offset
+    start += shard.offset + fake.storage_offset() * fake.dtype.itemsize
+    return _Place(start, fake.dtype, tuple(fake.stride()))
+
+
+def _read_shard(shard: _Shard, place: _Place | None, dtype: torch.dtype, box: Box) -> Tensor:
+    """A box of a shard; only the bytes from its first to its last element are read."""
+    if place is None:
+        value = _load(shard)
+        value = value.dequantize() if isinstance(value, Float8Tensor) else value
+        if not isinstance(value, Tensor) or tuple(value.shape) != shard.sizes:
+            raise CheckpointError(
+                f"{shard.file} must hold a tensor of shape {shard.sizes} at byte {shard.offset}; "
+                f"it holds another {type(value).__name__}. It is damaged."
+            )
+        return value[box].to(dtype)
+    first = sum(s.start * stride for s, stride in zip(box, place.strides, strict=True))
+    last = sum((s.stop - 1) * stride for s, stride in zip(box, place.strides, strict=True))
+    data = bytearray((last - first + 1) * place.dtype.itemsize)
+    with shard.file.open("rb") as file:
+        file.seek(place.start + first * place.dtype.itemsize)
+        if file.readinto(data) != len(data):
+            raise CheckpointError(f"{shard.file} must not end at {file.tell()}. It is truncated.")
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(place.dtype)
+    return flat.as_strided([s.stop - s.start for s in box], place.strides).to(dtype)
+
+
+def _load(shard: _Shard) -> Any:
+    with shard.file.open("rb") as file:
+        part: Any = io.BufferedReader(_Part(file, shard.offset, shard.length))
+        return load_safely(part, f"{shard.file} at byte {shard.offset}")
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: Any, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(count)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

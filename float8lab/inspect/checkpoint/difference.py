@@ -1,0 +1,339 @@
+"""``diff``: two checkpoints, or one and its source, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.inspect.checkpoint.layout import Item, recognize
+from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
+from float8lab.inspect.checkpoint.opening import open_checkpoint
+from float8lab.inspect.checkpoint.report import Progress, counted, finite, named
+from float8lab.inspect.checkpoint.source import Box, CheckpointError, Source, boxes
+from float8lab.inspect.text import Grid
+
+__all__ = ["CheckpointDiff", "DiffRow", "diff"]
+
+STATUSES = ("shape", "differs", "only in A", "only in B", "equal", "same")
+"""The worst first. ``equal``: the same values, stored in another way. ``same``: bit for bit."""
+
+
+@dataclass(frozen=True)
+class DiffRow:
+    """One tensor of two checkpoints, or of one of them."""
+
+    name: str
+    status: str
+    """One of ``STATUSES``."""
+    a_format: str = ""
+    b_format: str = ""
+    a_shape: tuple[int, ...] | None = None
+    b_shape: tuple[int, ...] | None = None
+    numel: int = 0
+    changed: int | None = None
+    """Codes that are other bytes, or elements that are other bits; None if they are of two formats.
+    """
+    changed_scales: int | None = None
+    """Of two FP8 weights with the same blocks."""
+    unlike: int = 0
+    """Elements that are finite on one side alone, or other infinities. Errors leave them out."""
+    signal: float = 0.0
+    """Sum of the squares of the reference: of the one that is not in FP8, or else of A."""
+    noise: float = 0.0
+    max_error: float = 0.0
+    nbytes: int = 0
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to noise in dB; inf if the values are equal."""
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``json.dumps``: numbers that are not finite are None."""
+        return finite(asdict(self) | {"sqnr": self.sqnr})
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointDiff:
+    """How two checkpoints differ. ``print`` it, or look at ``rows``."""
+
+    a: str
+    b: str
+    rows: tuple[DiffRow, ...]
+    """The worst first."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def identical(self) -> bool:
+        """Whether all tensors are the same, bit for bit and in format."""
+        return all(row.status == "same" for row in self.rows)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tensors have each status."""
+        found = Counter(row.status for row in self.rows)
+        return {status: found[status] for status in STATUSES}
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to noise of all tensors that both have, in dB."""
+        total = DiffRow(
+            "",
+            "",
+            signal=sum(row.signal for row in self.rows),
+            noise=sum(row.noise for row in self.rows),
+        )
+        return total.sqnr
+
+    def summary(self) -> str:
+        """A few lines."""
+        counts = [f"{count} {status}" for status, count in self.counts.items() if count]
+        lines = [f"A: {self.a}", f"B: {self.b}"]
+        lines.append(f"{counted(len(self.rows), 'tensor')}: " + ", ".join(counts))
+        if any(row.status in ("differs", "equal", "same") for row in self.rows):
+            lines.append(f"SQNR of all: {_decibels(self.sqnr)}")
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def tables(self, limit: int | None = 20) -> list[Grid]:
+        """The tensors that differ, the worst first, and those that one side lacks.
+
+        Args:
+            limit: rows of each table; None for all.
+        """
+        differing, alarming, missing = [], [], []
+        for row in self.rows:
+            if row.status.startswith("only"):
+                kind, shape = row.a_format or row.b_format, row.a_shape or row.b_shape or ()
+                missing.append((row.name, row.status, kind, "x".join(map(str, shape)) or "()"))
+            elif row.status != "same":
+                differing.append((row.name, row.status, *_cells(row)))
+                alarming.append(row.status == "shape" or row.unlike > 0)
+        columns = ("tensor", "status", "SQNR", "max error", "A -> B", "changed")
+        found = (
+            Grid("Different", columns, differing, alarming),
+            Grid("Missing", ("tensor", "status", "format", "shape"), missing),
+        )
+        return [grid.first(limit) for grid in found if grid.rows]
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``json.dumps``: numbers that are not finite are None."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "identical": self.identical,
+            "counts": self.counts,
+            "sqnr": finite(self.sqnr),
+            "notes": list(self.notes),
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.summary(), *map(str, self.tables())])
+
+    __repr__ = __str__
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    layer: str | Sequence[str] = (),
+    progress: Progress | None = None,
+) -> CheckpointDiff:
+    """Compare two checkpoints tensor by tensor, reading both piece by piece.
+
+    Tensors are matched by name, FP8 weights with their scales folded in; so the two may be of
+    different kinds, and one may be the high-precision source of the other. If they have no name in
+    common, a prefix that one of them puts before its names is left out.
+
+    Args:
+        a: as the path of ``checkpoint``.
+        b: the same.
+        layer: as of ``checkpoint``.
+        progress: as of ``checkpoint``.
+
+    Raises:
+        CheckpointError, OSError, ModuleNotFoundError: as ``checkpoint``.
+    """
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    left, right = _by_name(first), _by_name(second)
+    notes = []
+    if not left.keys() & right.keys():
+        for side, names, others in (("A", left, right), ("B", right, left)):
+            prefix = _prefix(names, others)
+            if prefix:
+                kept = {name.removeprefix(prefix): item for name, item in names.items()}
+                left, right = (kept, right) if side == "A" else (left, kept)
+                notes.append(f"names of {side} are compared without {prefix}")
+                break
+    globs = [layer] if isinstance(layer, str) else list(layer)
+    order = [name for name in dict.fromkeys([*left, *right]) if not globs or named(name, globs)]
+    if not order:
+        raise CheckpointError(
+            f"layer must match a tensor of {a} or {b}; {' and '.join(globs)} matches none."
+        )
+    both = [name for name in order if name in left and name in right]
+    total, done = sum(left[n].nbytes + right[n].nbytes for n in both), 0
+    rows = []
+    for name in order:
+        if name not in left or name not in right:
+            rows.append(_missing(name, left.get(name), right.get(name)))
+            continue
+
+        def step(nbytes: float, name: str = name) -> None:
+            nonlocal done
+            done = min(round(done + nbytes), total)
+            if progress is not None:
+                progress(done, total, name)
+
+        rows.append(_compare(name, left[name], right[name], step))
+    rows.sort(key=_badness)
+    return CheckpointDiff(first.path, second.path, tuple(rows), tuple(notes))
+
+
+def _by_name(source: Source) -> dict[str, Item]:
+    return {item.name: item for item in recognize(source)}
+
+
+def _prefix(names: dict[str, Item], others: dict[str, Item]) -> str:
+    """What stands before most of the names of one side on the other; empty if there is none."""
+    found: Counter[str] = Counter()
+    for name in names:
+        for at, letter in enumerate(name):
+            if letter == "." and name[at + 1 :] in others:
+                found[name[: at + 1]] += 1
+    return found.most_common(1)[0][0] if found else ""
+
+
+def _missing(name: str, a: Item | None, b: Item | None) -> DiffRow:
+    item = a or b
+    assert item is not None
+    status = "only in A" if b is None else "only in B"
+    row = DiffRow(name, status, numel=math.prod(item.entry.shape), nbytes=item.nbytes)
+    if b is None:
+        return replace(row, a_format=item.describe(), a_shape=item.entry.shape)
+    return replace(row, b_format=item.describe(), b_shape=item.entry.shape)
+
+
+def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
+    row = DiffRow(
+        name,
+        "shape",
+        a.describe(),
+        b.describe(),
+        a.entry.shape,
+        b.entry.shape,
+        numel=math.prod(a.entry.shape),
+        nbytes=a.nbytes + b.nbytes,
+    )
+    if a.entry.shape != b.entry.shape:
+        return row
+    if a.entry.dtype is None or b.entry.dtype is None:
+        return replace(row, status="differs" if row.a_format != row.b_format else "equal")
+    alike = _bits(a) == _bits(b)
+    # A box starts at whole blocks of both; -1 is no constraint.
+    align = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(_align(a), _align(b), strict=True)]
+    same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
+    changed, changed_scales, unlike = 0, 0, 0
+    signal = noise = worst = 0.0
+    reference_is_b = a.fp8 and not b.fp8
+    share = row.nbytes / max(row.numel, 1)
+    for box in boxes(a.entry.shape, align):
+        if alike:
+            changed += _changed(_raw(a, box), _raw(b, box))
+        if same_blocks:
+            changed_scales += _changed(
+                read_scale(a, box).view(torch.int32), read_scale(b, box).view(torch.int32)
+            )
+        x, y = decode(a, box), decode(b, box)
+        reference = y if reference_is_b else x
+        finite_both = x.isfinite() & y.isfinite()
+        error = (y - x).abs().masked_fill_(~finite_both, 0.0)
+        unlike += int((~finite_both & ~((x == y) | (x.isnan() & y.isnan()))).sum())
+        if error.numel():
+            worst = max(worst, float(error.max()))
+            noise += _square(error)
+            signal += _square(reference.masked_fill(~finite_both, 0.0))
+        step(share * error.numel())
+    values = noise == 0 and worst == 0 and not unlike
+    same_format = alike and (same_blocks or not a.fp8) and _scaled_alike(a, b)
+    same = values and same_format and not changed and not changed_scales
+    return replace(
+        row,
+        status="same" if same else "equal" if values else "differs",
+        changed=changed if alike else None,
+        changed_scales=changed_scales if same_blocks else None,
+        unlike=unlike,
+        signal=signal,
+        noise=noise,
+        max_error=worst,
+    )
+
+
+def _scaled_alike(a: Item, b: Item) -> bool:
+    return (a.scale is None) == (b.scale is None)
+
+
+def _bits(item: Item) -> torch.dtype | None:
+    """The format of an element."""
+    return item.entry.dtype if item.spec is None else item.spec.fp8_dtype
+
+
+def _align(item: Item) -> tuple[int, ...]:
+    return (1,) * len(item.entry.shape) if item.spec is None else item.spec.block
+
+
+def _raw(item: Item, box: Box) -> Tensor:
+    return read_codes(item, box) if item.fp8 else item.entry.read(box)
+
+
+def _changed(x: Tensor, y: Tensor) -> int:
+    """Elements that are other bits."""
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        x, y = (
+            (torch.view_as_real(part) if part.dtype.is_complex else part).contiguous()
+            for part in (x, y)
+        )
+        x, y = x.view(whole[x.element_size()]), y.view(whole[y.element_size()])
+    return int((x != y).sum())
+
+
+def _square(x: Tensor) -> float:
+    return (
+        float(
+            torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64)
+        )
+        ** 2
+    )
+
+
+def _badness(row: DiffRow) -> tuple[Any, ...]:
+    unlike = -row.unlike if row.status == "differs" else 0
+    return (STATUSES.index(row.status), unlike, row.sqnr)
+
+
+def _decibels(sqnr: float) -> str:
+    return f"{sqnr:.4g} dB"
+
+
+def _cells(row: DiffRow) -> tuple[str, str, str, str]:
+    if row.status == "shape":
+        shapes = ("x".join(map(str, shape or ())) or "()" for shape in (row.a_shape, row.b_shape))
+        return "", "", " -> ".join(shapes), ""
+    kinds = row.a_format if row.a_format == row.b_format else f"{row.a_format} -> {row.b_format}"
+    changed = "" if row.changed is None else f"{100 * row.changed / max(row.numel, 1):.3g}%"
+    if row.changed_scales:
+        changed += f", {counted(row.changed_scales, 'scale')}"
+    if row.unlike:
+        changed += f", {row.unlike} inf or NaN"
+    return _decibels(row.sqnr), f"{row.max_error:.3g}", kinds, changed.removeprefix(", ")

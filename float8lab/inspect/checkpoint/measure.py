@@ -1,0 +1,332 @@
+"""What the tensors of a checkpoint hold, read box by box.
+
+At most ``BOX`` elements of a tensor are in memory at once, and about thirty bytes for each; beside
+them one number for each block, if a block is larger than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3, Float8Spec, scale_shape
+from float8lab.inspect.checkpoint.layout import Finding, Item
+from float8lab.inspect.checkpoint.source import Box, boxes
+from float8lab.inspect.statistics import TensorStats, code_values
+from float8lab.tensor.blocks import expand_scale
+
+__all__ = [
+    "Measured",
+    "PlainStats",
+    "ScaleStats",
+    "decode",
+    "measure",
+    "read_codes",
+    "read_scale",
+]
+
+DEVIATIONS = 5
+"""A block is saturated if more than twice as many elements have the largest code as have the one
+below, and this is no chance: values pile up there that lay beyond. The largest code stands for half
+the range of the one below if the scale is right, so of a density that falls, or is flat, at most a
+third of both is expected there; so many standard deviations more are asked for."""
+IDLE = 1 / 16
+"""The range of a block is unused if its largest code is below this share of the format's."""
+
+
+@dataclass(frozen=True)
+class PlainStats:
+    """Statistics of a tensor that is not in FP8. Of a complex one, of its absolute values."""
+
+    numel: int
+    amax: float
+    """Largest absolute value of the finite ones; 0 if there are none."""
+    rms: float
+    """Root of the mean square of the finite ones."""
+    zero_count: int
+    nan_count: int
+    inf_count: int
+    negative_count: int
+
+
+@dataclass(frozen=True)
+class ScaleStats:
+    """The scales of an FP8 weight."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    zero_count: int
+    bad_count: int
+    """Those that are NaN, infinite or negative."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a tensor holds."""
+
+    stats: TensorStats | None = None
+    """Of FP8 codes."""
+    scale: ScaleStats | None = None
+    plain: PlainStats | None = None
+    blocks: int = 0
+    saturated_blocks: int = 0
+    idle_blocks: int = 0
+    findings: tuple[Finding, ...] = ()
+
+
+Step = Callable[[int], None]
+"""Is told how many bytes were read."""
+
+
+def measure(item: Item, step: Step) -> Measured:
+    """Read a tensor once, with its scales."""
+    if item.fp8:
+        return _fp8(item, step)
+    if item.entry.dtype is None:
+        step(item.entry.nbytes)
+        return Measured()
+    return _plain(item, step)
+
+
+def read_codes(item: Item, box: Box) -> Tensor:
+    """The bytes of the codes of a box, uint8."""
+    codes = item.entry.read(box)
+    return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
+
+
+def read_scale(item: Item, box: Box) -> Tensor:
+    """The scales of a box that starts at whole blocks, float32, one size per dimension.
+
+    1 if the tensor has no scales.
+    """
+    assert item.spec is not None
+    ndim = len(box)
+    if item.scale is None:
+        return torch.ones((1,) * ndim)
+    if item.spec.per_tensor:
+        return _as_scale(item.scale.read(item.scale.whole)).reshape((1,) * ndim)
+    place = _place(box, item.spec.block)
+    found = _as_scale(item.scale.read(place[: len(item.scale.shape)]))
+    return found.reshape([s.stop - s.start for s in place])
+
+
+def _place(box: Box, block: Sequence[int]) -> Box:
+    """The box's blocks among all."""
+    return tuple(
+        slice(0, 1) if size == -1 else slice(s.start // size, -(-s.stop // size))
+        for s, size in zip(box, block, strict=True)
+    )
+
+
+def decode(item: Item, box: Box) -> Tensor:
+    """The values of a box, float32 (float64 of a float64 tensor), not rounded to another dtype."""
+    if item.spec is None:
+        value = item.entry.read(box)
+        return value if value.dtype in (torch.float64, torch.complex128) else value.float()
+    codes = read_codes(item, box).view(item.spec.fp8_dtype)
+    return codes.float() * expand_scale(read_scale(item, box), item.spec.block, codes.shape)
+
+
+def _as_scale(values: Tensor) -> Tensor:
+    if values.dtype == torch.uint8:
+        values = values.view(torch.float8_e8m0fnu)
+    return values.float()
+
+
+class _Blocks:
+    """What is found block by block, once whole blocks were seen."""
+
+    def __init__(self, spec: Float8Spec) -> None:
+        self.spec = spec
+        self.top = 0x7E if spec.fp8_dtype == E4M3 else 0x7B
+        self.sizes = code_values(spec.fp8_dtype).abs()
+        self.blocks = self.saturated = self.idle = self.zero_lost = self.bad = 0
+        self.zero_scales = 0
+        self.amax = 0.0
+        self.pow2 = True
+        self.low, self.high = math.inf, -math.inf
+
+    def add(self, largest: Tensor, top: Tensor, below: Tensor, scale: Tensor) -> None:
+        """Blocks: the code of the largest finite magnitude, how many have the largest code of the
+        format, how many the one below, the scale."""
+        self.blocks += largest.numel()
+        # Of n elements n / 3 are expected, with a variance of 2 n / 9.
+        beyond = 2 * top - below > DEVIATIONS * (2.0 * (top + below)).sqrt()
+        self.saturated += int((beyond & (top > 2 * below)).sum())
+        size = self.sizes[largest.long()]
+        # Subnormal scales and powers of two lose range as well, but less than this.
+        self.idle += int(((size > 0) & (size < IDLE * self.spec.largest())).sum())
+        zero, bad = scale == 0, ~scale.isfinite() | (scale < 0)
+        self.zero_scales += int(zero.sum())
+        self.zero_lost += int((zero & (size > 0)).sum())
+        self.bad += int(bad.sum())
+        good = scale[~bad]
+        if good.numel():
+            self.low, self.high = (
+                min(self.low, float(good.min())),
+                max(self.high, float(good.max())),
+            )
+            self.amax = max(self.amax, float((size * scale)[~bad].max()))
+            self.pow2 = self.pow2 and bool(((good.view(torch.int32) & 0x7FFFFF) == 0).all())
+
+
+def _fp8(item: Item, step: Step) -> Measured:
+    spec, entry = item.spec, item.entry
+    assert spec is not None
+    shape = entry.shape
+    found = _Blocks(spec)
+    counts = torch.zeros(256, dtype=torch.int64)
+    whole = scale_shape(shape, spec.block)
+    kept: list[Tensor] | None = None  # of blocks that boxes cut
+    nbytes = item.nbytes / max(math.prod(shape), 1)
+    for box in boxes(shape, spec.block):
+        codes = read_codes(item, box)
+        counts += torch.bincount(codes.reshape(-1), minlength=256)
+        body = codes & 0x7F
+        top, below = (
+            _each_block((body == code).view(torch.uint8), spec.block, _count)
+            for code in (found.top, found.top - 1)
+        )
+        largest = _each_block(body.masked_fill_(body > found.top, 0), spec.block, torch.amax)
+        cut = any(
+            size == -1 and (s.start, s.stop) != (0, n)
+            for s, size, n in zip(box, spec.block, shape, strict=True)
+        )
+        if cut:
+            place = _place(box, spec.block)
+            if kept is None:
+                kept = [
+                    torch.zeros(whole, dtype=t) for t in (torch.uint8, torch.int64, torch.int64)
+                ]
+            kept[0][place] = torch.maximum(kept[0][place], largest)
+            kept[1][place] += top
+            kept[2][place] += below
+        else:
+            found.add(largest, top, below, read_scale(item, box))
+        step(round(nbytes * codes.numel()))
+    if kept is not None:
+        found.add(kept[0], kept[1], kept[2], read_scale(item, entry.whole))
+    if found.pow2 and spec.scale_rule == "fp32" and item.scale is not None and found.blocks > 1:
+        spec = replace(spec, scale_rule="pow2")
+    stats = TensorStats(
+        shape=shape,
+        dtype=spec.fp8_dtype,
+        spec=spec,
+        amax=found.amax,
+        scale_min=found.low if found.low <= found.high else math.nan,
+        scale_max=found.high if found.low <= found.high else math.nan,
+        codes=tuple(counts.tolist()),
+    )
+    scale = None
+    if item.scale is not None:
+        described = item.scale.name, item.scale.dtype_name, item.scale.shape
+        scale = ScaleStats(*described, found.blocks, found.zero_scales, found.bad)
+    return Measured(
+        stats=stats,
+        scale=scale,
+        blocks=found.blocks,
+        saturated_blocks=found.saturated,
+        idle_blocks=found.idle if item.scale is not None else 0,
+        findings=tuple(_fp8_findings(stats, found, item.scale is not None)),
+    )
+
+
+def _fp8_findings(stats: TensorStats, found: _Blocks, scaled: bool) -> list[Finding]:
+    result = []
+    for kind, label in (("nan", "NaN"), ("inf", "infinite")):
+        if stats.count(kind):
+            result.append(Finding(kind, f"{_some(stats.count(kind), stats.numel)} codes {label}"))
+    blocks = found.blocks
+    if found.bad:
+        result.append(
+            Finding("bad-scale", f"{_some(found.bad, blocks)} scales NaN, infinite or negative")
+        )
+    if found.zero_lost:
+        text = f"{_some(found.zero_lost, blocks)} scales are zero over codes that are not"
+        result.append(Finding("zero-scale", text))
+    elif found.zero_scales:
+        text = f"{_some(found.zero_scales, blocks)} scales zero, over zeros"
+        result.append(Finding("zero-scale", text, wrong=False))
+    if found.saturated:
+        text = f"{_some(found.saturated, blocks)} blocks saturated"
+        result.append(Finding("saturated", text, wrong=False))
+    if found.idle and scaled:
+        text = f"{_some(found.idle, blocks)} blocks use less than {IDLE:.3g} of the range"
+        result.append(Finding("unused-range", text, wrong=False))
+    if stats.numel and stats.count("zero") == stats.numel:
+        result.append(Finding("all-zero", "all zero", wrong=False))
+    return result
+
+
+def _plain(item: Item, step: Step) -> Measured:
+    entry, scale = item.entry, item.is_scale
+    zero = nan = inf = negative = numel = 0
+    amax = square = 0.0
+    for box in boxes(entry.shape, (1,) * len(entry.shape)):
+        part = entry.read(box)
+        raw = part.numel() * part.element_size()
+        if scale and part.dtype == torch.uint8:
+            part = part.view(torch.float8_e8m0fnu)
+        if part.is_complex():
+            part = part.abs()
+        value = part if part.dtype == torch.float64 else part.float()
+        numel += value.numel()
+        if value.numel():
+            negative += int((value < 0).sum())
+            zero += value.numel() - int(value.count_nonzero())
+            size = value.abs()
+            top = float(size.max())
+            if not math.isfinite(top):
+                nan += int(size.isnan().sum())
+                inf += int(size.isinf().sum())
+                size = size.masked_fill(~size.isfinite(), 0.0)
+                top = float(size.max())
+            amax = max(amax, top)
+            square += float(torch.linalg.vector_norm(size, dtype=torch.float64)) ** 2
+        step(raw)
+    finite = numel - nan - inf
+    rms = math.sqrt(square / finite) if finite else 0.0
+    findings = []
+    for count, label in ((nan, "NaN"), (inf, "infinite")):
+        if count:
+            kind = {"NaN": "nan", "infinite": "inf"}[label]
+            findings.append(Finding(kind, f"{_some(count, numel)} elements {label}"))
+    if scale and (zero or negative):
+        kind = "zero-scale" if zero else "bad-scale"
+        findings.append(Finding(kind, f"{_some(zero + negative, numel)} scales not positive"))
+    plain = PlainStats(numel, amax, rms, zero, nan, inf, negative)
+    return Measured(plain=plain, findings=tuple(findings))
+
+
+def _each_block(x: Tensor, block: Sequence[int], reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """``reduce`` over each block, dimension by dimension; blocks cut by an edge are filled by 0."""
+    shape = tuple(x.shape)
+    for dim in reversed(range(x.ndim)):
+        size = shape[dim] if block[dim] == -1 else block[dim]
+        if size == 1:
+            continue
+        count = 1 if block[dim] == -1 else -(-shape[dim] // size)
+        missing = count * size - shape[dim]
+        if missing:
+            padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
+            x = torch.nn.functional.pad(x, padding)
+        x = reduce(x.unflatten(dim, (count, size)), dim + 1)
+    return x
+
+
+def _count(x: Tensor, dim: int) -> Tensor:
+    """Sum of zeros and ones (uint8), or of such sums."""
+    if x.dtype == torch.uint8 and x.shape[dim] < 256:
+        return x.sum(dim, dtype=torch.uint8).int()  # many times faster than in a wider type
+    return x.sum(dim, dtype=torch.int32)
+
+
+def _some(count: int, numel: int) -> str:
+    """``3 of 12``, or ``all 12``."""
+    return f"all {numel}" if count == numel and numel > 1 else f"{count} of {numel}"

@@ -1,0 +1,60 @@
+"""A report on a checkpoint as one HTML page: inline CSS and SVG, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+from html import escape
+
+from float8lab.inspect.checkpoint.report import CheckpointReport
+from float8lab.inspect.html import exponent_bars
+from float8lab.inspect.text import Grid
+
+__all__ = ["page"]
+
+PICTURES = 100
+"""Tensors in FP8 with a histogram: the first ones, as the report sorts them."""
+
+_STYLE = """
+body { font-family: sans-serif; margin: 2em; color: #222; background: #fff }
+table { border-collapse: collapse; margin: 0 0 1.5em }
+th, td { padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top }
+td:first-child { font-family: monospace; overflow-wrap: anywhere }
+.wrong td:last-child { color: #b00020; font-weight: bold }
+figure { display: inline-block; margin: 0 24px 16px 0 }
+figcaption { font-family: monospace; font-size: 12px; max-width: 260px; overflow-wrap: anywhere }
+"""
+
+
+def page(report: CheckpointReport) -> str:
+    """The page, all of whose tensors are listed; what it shows of names and notes is escaped.
+
+    Args:
+        report: by ``checkpoint``.
+    """
+    title, *lines = report.summary().splitlines()
+    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in lines)]
+    parts += [_table(grid) for grid in report.tables(None)]
+    pictures = []
+    weights = [row for row in report.rows if row.measured.stats is not None]
+    for row in weights[:PICTURES]:
+        assert row.measured.stats is not None
+        drawn = exponent_bars(row.measured.stats.histogram("exponent"))
+        caption = f"<figcaption>{escape(row.name)}<br>{escape(row.format)}</figcaption>"
+        pictures.append(f"<figure>{drawn}{caption}</figure>")
+    if pictures:
+        count = f"the first {PICTURES} of {len(weights)}" if len(weights) > PICTURES else "all"
+        parts += [f"<h2>Codes by exponent, {count} in FP8</h2>", *pictures]
+    return (
+        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _table(grid: Grid) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in grid.columns)
+    rows = []
+    for i, cells in enumerate(grid.rows):
+        marked = " class='wrong'" if grid.alarming and grid.alarming[i] else ""
+        rows.append(f"<tr{marked}>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>\n")
+    return f"<h2>{escape(grid.title)}</h2>\n<table><tr>{head}</tr>\n{''.join(rows)}</table>"

@@ -1,0 +1,310 @@
+"""``checkpoint``: what the tensors of a checkpoint hold, the suspicious ones first."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from float8lab.inspect.checkpoint.layout import Finding, Item, recognize
+from float8lab.inspect.checkpoint.measure import Measured, measure
+from float8lab.inspect.checkpoint.opening import open_checkpoint
+from float8lab.inspect.checkpoint.source import CheckpointError, Source
+from float8lab.inspect.text import Grid
+
+__all__ = [
+    "CheckpointReport",
+    "CheckpointRow",
+    "Progress",
+    "checkpoint",
+    "counted",
+    "finite",
+    "selected",
+    "size",
+]
+
+Progress = Callable[[int, int, str], None]
+"""Is called with the bytes read so far, those to read in all, and the tensor that is read."""
+
+ROWS = 20
+"""Of a table, unless all are asked for."""
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """One tensor of a checkpoint; the scales of an FP8 weight are in its row."""
+
+    name: str
+    fp8: bool
+    convention: str
+    """Of FP8 weights: ``"DeepSeek"``, ``"compressed-tensors"``, ``"float8lab"`` ..."""
+    format: str
+    """``"e4m3 128x128 fp32"``, ``"e4m3, no scale"``, or a dtype."""
+    shape: tuple[int, ...]
+    nbytes: int
+    """With scales."""
+    file: str
+    measured: Measured
+    findings: tuple[Finding, ...]
+    """Why it is suspicious; empty if it is not."""
+
+    @property
+    def severity(self) -> int:
+        """2: something is lost or wrong; 1: odd, and perhaps meant; 0: nothing found."""
+        return max((2 if finding.wrong else 1 for finding in self.findings), default=0)
+
+    @property
+    def why(self) -> str:
+        """The findings as one phrase."""
+        return "; ".join(finding.text for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``json.dumps``: numbers that are not finite are None."""
+        found = self.measured
+        result: dict[str, Any] = {
+            "name": self.name,
+            "fp8": self.fp8,
+            "convention": self.convention,
+            "format": self.format,
+            "shape": list(self.shape),
+            "nbytes": self.nbytes,
+            "file": self.file,
+            "severity": self.severity,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+        stats = found.stats
+        if stats is not None:
+            kinds = ("saturated", "zero", "subnormal", "nan", "inf")
+            result["stats"] = {
+                "numel": stats.numel,
+                "amax": stats.amax,
+                "scale_min": stats.scale_min,
+                "scale_max": stats.scale_max,
+                "exponents": stats.exponents,
+                **{kind: stats.count(kind) for kind in kinds},
+                "blocks": found.blocks,
+                "saturated_blocks": found.saturated_blocks,
+                "idle_blocks": found.idle_blocks,
+            }
+        if found.scale is not None:
+            result["scale"] = asdict(found.scale)
+        if found.plain is not None:
+            result["stats"] = asdict(found.plain)
+        return finite(result)
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointReport:
+    """What a checkpoint holds. ``print`` it, or look at ``rows``."""
+
+    path: str
+    container: str
+    rows: tuple[CheckpointRow, ...]
+    """The most suspicious first; else in the checkpoint's order."""
+    notes: tuple[str, ...] = ()
+    """What is odd and concerns no single tensor."""
+    left_out: int = 0
+    """Tensors that the choice of layers left out."""
+
+    @property
+    def suspicious(self) -> tuple[CheckpointRow, ...]:
+        """The rows that have findings."""
+        return tuple(row for row in self.rows if row.severity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(row.nbytes for row in self.rows)
+
+    def summary(self) -> str:
+        """A few lines."""
+        weights = [row for row in self.rows if row.fp8]
+        kinds = " and ".join(dict.fromkeys(row.convention for row in weights if row.convention))
+        lines = [
+            f"{self.path}: {self.container}",
+            f"{counted(len(self.rows), 'tensor')}, {size(self.nbytes)}"
+            + (f"; {self.left_out} left out" if self.left_out else ""),
+            f"{len(weights)} in FP8, {size(sum(row.nbytes for row in weights))}"
+            + (f", as by {kinds}" if kinds else ""),
+            f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
+        ]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def tables(self, limit: int | None = ROWS) -> list[Grid]:
+        """The suspicious tensors and why; statistics of the FP8 ones; the others.
+
+        Args:
+            limit: rows of each table; None for all.
+        """
+        suspicious = [(row.name, row.why) for row in self.suspicious]
+        weights, others = [], []
+        for row in self.rows:
+            stats, plain = row.measured.stats, row.measured.plain
+            shape = "x".join(map(str, row.shape)) or "()"
+            if stats is not None:
+                shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
+                scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
+                rest = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
+                weights.append((row.name, shape, row.format, *rest))
+            else:
+                numbers = (f"{plain.amax:.3g}", f"{plain.rms:.3g}") if plain else ("-", "-")
+                zero = _percent(plain.zero_count / plain.numel if plain and plain.numel else 0.0)
+                others.append((row.name, shape, row.format, *numbers, zero))
+        wrong = [row.severity == 2 for row in self.suspicious]
+        names = ("tensor", "shape", "format", "sat%", "zero%", "scale", "amax", "sub%")
+        found = (
+            Grid("Suspicious", ("tensor", "why"), suspicious, wrong),
+            Grid("In FP8", names, weights),
+            Grid("Others", ("tensor", "shape", "dtype", "amax", "rms", "zero%"), others),
+        )
+        return [grid.first(limit) for grid in found if grid.rows]
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``json.dumps``: numbers that are not finite are None."""
+        return {
+            "path": self.path,
+            "container": self.container,
+            "tensors": len(self.rows),
+            "left_out": self.left_out,
+            "nbytes": self.nbytes,
+            "suspicious": len(self.suspicious),
+            "notes": list(self.notes),
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.summary(), *map(str, self.tables())])
+
+    __repr__ = __str__
+
+
+def checkpoint(
+    path: str | Path,
+    *,
+    layer: str | Sequence[str] = (),
+    progress: Progress | None = None,
+) -> CheckpointReport:
+    """Statistics of every tensor of a checkpoint, read piece by piece, suspicious ones first.
+
+    Args:
+        path: a safetensors file, its index, or a directory of them; a file by ``torch.save``; a
+            directory by ``torch.distributed.checkpoint``. Nothing in it is run.
+        layer: globs of names of tensors or modules, as ``"model.layers.0"`` or ``"*.mlp.*"``;
+            others are not read.
+        progress: is called after each piece.
+
+    Raises:
+        CheckpointError: it is none of these, it is damaged, or ``layer`` matches nothing.
+        OSError: it does not exist, or may not be read.
+        ModuleNotFoundError: it needs safetensors (``pip install "float8lab[inspect]"``).
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+    ...     torch.save({"w": float8lab.quantize(torch.ones(4, 4))}, file)
+    ...     _ = file.seek(0)
+    ...     report = float8lab.inspect.checkpoint(file.name)
+    >>> [(row.name, row.format, row.why) for row in report.rows]
+    [('w', 'e4m3 tensor fp32', '1 of 1 blocks saturated')]
+    """
+    source = open_checkpoint(path)
+    items = recognize(source)
+    chosen = selected(source, items, layer)
+    total, done = sum(item.nbytes for item in chosen), 0
+    rows = []
+    for item in chosen:
+
+        def step(nbytes: int, name: str = item.name) -> None:
+            nonlocal done
+            done = min(done + nbytes, total)
+            if progress is not None:
+                progress(done, total, name)
+
+        rows.append(_row(item, measure(item, step)))
+    rows.sort(key=lambda row: (-row.severity, -sum(finding.wrong for finding in row.findings)))
+    left_out = len(items) - len(chosen)
+    return CheckpointReport(
+        source.path, source.container, tuple(rows), tuple(_notes(source, items)), left_out
+    )
+
+
+def _notes(source: Source, items: Sequence[Item]) -> list[str]:
+    notes = list(source.notes)
+    method = source.config.get("quant_method")
+    if method == "fp8" and not any(item.fp8 for item in items):
+        notes.append("config.json says that the weights are in FP8; none is")
+    return notes
+
+
+def _row(item: Item, found: Measured) -> CheckpointRow:
+    return CheckpointRow(
+        name=item.name,
+        fp8=item.fp8,
+        convention=item.convention,
+        format=item.describe(found.stats.spec if found.stats is not None else None),
+        shape=item.entry.shape,
+        nbytes=item.nbytes,
+        file=item.entry.file,
+        measured=found,
+        findings=item.findings + found.findings,
+    )
+
+
+def selected(source: Source, items: Sequence[Item], layer: str | Sequence[str]) -> list[Item]:
+    """The items that one of the globs names, or whose module one names; all without globs.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    globs = [layer] if isinstance(layer, str) else list(layer)
+    chosen = [item for item in items if not globs or named(item.name, globs)]
+    if not chosen:
+        first = f", from {items[0].name} to {items[-1].name}" if items else ""
+        raise CheckpointError(
+            f"layer must match a tensor of {source.path}; {' and '.join(globs)} matches none of "
+            f"its {len(items)}{first}."
+        )
+    return chosen
+
+
+def named(name: str, globs: Sequence[str]) -> bool:
+    """Whether a glob matches a name, or a module that holds it."""
+    return any(
+        fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, f"{glob}.*") for glob in globs
+    )
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people.
+
+    >>> size(1536)
+    '1.5 KiB'
+    """
+    amount, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.3g} {units[0]}" if amount < 1000 else f"{amount:.0f} {units[0]}"
+
+
+def counted(count: int, what: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}" if share > 0.0995 else f"{100 * share:.2g}"
+
+
+def _short_span(low: float, high: float) -> str:
+    return f"{low:.2g}" if low == high or math.isnan(low) else f"{low:.2g}..{high:.2g}"

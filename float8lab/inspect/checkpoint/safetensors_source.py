@@ -1,0 +1,165 @@
+"""Checkpoints in safetensors files: one, or several with an index. Needs safetensors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
+
+__all__ = ["open_safetensors"]
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+
+
+def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Source:
+    """The tensors of these files.
+
+    Args:
+        path: what the user named.
+        index: ``*.safetensors.index.json``, which says what is in which file; ``files`` is then
+            ignored.
+        files: to read.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, or lacks a tensor that the index names.
+        ModuleNotFoundError: safetensors is not installed.
+    """
+    where = _weight_map(index) if index is not None else {}
+    if index is not None:
+        files = sorted({index.parent / name for name in where.values()})
+    entries: dict[str, Entry] = {}
+    notes = []
+    for file in files:
+        if index is not None and not file.is_file():
+            count = sum(name == file.name for name in where.values())
+            raise CheckpointError(
+                f"{file} must exist: {index.name} says that it holds {count} tensors. Download it."
+            )
+        for entry in _entries(file):
+            if index is not None and where.get(entry.name) != file.name:
+                notes.append(f"{index.name} does not name {entry.name}, which is in {file.name}")
+            elif entry.name in entries:
+                raise CheckpointError(
+                    f"{path} must hold each tensor once; {entry.name} is in "
+                    f"{entries[entry.name].file} and in {file.name}. Inspect one file at a time."
+                )
+            entries.setdefault(entry.name, entry)
+    missing = [name for name in where if name not in entries or entries[name].file != where[name]]
+    if missing:
+        raise CheckpointError(
+            f"{where[missing[0]]} must hold {missing[0]}, which {index} places there"
+            f"{f', and {len(missing) - 1} others' if len(missing) > 1 else ''}; it does not. "
+            "Download or write the checkpoint again."
+        )
+    config, remarks = _config(files[0].parent)
+    return Source(
+        path=str(path),
+        container=f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}",
+        entries=list(entries.values()),
+        config=config,
+        notes=notes + remarks,
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    content = _json(index)
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{index} must have a weight_map of names to files; it has none.")
+    for name, file in found.items():
+        # A file beside the index, and no other.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index} must name a file beside it for {name}; got {file!r}.")
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} must hold JSON; it does not: {error}.") from error
+
+
+def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}, []
+    try:
+        content = _json(path)
+    except (CheckpointError, OSError) as error:
+        return {}, [f"config.json is ignored: {error}"]
+    if not isinstance(content, dict):
+        return {}, ["config.json is ignored: it holds no object"]
+    # The second name is that of early compressed-tensors.
+    found = content.get("quantization_config") or content.get("compression_config")
+    return (found, []) if isinstance(found, dict) else ({}, [])
+
+
+def _entries(file: Path) -> list[Entry]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{file} needs safetensors; it is not installed. pip install "float8lab[inspect]".',
+            name=error.name,
+        ) from error
+
+    with file.open("rb") as opened:  # for the usual errors, which the library words its own way
+        opened.read(1)
+    try:
+        handle = safe_open(file, "pt")
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 no mapping
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{file} must be a whole safetensors file; it is not: {error}. Download or write it "
+            "again."
+        ) from error
+    result = []
+    for name, part in slices.items():
+        kind, shape = part.get_dtype(), tuple(part.get_shape())
+        dtype = _DTYPES.get(kind)
+        result.append(
+            Entry(
+                name=name,
+                dtype=dtype,
+                dtype_name=kind if dtype is None else dtype_name(dtype),
+                shape=shape,
+                nbytes=math.prod(shape) * (1 if dtype is None else dtype.itemsize),
+                file=file.name,
+                read=functools.partial(_read, handle, name, shape),
+            )
+        )
+    return result
+
+
+def _read(handle: Any, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
+    if not shape or 0 in shape:
+        return handle.get_tensor(name)
+    return handle.get_slice(name)[box]

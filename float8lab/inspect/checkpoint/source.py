@@ -1,0 +1,102 @@
+"""Tensors that lie in files, read box by box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import Float8Spec
+
+__all__ = ["BOX", "Box", "CheckpointError", "Entry", "Source", "boxes", "dtype_name"]
+
+BOX = 1 << 20
+"""Most elements that are read at once, but where a single block is larger."""
+
+Box = tuple[slice, ...]
+"""A slice with start and stop for each dimension."""
+
+
+class CheckpointError(ValueError):
+    """A file is no checkpoint that is read here, or it is damaged. The message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint, not yet read."""
+
+    name: str
+    dtype: torch.dtype | None
+    """None if torch has no such dtype, or if it is no plain strided tensor; ``read`` fails then."""
+    dtype_name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+    """Its file, below the path that was opened."""
+    read: Callable[[Box], Tensor]
+    """The elements of a box, on the CPU."""
+    spec: Float8Spec | None = None
+    """Of the FP8 data of a Float8Tensor."""
+
+    @property
+    def whole(self) -> Box:
+        """The box that is the tensor."""
+        return tuple(slice(0, n) for n in self.shape)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a path holds."""
+
+    path: str
+    container: str
+    """In words, such as ``"safetensors, 4 files"``."""
+    entries: Sequence[Entry]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """``quantization_config`` of a ``config.json`` beside it."""
+    notes: Sequence[str] = ()
+    """What is odd and concerns no single tensor."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float8_e4m3fn`` -> ``float8_e4m3fn``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def boxes(shape: Sequence[int], align: Sequence[int], most: int = BOX) -> Iterator[Box]:
+    """Boxes that cover a tensor, each once, in the order of memory.
+
+    Args:
+        shape: of the tensor.
+        align: a box starts at a multiple of this in each dimension; -1 is as 1.
+        most: elements of a box, unless one of ``align`` is larger.
+
+    >>> [[(s.start, s.stop) for s in box] for box in boxes((5, 8), (2, -1), most=20)]
+    [[(0, 2), (0, 8)], [(2, 4), (0, 8)], [(4, 5), (0, 8)]]
+    """
+    steps = list(shape)
+    for dim, unit in enumerate(align):
+        rest = math.prod(steps[dim + 1 :])
+        unit = max(unit, 1)
+        if steps[dim] * rest * math.prod(steps[:dim]) <= most:
+            break
+        fitting = most // (rest * math.prod(steps[:dim])) // unit * unit
+        steps[dim] = min(max(fitting, unit), steps[dim])
+    yield from _grid(list(shape), steps)
+
+
+def _grid(shape: list[int], steps: list[int]) -> Iterator[Box]:
+    if not shape:
+        yield ()
+        return
+    for start in range(0, shape[0], max(steps[0], 1)):
+        first = slice(start, min(start + steps[0], shape[0]))
+        for rest in _grid(shape[1:], steps[1:]):
+            yield (first, *rest)

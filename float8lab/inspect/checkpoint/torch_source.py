@@ -1,0 +1,125 @@
+"""Checkpoints by ``torch.save``, mapped into memory and never trusted with code."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["entries_of", "load_safely", "open_torch_save"]
+
+
+def open_torch_save(path: Path) -> Source:
+    """The tensors of a file by ``torch.save``, whatever dicts and lists they are nested in.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds more than tensors and plain data.
+    """
+    mapped = zipfile.is_zipfile(path)
+    # The format before torch 1.6 cannot be mapped: it is read whole.
+    content = load_safely(path, str(path), mmap=mapped)
+    entries = [
+        entry
+        for name, value in _leaves(content, "")
+        if isinstance(value, Tensor)
+        for entry in entries_of(name or "tensor", value, path.name)
+    ]
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(f"{path} must name each tensor once; {twice} comes twice.")
+    if not entries:
+        raise CheckpointError(
+            f"{path} must hold tensors; it holds a {type(content).__name__} without any."
+        )
+    return Source(str(path), "torch.save" + ("" if mapped else ", old format"), entries)
+
+
+def load_safely(file: Any, name: str, **options: Any) -> Any:
+    """``torch.load`` of tensors and plain data.
+
+    Raises:
+        CheckpointError: the file is damaged, or needs classes of which loading runs code.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, **options)
+    except OSError:
+        raise
+    except pickle.UnpicklingError as error:
+        needed = _unsafe(file)
+        if not needed:
+            raise CheckpointError(
+                f"{name} must be a file by torch.save; it is not one, or it is damaged: "
+                f"{str(error).splitlines()[-1]}"
+            ) from error
+        raise CheckpointError(
+            f"{name} must hold tensors and plain data; it also names {', '.join(needed)}, and "
+            "loading those can run code. If you trust it, torch.load it with weights_only=False, "
+            "and torch.save its state_dict() alone."
+        ) from error
+    except Exception as error:  # unpickling damaged data raises any of them, says pickle's manual
+        raise CheckpointError(
+            f"{name} must be a file by torch.save; it is not one, or it is damaged: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        ) from error
+
+
+def _unsafe(file: Any) -> list[str]:
+    """The classes and functions that weights_only does not load; empty if there are none."""
+    if not zipfile.is_zipfile(file):
+        return []
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # as above
+        return []
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def entries_of(name: str, value: Any, file: str) -> list[Entry]:
+    """The entry of a tensor that is loaded or mapped; of a Float8Tensor, those of its parts."""
+    if isinstance(value, Float8Tensor):
+        (codes,), (scale,), (amax,) = (
+            entries_of(f"{name}.{part}", getattr(value, part), file)
+            for part in ("qdata", "scale", "amax")
+        )
+        return [replace(codes, spec=value.spec), scale, amax]
+    plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    plain = plain and value.layout == torch.strided and not value.is_quantized
+    kind = dtype_name(value.dtype) if plain else f"{type(value).__name__} of {value.dtype}"
+    return [
+        Entry(
+            name=name,
+            dtype=value.dtype if plain else None,
+            dtype_name=kind,
+            shape=tuple(value.shape),
+            nbytes=value.numel() * value.dtype.itemsize,
+            file=file,
+            read=functools.partial(_read, value.detach()),
+        )
+    ]
+
+
+def _read(value: Tensor, box: Box) -> Tensor:
+    return value[box]

@@ -1,0 +1,223 @@
+"""``python -m float8lab inspect`` and ``diff``: statuses, output, terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import float8lab
+from float8lab import __main__ as command
+from float8lab.inspect import checkpoint
+
+ROOT = Path(__file__).parents[2]
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A checkpoint with a suspicious tensor in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    good = float8lab.quantize(torch.linspace(-1, 1, 256 * 128).reshape(256, 128), block=(128, 128))
+    bad = good.detach().clone()
+    bad.scale[1, 0] = 0
+    state = {"layers.0.mlp.weight": good, "layers.1.mlp.weight": bad, "norm": torch.ones(4)}
+    torch.save(state, "a.pt")
+    return "a.pt"
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Pretend that standard output is a terminal of some width."""
+
+    def pretend(width):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+    return pretend
+
+
+def test_inspect(path, capsys):
+    assert command.main(["inspect", path]) == 0
+    assert_expected_inline(
+        capsys.readouterr().out,
+        """\
+a.pt: torch.save
+3 tensors, 64 KiB
+2 in FP8, 64 KiB, as by float8lab
+1 suspicious
+
+Suspicious
+  tensor               why
+  layers.1.mlp.weight  1 of 2 scales are zero over codes that are not
+
+In FP8
+  tensor               shape    format             sat%  zero%  scale      amax  sub%
+  layers.1.mlp.weight  256x128  e4m3 128x128 fp32  3.6   0      0..0.0022  1     0.0061
+  layers.0.mlp.weight  256x128  e4m3 128x128 fp32  3.6   0      0.0022     1     0.0061
+
+Others
+  tensor  shape  dtype    amax  rms  zero%
+  norm    4      float32  1     1    0
+""",
+    )
+
+
+def test_statuses(path, capsys):
+    assert command.main(["inspect", path]) == 0
+    assert command.main(["inspect", path, "--strict"]) == 1
+    assert command.main(["inspect", path, "--strict", "--layer", "layers.0"]) == 0
+    assert command.main(["inspect", path, "--layer", "layers.7"]) == 2
+    assert command.main(["diff", path, path]) == 0
+    torch.save({"norm": torch.ones(4)}, "b.pt")
+    assert command.main(["diff", path, "b.pt"]) == 1
+    assert command.main(["diff", path, "b.pt", "--layer", "norm"]) == 0
+    assert command.main(["diff", path, "c.pt"]) == 2
+    assert "error: c.pt: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["diff", "a"],
+        ["inspect", "a", "--limit", "0"],
+        ["inspect", "a", "--limit", "x"],
+    ],
+    ids=str,
+)
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("name", ["inspect", "diff"])
+def test_help_has_the_statuses(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([name, "--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Exit status: 0" in text
+    assert "--layer GLOB" in text
+
+
+def test_json(path, capsys):
+    assert command.main(["inspect", path, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content == json.loads(json.dumps(checkpoint(path).to_json(), allow_nan=False))
+    assert content["rows"][0]["name"] == "layers.1.mlp.weight"
+    assert content["rows"][0]["findings"][0]["kind"] == "zero-scale"
+    assert command.main(["diff", path, path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["identical"] is True
+
+
+def test_rows_are_limited(tmp_path, capsys):
+    torch.save({f"w{i}": torch.ones(1) for i in range(30)}, tmp_path / "a.pt")
+    for options, count in (([], 20), (["--limit", "3"], 3), (["--all"], 30)):
+        command.main(["inspect", str(tmp_path / "a.pt"), *options])
+        output = capsys.readouterr().out
+        assert len(re.findall(r"^  w\d", output, re.M)) == count
+        assert (f"... and {30 - count} more" in output) == (count < 30)
+
+
+def test_page(path, capsys):
+    torch.save({**torch.load(path), "<script>&": torch.ones(1)}, "b.pt")
+    assert command.main(["inspect", "b.pt", "--html", "out.html"]) == 0
+    page = Path("out.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;&amp;" in page
+    assert "1 of 2 scales are zero over codes that are not" in page
+    assert page.count("<svg") == page.count("</svg>") == 2
+    links = re.findall(r"(?:src|href)=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
+    assert links == []
+    assert command.main(["inspect", "b.pt", "--html", "none/out.html"]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_terminal(path, capsys, terminal, width):
+    pytest.importorskip("rich")
+    torch.save({f"model.{'x' * 40}.{k}": v for k, v in torch.load(path).items()}, "b.pt")
+    terminal(width)
+    command.main(["inspect", "b.pt"])
+    output = capsys.readouterr().out
+    assert "\x1b[31m" in output
+    lines = ESCAPE.sub("", output).splitlines()
+    assert max(map(len, lines)) <= width
+    assert ("in a wider terminal also" in output) == (width < 120)
+
+
+def test_no_color(path, capsys, terminal, monkeypatch):
+    pytest.importorskip("rich")
+    terminal(80)
+    monkeypatch.setenv("NO_COLOR", "1")
+    command.main(["inspect", path])
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", capsys.readouterr().out)
+
+
+def test_without_rich(path, capsys, terminal, monkeypatch):
+    command.main(["inspect", path])
+    plain = capsys.readouterr().out
+    terminal(80)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    command.main(["inspect", path])
+    output = capsys.readouterr()
+    assert output.out == plain
+    assert output.err.startswith("\rreading ")
+    assert output.err.endswith("\r\x1b[K")
+
+
+def test_without_safetensors(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert command.main(["inspect", str(tmp_path / "a.safetensors")]) == 2
+    assert 'pip install "float8lab[inspect]"' in capsys.readouterr().err
+
+
+def test_no_progress_into_a_pipe_and_no_traceback(path, tmp_path):
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "float8lab", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    found = run("inspect", path)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "\x1b" not in found.stdout
+    Path("bad.pt").write_bytes(Path(path).read_bytes()[:1000])
+    found = run("inspect", "bad.pt")
+    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+
+
+def test_a_reader_that_leaves_early(path, tmp_path):
+    torch.save({f"w{i}": torch.ones(1) for i in range(3000)}, "many.pt")
+    run = subprocess.run(
+        f"{sys.executable} -m float8lab inspect many.pt --all | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (run.stdout, run.stderr) == ("many.pt: torch.save\n", "")
+
+
+def test_interrupted(path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("float8lab.commands.checkpoints.checkpoint", interrupt)
+    assert command.main(["inspect", path]) == 130

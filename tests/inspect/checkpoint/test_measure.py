@@ -1,0 +1,302 @@
+"""The numbers of a report against whole-tensor arithmetic, in pieces and bounded memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import float8lab
+from float8lab.formats import E4M3, E5M2
+from float8lab.inspect import checkpoint
+from float8lab.inspect.checkpoint import difference, measure
+from float8lab.inspect.checkpoint.source import boxes
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def look(tmp_path):
+    """The only row on a Float8Tensor, or another tensor, by torch.save."""
+
+    def run(value):
+        torch.save({"w": value}, tmp_path / "a.pt")
+        return checkpoint(tmp_path / "a.pt").rows[0]
+
+    return run
+
+
+@pytest.fixture(params=[None, 700], ids=["whole", "700-at-once"])
+def small(request, monkeypatch):
+    """Boxes of so few elements."""
+    if request.param is not None:
+        for module in (measure, difference):
+            monkeypatch.setattr(module, "boxes", functools.partial(boxes, most=request.param))
+
+
+@pytest.mark.parametrize("most", [1, 7, 60, 10**6])
+@pytest.mark.parametrize("align", [(-1, -1, -1), (1, 4, 3), (2, 1, 7)], ids=str)
+def test_boxes_cover_each_element_once_in_order(most, align):
+    shape = (5, 6, 7)
+    order = torch.arange(math.prod(shape)).reshape(shape)
+    found = list(boxes(shape, align, most))
+    assert torch.equal(
+        torch.cat([order[box].flatten() for box in found]).sort()[0], order.flatten()
+    )
+    assert [int(order[box].min()) for box in found] == sorted(int(order[b].min()) for b in found)
+    for box in found:
+        assert all(s.start % max(unit, 1) == 0 for s, unit in zip(box, align, strict=True))
+        least = math.prod(max(unit, 1) for unit in align)
+        assert order[box].numel() <= max(most, least)
+
+
+@pytest.mark.parametrize(("shape", "count"), [((), 1), ((0, 5), 0), ((5, 0), 0), ((3,), 1)])
+def test_boxes_of_odd_shapes(shape, count):
+    assert len([box for box in boxes(shape, (1,) * len(shape)) if 0 not in shape]) == count
+
+
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    "block", [(-1, -1), (1, -1), (-1, 1), (128, 128), (1, 128), (1, 32), (64, -1)], ids=str
+)
+def test_statistics_are_those_of_the_whole_tensor(look, small, block, fp8_dtype):
+    x = float8lab.quantize(torch.randn(300, 200).exp(), fp8_dtype, block=block)
+    found, whole = look(x).measured, x.stats()
+    assert found.stats.codes == whole.codes
+    assert found.stats.scale_min == whole.scale_min
+    assert found.stats.scale_max == whole.scale_max
+    assert found.stats.amax == float((x.qdata.float() * spread(x)).abs().max())
+    assert found.blocks == x.scale.numel()
+    assert found.saturated_blocks == found.idle_blocks == 0
+    assert found.findings == ()
+
+
+def spread(x):
+    """The scale of each element."""
+    scale = x.scale
+    for dim, size in enumerate(x.spec.block):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim])
+    return scale.expand(x.shape)
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2", "e8m0"])
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (128, 128), (1, 128), (1, 32)], ids=str)
+def test_weights_with_right_scales_are_not_suspicious(tmp_path, rule, block):
+    draws = {
+        "normal": torch.randn(512, 384),
+        "uniform": torch.rand(512, 384) * 2 - 1,
+        "laplace": torch.distributions.Laplace(0, 1).sample((512, 384)),
+        "cauchy": torch.randn(512, 384) / torch.randn(512, 384),
+        "sparse": torch.randn(512, 384) * (torch.rand(512, 384) < 0.1),
+    }
+    state = {
+        name: float8lab.quantize(x.bfloat16(), block=block, scale_rule=rule)
+        for name, x in draws.items()
+    }
+    torch.save(state, tmp_path / "a.pt")
+    assert [(row.name, row.why) for row in checkpoint(tmp_path / "a.pt").suspicious] == []
+
+
+def test_saturated_blocks(look, small):
+    x = torch.randn(256, 512)
+    scale = x.unflatten(0, (2, 128)).unflatten(2, (4, 128)).abs().amax((1, 3)) / 448
+    scale[1, 2] /= 2.5  # as of a history that has not seen such values
+    row = look(float8lab.quantize(x, block=(128, 128), scale=scale))
+    assert (row.why, row.severity) == ("1 of 8 blocks saturated", 1)
+    assert row.measured.saturated_blocks == 1
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1)], ids=["tensor", "row"])
+def test_saturation_of_blocks_that_are_read_in_parts(look, small, block):
+    x = torch.randn(4, 600)
+    row = look(float8lab.quantize(x, block=block, scale=x.abs().max() / 448 / 3))
+    assert row.measured.saturated_blocks == (1 if block == (-1, -1) else 4)
+
+
+def test_scales_too_large(look, small):
+    x = torch.randn(256, 256)
+    row = look(float8lab.quantize(x, block=(128, 128), scale=1.0))
+    assert row.why == "all 4 blocks use less than 0.0625 of the range"
+    assert row.severity == 1
+
+
+def broken(block=(128, 128), shape=(256, 512)):
+    return float8lab.quantize(torch.randn(shape), block=block)
+
+
+def test_nan_codes(look, small):
+    x = broken()
+    x.qdata.view(torch.uint8)[3, 5] = 0x7F
+    x.qdata.view(torch.uint8)[200, 500] = 0xFF
+    row = look(x)
+    assert (row.why, row.severity) == ("2 of 131072 codes NaN", 2)
+    assert math.isfinite(row.measured.stats.amax)
+
+
+def test_infinite_codes(look, small):
+    x = float8lab.quantize(torch.randn(64, 64), E5M2)
+    x.qdata.view(torch.uint8)[1, 1] = 0x7C
+    row = look(x)
+    assert (row.why, row.severity) == ("1 of 4096 codes infinite", 2)
+
+
+def test_zero_scales(look, small):
+    x = broken()
+    x.scale[1, 3] = 0
+    assert (look(x).why, look(x).severity) == ("1 of 8 scales are zero over codes that are not", 2)
+    x.qdata.view(torch.uint8)[128:, 384:] = 0
+    assert (look(x).why, look(x).severity) == ("1 of 8 scales zero, over zeros", 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (128, 128)], ids=str)
+def test_bad_scales(look, small, value, block):
+    x = broken(block)
+    x.scale[-1, -1] = value
+    row = look(x)
+    count = x.scale.numel()
+    assert row.why == f"1 of {count} scales NaN, infinite or negative"
+    assert (row.severity, row.measured.scale.bad_count) == (2, 1)
+
+
+def test_all_zero(look, small):
+    row = look(float8lab.quantize(torch.zeros(128, 128)))
+    assert (row.why, row.severity) == ("all zero", 1)
+
+
+def test_other_tensors(look, small):
+    x = torch.randn(50, 70, dtype=torch.bfloat16)
+    x[:3] = 0
+    found = look(x).measured.plain
+    assert found.numel == 3500
+    assert found.amax == x.abs().max()
+    assert found.zero_count == int((x == 0).sum())
+    assert found.negative_count == int((x < 0).sum())
+    assert found.rms == pytest.approx(float(x.double().square().mean().sqrt()), rel=1e-12)
+    x[4, 4], x[5, 5], x[6, 6] = math.nan, -math.inf, math.inf
+    row = look(x)
+    assert row.why == "1 of 3500 elements NaN; 2 of 3500 elements infinite"
+    assert row.severity == 2
+    assert math.isfinite(row.measured.plain.amax)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+        torch.ones(3, dtype=torch.int64),
+        torch.tensor([True, False]),
+        torch.tensor([3 + 4j]),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.uint16),
+        torch.ones(2).to(torch.float8_e8m0fnu),
+        torch.ones(2).to(torch.float8_e4m3fnuz),
+        torch.eye(3).to_sparse(),
+        float8lab.quantize(torch.empty(0, 4)),
+        float8lab.quantize(torch.tensor(2.0)),
+    ],
+    ids=lambda x: f"{type(x).__name__}-{x.dtype}-{tuple(x.shape)}",
+)
+def test_every_kind_of_tensor_has_a_row(look, value):
+    row = look(value)
+    assert row.shape == tuple(value.shape)
+    json.dumps(row.to_json(), allow_nan=False)
+
+
+PEAK = """
+import sys, threading, time
+import torch, float8lab
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+float8lab.inspect.checkpoint(sys.argv[1])  # what is loaded and started once
+before = most = anonymous()
+done = False
+
+def watch():
+    global most
+    while not done:
+        most = max(most, anonymous())
+        time.sleep(0.002)
+
+thread = threading.Thread(target=watch)
+thread.start()
+report = float8lab.inspect.checkpoint(sys.argv[2])
+done = True
+thread.join()
+assert sum(row.measured.stats.numel for row in report.rows) == int(sys.argv[3])
+print(most - before)
+"""
+
+
+def sparse_file(path, rows, columns, blocks):
+    """A safetensors file of zeros that takes no space on the disk."""
+    size = rows * columns
+    scale = math.prod(blocks) * 4
+    header = {
+        "a.weight": {"dtype": "F8_E4M3", "shape": [rows, columns], "data_offsets": [0, size]},
+        "a.weight_scale_inv": {
+            "dtype": "F32",
+            "shape": list(blocks),
+            "data_offsets": [size, size + scale],
+        },
+    }
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + size + scale)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures by /proc")
+@pytest.mark.parametrize("kind", ["safetensors", "one scale", "torch.save", "dcp"])
+def test_memory_is_bounded(tmp_path, kind):
+    """Anonymous memory; the pages of a mapped file are the kernel's to drop."""
+    saved = kind in ("torch.save", "dcp")
+    paths = tmp_path / "small", tmp_path / "large"
+    sizes = [16, 512]  # MiB
+    for path, megabytes in zip(paths, sizes, strict=True):
+        rows, columns = megabytes * 256, 4096
+        if not saved:
+            pytest.importorskip("safetensors")
+            blocks = (1, 1) if "one" in kind else (rows // 128, columns // 128)
+            sparse_file(path.with_suffix(".safetensors"), rows, columns, blocks)
+        else:
+            state = {
+                "a.weight": torch.zeros(rows, columns, dtype=torch.uint8).view(E4M3),
+                "a.weight_scale_inv": torch.ones(rows // 128, columns // 128),
+            }
+            if kind == "torch.save":
+                torch.save(state, path)
+            else:
+                dcp_save(state, path)
+    names = [str(path if saved else path.with_suffix(".safetensors")) for path in paths]
+    numel = sizes[1] * 256 * 4096
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, *names, str(numel)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 64 * 2**20
+
+
+def dcp_save(state, path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=path, no_dist=True)
