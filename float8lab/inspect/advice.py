@@ -176,9 +176,10 @@ def advise(
 ) -> Advice:
     """Say where FP8 pays, by times of this model on this GPU.
 
-    On a CUDA device everything is measured. Elsewhere, the meta device included, times are
-    modelled for an H200 by the rates of ``recipes.Auto``, and the report says so. The model is left
-    as it was. What activation checkpointing computes again is not counted as FP8.
+    On a CUDA device everything is measured: layers one by one, and steps with none and with all of
+    them in FP8, to which the layers' times are made to add up. Elsewhere, the meta device included,
+    times are modelled for an H200 by the rates of ``recipes.Auto``, and the report says so. The
+    model is left as it was. What activation checkpointing computes again is not counted as FP8.
 
     Args:
         model: with whole parameters, on the device and in the dtype that it is to run in.
@@ -247,6 +248,11 @@ def advise_by(
                 max(0.0, step.gpu - sum(times.gpu for times in within)),
                 max(0.0, step.cpu - sum(times.cpu for times in within)),
             )
+            trial.use(dict.fromkeys(trial.layers, recipe))
+            whole = timer(_step(trial, batch, loss_fn))
+            trial.use({})
+            times = [cases[case].fp8 for found in calls.values() for case in found]
+            cases = _calibrated(cases, times, whole, rest, mode)
             rest = _without_cpu(rest) if mode == "cuda_graph" else rest
     layers = tuple(
         _row(name, calls[name], cases, saved.get(name, 0)) for name in trial.layers if calls[name]
@@ -274,6 +280,25 @@ def advise_by(
         saved=saved_in_all,
         overrides=unambiguous(high, {**dict.fromkeys(trial.skipped), **wanted}),
     )
+
+
+def _calibrated(
+    cases: dict[_Case, _Times], all_fp8: Sequence[Parts], whole: Times, rest: Times, mode: str
+) -> dict[_Case, _Times]:
+    """FP8 times of the cases that add up, with the rest, to those of a step with all of them.
+
+    A layer measured on its own finds its code in the CPU's caches, and its data not in the GPU's.
+    """
+    gpu = sum(parts.quantize + parts.gemm for parts in all_fp8)
+    cpu = sum(parts.cpu for parts in all_fp8)
+    of_gpu = max(0.0, whole.gpu - rest.gpu) / gpu if gpu else 1.0
+    of_cpu = max(0.0, whole.cpu - rest.cpu) / cpu if cpu and mode == "eager" else 1.0
+    return {
+        case: one._replace(
+            fp8=Parts(of_gpu * one.fp8.quantize, of_gpu * one.fp8.gemm, of_cpu * one.fp8.cpu)
+        )
+        for case, one in cases.items()
+    }
 
 
 def _total(

@@ -122,9 +122,9 @@ def test_each_kind_of_layer_is_measured_once():
 
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     advised(model, torch.randn(8, 64), timer=timer)
-    # The step; and, of the first layer, which computes no dx, and of the others: both precisions at
+    # A step in each precision; and, of the first layer, which computes no dx, and of the others: both precisions at
     # two sizes, and the GEMMs.
-    assert len(timed) == 1 + 2 * 5
+    assert len(timed) == 2 + 2 * 5
 
 
 def test_fused_modules_and_repeated_layers():
