@@ -122,8 +122,8 @@ def test_each_kind_of_layer_is_measured_once():
 
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     advised(model, torch.randn(8, 64), timer=timer)
-    # A step in each precision; and, of the first layer, which computes no dx, and of the others: both precisions at
-    # two sizes, and the GEMMs.
+    # A step in both precisions; and, of the first layer, which computes no dx, and of the others:
+    # both precisions at two sizes, and the GEMMs.
     assert len(timed) == 2 + 2 * 5
 
 
