@@ -1,0 +1,346 @@
+"""``y = a @ b.T`` of FP8 matrices in Gluon on Hopper.  M rows of a, N rows of b, K contraction.
+
+A program takes tiles of 128 rows and ``COLUMNS`` columns of y, one after the other. A warp loads
+128 of K at a time through a ring of buffers; two groups of four warps have 64 rows of y each.
+
+Partial sums of FP8 products have few bits in the tensor cores. "precise" adds those of every 128
+of K to sums in float32, "block" multiplies them by two scales first, "fast" leaves all of K to the
+tensor cores. 64 x 256 sums and as many partial sums are more registers than a thread has, so that
+a group multiplies 128 columns at a time: while it adds them, the other group's products run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = ["gemm"]
+
+# Their names since Triton 3.9, and before.
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+GROUP_ROWS = gl.constexpr(64)
+"""Rows of a group of four warps: those of one tensor core instruction."""
+PART = gl.constexpr(128)
+"""Columns that a group multiplies at a time; a scale of b covers as many, and as many of K."""
+STEP = gl.constexpr(128)
+"""Of K, at a time."""
+
+_CONSUMER_REGISTERS = 240
+_PRODUCER_REGISTERS = 24
+
+
+@gluon.jit
+def _place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
+    """Row and column of a tile: down ``BAND`` rows of tiles, then the next column of tiles."""
+    band = tile // (BAND * tiles_n)
+    first = band * BAND
+    height = gl.minimum(tiles_m - first, BAND)
+    inside = tile - band * BAND * tiles_n
+    return first + inside % height, inside // height
+
+
+@gluon.jit
+def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
+    """What the loading warp does."""
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, where = arguments
+    tiles_m, tiles_n, steps, first, programs = where
+    count = 0
+    for tile in range(first, tiles_m * tiles_n, programs):
+        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            async_load(a_desc, [m * a_desc.block_shape[0], step * STEP], bar, a_tiles.index(stage))
+            async_load(b_desc, [n * b_desc.block_shape[0], step * STEP], bar, b_tiles.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _store(sums, y_desc, y_tile, row, column):
+    """One part; the store before it has to have read the buffer."""
+    tma.store_wait(0)
+    y_tile.store(sums.to(y_desc.dtype))
+    fence_async_shared()
+    async_store(y_desc, [row, column], y_tile)
+
+
+@gluon.jit
+def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr):
+    """What a group does where the tensor cores sum over all of K."""
+    a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, _, _, _ = arguments
+    tiles_m, tiles_n, steps, first, programs = where
+    COLUMNS: gl.constexpr = b_tiles.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    count = 0
+    for tile in range(first, tiles_m * tiles_n, programs):
+        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        sums = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, LAYOUT)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
+            b = b_tiles.index(stage).permute((1, 0))
+            sums = warpgroup_mma(a, b, sums, is_async=True)
+            sums = warpgroup_mma_wait(1, (sums,))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            count += 1
+        sums = warpgroup_mma_wait(0, (sums,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+        row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
+        sums = sums * scale
+        _store(sums, y_desc, y_tiles.index(group), row, n * COLUMNS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _partial(a, b_tile, part: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    none = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
+    b = b_tile.slice(PART * part, PART).permute((1, 0))
+    return warpgroup_mma(a, b, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_parts(
+    arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr
+):
+    """What a group does with 256 columns: two parts, one after the other."""
+    a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M = (
+        arguments
+    )
+    tiles_m, tiles_n, steps, first, programs = where
+    gl.static_assert(b_tiles.shape[1] == 2 * PART)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)) + GROUP_ROWS * group
+    count = 0
+    for tile in range(first, tiles_m * tiles_n, programs):
+        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        left = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
+        right = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
+        a_scale_ptrs = a_scale_ptr + m * 2 * GROUP_ROWS + rows
+        left_ptr = b_scale_ptr + n * 2 * steps
+        right_ptr = left_ptr + steps
+        for step in range(steps):
+            stage = count % STAGES
+            if BLOCK:  # they arrive while the tensor cores work
+                a_scale = gl.load(a_scale_ptrs)
+                left_scale = gl.load(left_ptr)
+                right_scale = gl.load(right_ptr)
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
+            part = warpgroup_mma_wait(0, (_partial(a, b_tiles.index(stage), 0),))
+            if BLOCK:
+                left += part * gl.expand_dims(a_scale * left_scale, 1)
+            else:
+                left += part
+            part = warpgroup_mma_wait(0, (_partial(a, b_tiles.index(stage), 1),))
+            mbarrier.arrive(empty.index(stage), count=1)
+            if BLOCK:
+                right += part * gl.expand_dims(a_scale * right_scale, 1)
+                a_scale_ptrs += M
+                left_ptr += 1
+                right_ptr += 1
+            else:
+                right += part
+            count += 1
+        if not BLOCK:
+            left *= scale
+            right *= scale
+        row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
+        _store(left, y_desc, y_tiles.index(group), row, n * 2 * PART)
+        _store(right, y_desc, y_tiles.index(group), row, n * 2 * PART + PART)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _multiply_ahead(
+    arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr
+):
+    """What a group does with 128 columns: the next step's products run while it adds the last's."""
+    a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M = (
+        arguments
+    )
+    tiles_m, tiles_n, steps, first, programs = where
+    gl.static_assert(b_tiles.shape[1] == PART)
+    gl.static_assert(STAGES % 2 == 0)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)) + GROUP_ROWS * group
+    count = 0
+    for tile in range(first, tiles_m * tiles_n, programs):
+        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        sums = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
+        a_scale_ptrs = a_scale_ptr + m * 2 * GROUP_ROWS + rows
+        b_ptr = b_scale_ptr + n * steps
+        # Two steps at a time, so that no partial sums move from register to register.
+        mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+        a = a_tiles.index(count % STAGES).slice(GROUP_ROWS * group, GROUP_ROWS)
+        even = _partial(a, b_tiles.index(count % STAGES), 0)
+        for step in range(0, steps, 2):
+            stage = count % STAGES
+            if BLOCK:
+                even_scale = gl.load(a_scale_ptrs) * gl.load(b_ptr)
+                odd_scale = gl.load(a_scale_ptrs + M) * gl.load(b_ptr + 1)
+                a_scale_ptrs += 2 * M
+                b_ptr += 2
+            mbarrier.wait(full.index(stage + 1), (count // STAGES) & 1)
+            a = a_tiles.index(stage + 1).slice(GROUP_ROWS * group, GROUP_ROWS)
+            odd = _partial(a, b_tiles.index(stage + 1), 0)
+            part = warpgroup_mma_wait(1, (even,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            if BLOCK:
+                sums += part * gl.expand_dims(even_scale, 1)
+            else:
+                sums += part
+            count += 2
+            last = step + 2 >= steps
+            stage = count % STAGES
+            if not last:
+                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            # After the last step this multiplies a buffer that is not ready, and nobody looks.
+            a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
+            even = _partial(a, b_tiles.index(stage), 0)
+            part = warpgroup_mma_wait(1, (odd,))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+            if BLOCK:
+                sums += part * gl.expand_dims(odd_scale, 1)
+            else:
+                sums += part
+        warpgroup_mma_wait(0, (even,))
+        if not BLOCK:
+            sums *= scale
+        row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
+        _store(sums, y_desc, y_tiles.index(group), row, n * PART)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _gemm_kernel(
+    a_desc,  # [M, K] fp8, in tiles of [128, 128]
+    b_desc,  # [N, K] fp8, in tiles of [COLUMNS, 128]
+    y_desc,  # [M, N], in parts of a group
+    a_scale_ptr,  # [1], or [M, K / 128] with stride (1, M), fp32
+    b_scale_ptr,  # [1], or [N / 128, K / 128], fp32
+    M, N, K,
+    MODE: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = a_desc.block_shape[0]
+    COLUMNS: gl.constexpr = b_desc.block_shape[0]
+    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, ROWS, STEP], a_desc.layout)
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, COLUMNS, STEP], b_desc.layout)
+    y_tiles = gl.allocate_shared_memory(
+        y_desc.dtype, [2, y_desc.block_shape[0], y_desc.block_shape[1]], y_desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)  # both groups
+    fence_async_shared()
+
+    where = (M // ROWS, N // COLUMNS, K // STEP, gl.program_id(0), gl.num_programs(0))
+    loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, where)
+    scale = gl.load(a_scale_ptr) * gl.load(b_scale_ptr)
+    sums = (
+        a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M,
+    )  # fmt: skip
+    REGISTERS: gl.constexpr = [CONSUMER_REGISTERS, PRODUCER_REGISTERS]
+    if MODE == "fast":
+        gl.warp_specialize(
+            [
+                (_multiply_fast, (sums, 0, BAND, STAGES)),
+                (_multiply_fast, (sums, 1, BAND, STAGES)),
+                (_load_tiles, (loads, BAND, STAGES)),
+            ],
+            [4, 1],
+            REGISTERS,
+        )
+    elif COLUMNS == PART:
+        gl.warp_specialize(
+            [
+                (_multiply_ahead, (sums, 0, BAND, STAGES, MODE == "block")),
+                (_multiply_ahead, (sums, 1, BAND, STAGES, MODE == "block")),
+                (_load_tiles, (loads, BAND, STAGES)),
+            ],
+            [4, 1],
+            REGISTERS,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_parts, (sums, 0, BAND, STAGES, MODE == "block")),
+                (_multiply_parts, (sums, 1, BAND, STAGES, MODE == "block")),
+                (_load_tiles, (loads, BAND, STAGES)),
+            ],
+            [4, 1],
+            REGISTERS,
+        )
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2
+    )
+    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+
+
+def gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    mode: str,
+    columns: int = 256,
+    stages: int = 4,
+    band: int = 16,
+    programs: int = 132,
+) -> Any:
+    """``[M, N]`` in bfloat16.
+
+    Args:
+        a: ``[M, K]``, FP8, contiguous.
+        a_scale: Decode scale ``[1]``; ``[M, K / 128]`` with stride ``(1, M)`` where by block.
+        b: ``[N, K]``, FP8, contiguous.
+        b_scale: Decode scale ``[1]``; ``[N / 128, K / 128]`` where by block.
+        mode: "fast", "precise" or "block".
+        columns: Of a tile.
+        stages: Of the ring of buffers.
+        band: Rows of tiles that are worked on together.
+        programs: At most; each takes every so-manieth tile.
+
+    Returns:
+        The product, and the kernel as compiled.
+    """
+    (M, K), N = a.shape, b.shape[0]
+    assert b.shape[1] == K and M % 128 == N % columns == K % 256 == 0, (a.shape, b.shape)
+    assert a.is_contiguous() and b.is_contiguous()
+    if mode == "block":
+        assert a_scale.shape == (M, K // 128) and a_scale.stride() == (1, M)
+        assert b_scale.shape == (N // 128, K // 128) and b_scale.is_contiguous()
+    else:
+        assert a_scale.numel() == b_scale.numel() == 1
+    y = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
+    compiled = _gemm_kernel[(min(programs, M // 128 * (N // columns)),)](
+        _descriptor(a, 128, 128), _descriptor(b, columns, 128),
+        _descriptor(y, 64, columns if mode == "fast" else 128),
+        a_scale, b_scale, M, N, K,
+        MODE=mode, BAND=band, STAGES=stages, CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
+    )  # fmt: skip
+    return y, compiled
