@@ -7,32 +7,39 @@ of its own, which is ended after ``--seconds``: a kernel that hangs takes no oth
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import require_cuda, sqnr, time_device
+from benchmarks.common import sqnr, time_device
 from benchmarks.experiments.gluon_gemm_kernels import gemm
 from float8lab.ops.kernels.gemm import scaled_mm
 
-VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "precise": ("precise", {}),
+    "precise-held": ("precise", {"held": 1}),
+    "precise-tied": ("precise", {"tied": 1}),
+    "precise-turns": ("precise", {"turns": 1}),
+    "precise-held-turns": ("precise", {"held": 1, "turns": 1}),
+    "precise-128": ("precise", {"columns": 128, "stages": 6}),
     "block": ("block", {}),
+    "block-held": ("block", {"held": 1}),
+    "block-tied": ("block", {"tied": 1}),
+    "block-turns": ("block", {"turns": 1}),
+    "block-held-turns": ("block", {"held": 1, "turns": 1}),
+    "block-128": ("block", {"columns": 128, "stages": 6}),
     "fast": ("fast", {"stages": 3}),
-    "precise-band8": ("precise", {"band": 8}),
-    "precise-ahead": ("precise", {"columns": 128, "stages": 6}),
-    "block-ahead": ("block", {"columns": 128, "stages": 6}),
-    "block-band8": ("block", {"band": 8}),
-    "precise-band32": ("precise", {"band": 32}),
-    "precise-stages3": ("precise", {"stages": 3}),
 }
-"""Name: mode and arguments of ``gemm``. Those named on the command line may have ``key=number``."""
-DEFAULT = "precise block fast precise-band8 precise-ahead block-ahead".split()
+"""Name: mode and arguments of ``gemm``."""
+DEFAULT = ["precise", "precise-held", "precise-turns", "block", "block-held", "block-128", "fast"]
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 SHAPES = (
     (16384, 4096, 4096),
@@ -51,7 +58,7 @@ def _operand(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return x.clamp_(-448, 448).to(dtype)
 
 
-def _inputs(mode: str, M: int, N: int, K: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _inputs(mode: str, M: int, N: int, K: int, dtype: torch.dtype) -> Inputs:
     a, b = _operand(M, K, dtype), _operand(N, K, torch.float8_e4m3fn)
     if mode == "block":
         a_scale = torch.rand(K // 128, M, device="cuda").add_(0.5).t()
@@ -77,11 +84,11 @@ def _decoded(x: Tensor, scale: Tensor) -> Tensor:
     return x.double() * scale.double()
 
 
-def _is_right(mode: str, arguments: dict[str, int]) -> bool:
+def _is_right(mode: str, arguments: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
     """Element by element within what the tensor cores' short sums and bfloat16 explain."""
     right = True
     for M, N, K, programs in CHECKS:
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for dtype in dtypes:
             inputs = _inputs(mode, M, N, K, dtype)
             y, _ = gemm(*inputs, mode, **{**arguments, "programs": programs})
             torch.cuda.synchronize()
@@ -91,57 +98,82 @@ def _is_right(mode: str, arguments: dict[str, int]) -> bool:
             worst = float((error / (2**-8 * exact.abs() + 2**-11 * magnitude)).max())
             right &= worst <= 1  # and not where it is NaN
             theirs = _cublas(mode, *inputs)
+            same = float((y == theirs).double().mean())
             print(
                 f"  {'right' if worst <= 1 else 'WRONG'} {M}x{N}x{K} {dtype}, {programs} programs:"
                 f" worst error {worst:.3f} of the bound, {sqnr(y, exact):.1f} dB, cuBLASLt"
-                f" {sqnr(theirs, exact):.1f} dB, equal bits {float((y == theirs).double().mean()):.3f}",
+                f" {sqnr(theirs, exact):.1f} dB, equal bits {same:.3f}",
                 flush=True,
             )
     return right
 
 
-def _run(mode: str, arguments: dict[str, int], samples: int, check: bool) -> None:
+def _sustained(call: Callable[[], object], calls: int = 60) -> float:
+    """Milliseconds of a call, of many in a row: what the power limit leaves."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for index in range(2 * calls):  # the first half to reach that limit
+        if index == calls:
+            start.record()
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def _run(mode: str, arguments: dict[str, Any], options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     began = time.perf_counter()
-    if check and not _is_right(mode, arguments):
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    dtypes = (e4m3, e5m2) if options.e5m2 else (e4m3,)
+    if not options.no_check and not _is_right(mode, arguments, dtypes):
         print("  WRONG: not timed")
         return
     for index, (M, N, K) in enumerate(SHAPES):
-        inputs = _inputs(mode, M, N, K, torch.float8_e4m3fn)
+        inputs = _inputs(mode, M, N, K, e4m3)
         y, kernel = gemm(*inputs, mode, **arguments)
         if index == 0:
             print(
                 f"  {kernel.n_regs} registers, {kernel.n_spills} spilled,"
-                f" {kernel.metadata.shared} bytes shared; {time.perf_counter() - began:.1f} s so far"
+                f" {kernel.metadata.shared} bytes shared;"
+                f" {time.perf_counter() - began:.1f} s so far"
             )
-        rates: dict[str, float] = {}
-        for name in ("ours", "cuBLASLt", "ours again", "cuBLASLt fast"):
-            if name == "cuBLASLt fast" and mode != "precise":
-                continue
+        same = float((y == _cublas(mode, *inputs)).double().mean())
+        calls: dict[str, Callable[[], object]] = {
+            "ours": partial(gemm, *inputs, mode, **arguments),
+            "cuBLASLt": partial(_cublas, mode, *inputs),
+        }
+        calls["ours again"], calls["cuBLASLt again"] = calls["ours"], calls["cuBLASLt"]
+        if mode == "precise":
+            calls["cuBLASLt fast"] = partial(_cublas, "fast", *inputs)
+        operations = 2e-9 * M * N * K
+        apart = {
+            name: operations / time_device(call, warm_up=3, samples=options.samples).median
+            for name, call in calls.items()
+        }
+        sustained = {name: operations / _sustained(calls[name]) for name in ("ours", "cuBLASLt")}
+        ratios = [
+            max(apart["ours"], apart["ours again"])
+            / max(apart["cuBLASLt"], apart["cuBLASLt again"]),
+            sustained["ours"] / sustained["cuBLASLt"],
+        ]
+        print(
+            f"  {M}x{N}x{K}: {ratios[0]:.3f}x apart, {ratios[1]:.3f}x sustained; TFLOP/s apart:",
+            ", ".join(f"{name} {rate:.0f}" for name, rate in apart.items()) + "; sustained:",
+            ", ".join(f"{name} {rate:.0f}" for name, rate in sustained.items()),
+            f"; equal bits {same:.3f}",
+            flush=True,
+        )
+        del inputs, y, calls
 
-            def call(name: str = name, inputs: Any = inputs) -> object:
-                if name.startswith("ours"):
-                    return gemm(*inputs, mode, **arguments)
-                return _cublas("fast" if name == "cuBLASLt fast" else mode, *inputs)
 
-            rate = 2e-9 * M * N * K / time_device(call, warm_up=3, samples=samples).median
-            rates[name] = rate
-        ours = max(rates["ours"], rates["ours again"])
-        described = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        ratio = ours / rates["cuBLASLt"]
-        print(f"  {M}x{N}x{K}: {ratio:.3f}x; TFLOP/s: {described}", flush=True)
-        print("  json " + json.dumps({"shape": (M, N, K), "mode": mode, **rates}), flush=True)
-        del inputs, y
-
-
-def _child(mode: str, arguments: dict[str, int], samples: int, check: bool) -> None:
+def _child(mode: str, arguments: dict[str, Any], options: argparse.Namespace) -> None:
     try:
-        _run(mode, arguments, samples, check)
+        _run(mode, arguments, options)
     except Exception:
         traceback.print_exc()
 
 
-def _variant(word: str) -> tuple[str, dict[str, int]]:
+def _variant(word: str) -> tuple[str, dict[str, Any]]:
     """``precise-band8`` or ``precise,band=8,stages=3``."""
     name, *changes = word.split(",")
     mode, arguments = VARIANTS[name]
@@ -151,16 +183,22 @@ def _variant(word: str) -> tuple[str, dict[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("variants", nargs="*", default=DEFAULT, metavar="variant")
+    parser.add_argument(
+        "variants",
+        nargs="*",
+        default=DEFAULT,
+        metavar="variant",
+        help="a name, or name,key=number,...",
+    )
     parser.add_argument("--seconds", type=float, default=12, help="of each variant at most")
-    parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--e5m2", action="store_true", help="check with a in that format too")
     parser.add_argument("--no-check", action="store_true", help="of a variant that passed before")
     options = parser.parse_args()
     processes = multiprocessing.get_context("fork")  # of a parent that leaves CUDA alone
     for word in options.variants:
         print(word, flush=True)
-        arguments = (*_variant(word), options.samples, not options.no_check)
-        child = processes.Process(target=_child, args=arguments)
+        child = processes.Process(target=_child, args=(*_variant(word), options))
         child.start()
         child.join(options.seconds)
         if child.is_alive():

@@ -83,7 +83,7 @@ def _store(sums, y_desc, y_tile, row, column):
 @gluon.jit
 def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr):
     """What a group does where the tensor cores sum over all of K."""
-    a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, _, _, _ = arguments
+    a_tiles, b_tiles, y_tiles, full, empty, _, where, y_desc, scale, _, _, _ = arguments
     tiles_m, tiles_n, steps, first, programs = where
     COLUMNS: gl.constexpr = b_tiles.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
@@ -117,47 +117,89 @@ def _partial(a, b_tile, part: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_parts(
-    arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr
-):
+def _add(sums, part, scale, BLOCK: gl.constexpr):
+    if BLOCK:
+        # As volatile assembly, because LLVM moves its own behind the next products: both parts'
+        # would be there at once, and spill.
+        scale, _ = gl.broadcast(gl.expand_dims(scale, 1), part)
+        sums = gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, scale, sums],
+            dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        sums += part
+    return sums
+
+
+@gluon.jit
+def _multiply_parts(  # noqa: PLR0915
+    arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK: gl.constexpr, TIED: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
     """What a group does with 256 columns: two parts, one after the other."""
-    a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M = (
-        arguments
-    )
+    (
+        a_tiles,
+        b_tiles,
+        y_tiles,
+        full,
+        empty,
+        turns,
+        where,
+        y_desc,
+        scale,
+        a_scale_ptr,
+        b_scale_ptr,
+        M,
+    ) = arguments
     tiles_m, tiles_n, steps, first, programs = where
     gl.static_assert(b_tiles.shape[1] == 2 * PART)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)) + GROUP_ROWS * group
+    part = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
+    # Never, which the compiler does not know: both parts' products go to the same registers.
+    again = steps < 0 if TIED else False
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
         m, n = _place(tile, tiles_m, tiles_n, BAND)
         left = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         right = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
-        a_scale_ptrs = a_scale_ptr + m * 2 * GROUP_ROWS + rows
-        left_ptr = b_scale_ptr + n * 2 * steps
-        right_ptr = left_ptr + steps
+        if BLOCK:
+            a_scale = gl.load(a_scale_ptr + m * 2 * GROUP_ROWS + rows)
+            b_left = gl.load(b_scale_ptr + n * 2 * steps)
+            b_right = gl.load(b_scale_ptr + (n * 2 + 1) * steps)
         for step in range(steps):
             stage = count % STAGES
-            if BLOCK:  # they arrive while the tensor cores work
-                a_scale = gl.load(a_scale_ptrs)
-                left_scale = gl.load(left_ptr)
-                right_scale = gl.load(right_ptr)
+            left_scale = 0.0
+            right_scale = 0.0
+            if BLOCK:
+                left_scale = a_scale * b_left
+                right_scale = a_scale * b_right
+                # The next step's arrive while the tensor cores work; after the last nobody looks.
+                ahead = gl.minimum(step + 1, steps - 1)
+                a_scale = gl.load(a_scale_ptr + (ahead * M + m * 2 * GROUP_ROWS) + rows)
+                b_left = gl.load(b_scale_ptr + (n * 2 * steps + ahead))
+                b_right = gl.load(b_scale_ptr + ((n * 2 + 1) * steps + ahead))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
-            part = warpgroup_mma_wait(0, (_partial(a, b_tiles.index(stage), 0),))
-            if BLOCK:
-                left += part * gl.expand_dims(a_scale * left_scale, 1)
-            else:
-                left += part
-            part = warpgroup_mma_wait(0, (_partial(a, b_tiles.index(stage), 1),))
+            if HELD:  # in registers, read once for both parts
+                a = a.load(gl.DotOperandLayout(0, LAYOUT, 4))
+            b = b_tiles.index(stage).slice(0, PART).permute((1, 0))
+            if TURNS:
+                mbarrier.wait(turns.index(group), 0)
+            part = warpgroup_mma(a, b, part, use_acc=again, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - group), count=1)
+            part = warpgroup_mma_wait(0, (part,))
+            left = _add(left, part, left_scale, BLOCK)
+            b = b_tiles.index(stage).slice(PART, PART).permute((1, 0))
+            if TURNS:
+                mbarrier.wait(turns.index(group), 1)
+            part = warpgroup_mma(a, b, part, use_acc=again, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - group), count=1)
+            part = warpgroup_mma_wait(0, (part,))
             mbarrier.arrive(empty.index(stage), count=1)
-            if BLOCK:
-                right += part * gl.expand_dims(a_scale * right_scale, 1)
-                a_scale_ptrs += M
-                left_ptr += 1
-                right_ptr += 1
-            else:
-                right += part
+            right = _add(right, part, right_scale, BLOCK)
             count += 1
         if not BLOCK:
             left *= scale
@@ -169,11 +211,11 @@ def _multiply_parts(
 
 
 @gluon.jit
-def _multiply_ahead(
+def _multiply_two(
     arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr
 ):
-    """What a group does with 128 columns: the next step's products run while it adds the last's."""
-    a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M = (
+    """What a group does with 128 columns: two steps, the second running as it adds the first's."""
+    a_tiles, b_tiles, y_tiles, full, empty, _, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M = (
         arguments
     )
     tiles_m, tiles_n, steps, first, programs = where
@@ -187,41 +229,29 @@ def _multiply_ahead(
         sums = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         a_scale_ptrs = a_scale_ptr + m * 2 * GROUP_ROWS + rows
         b_ptr = b_scale_ptr + n * steps
-        # Two steps at a time, so that no partial sums move from register to register.
-        mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-        a = a_tiles.index(count % STAGES).slice(GROUP_ROWS * group, GROUP_ROWS)
-        even = _partial(a, b_tiles.index(count % STAGES), 0)
-        for step in range(0, steps, 2):
+        for _pair in range(0, steps, 2):
             stage = count % STAGES
-            if BLOCK:
+            even_scale = 0.0
+            odd_scale = 0.0
+            if BLOCK:  # they arrive while the tensor cores work
                 even_scale = gl.load(a_scale_ptrs) * gl.load(b_ptr)
                 odd_scale = gl.load(a_scale_ptrs + M) * gl.load(b_ptr + 1)
                 a_scale_ptrs += 2 * M
                 b_ptr += 2
-            mbarrier.wait(full.index(stage + 1), (count // STAGES) & 1)
+            phase = (count // STAGES) & 1
+            mbarrier.wait(full.index(stage), phase)
+            a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
+            even = _partial(a, b_tiles.index(stage), 0)
+            mbarrier.wait(full.index(stage + 1), phase)
             a = a_tiles.index(stage + 1).slice(GROUP_ROWS * group, GROUP_ROWS)
             odd = _partial(a, b_tiles.index(stage + 1), 0)
             part = warpgroup_mma_wait(1, (even,))
             mbarrier.arrive(empty.index(stage), count=1)
-            if BLOCK:
-                sums += part * gl.expand_dims(even_scale, 1)
-            else:
-                sums += part
+            sums = _add(sums, part, even_scale, BLOCK)
+            part = warpgroup_mma_wait(0, (odd,))
+            mbarrier.arrive(empty.index(stage + 1), count=1)
+            sums = _add(sums, part, odd_scale, BLOCK)
             count += 2
-            last = step + 2 >= steps
-            stage = count % STAGES
-            if not last:
-                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            # After the last step this multiplies a buffer that is not ready, and nobody looks.
-            a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
-            even = _partial(a, b_tiles.index(stage), 0)
-            part = warpgroup_mma_wait(1, (odd,))
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-            if BLOCK:
-                sums += part * gl.expand_dims(odd_scale, 1)
-            else:
-                sums += part
-        warpgroup_mma_wait(0, (even,))
         if not BLOCK:
             sums *= scale
         row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
@@ -237,7 +267,8 @@ def _gemm_kernel(
     a_scale_ptr,  # [1], or [M, K / 128] with stride (1, M), fp32
     b_scale_ptr,  # [1], or [N / 128, K / 128], fp32
     M, N, K,
-    MODE: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    MODE: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, TIED: gl.constexpr,
+    TURNS: gl.constexpr, HELD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = a_desc.block_shape[0]
@@ -249,16 +280,21 @@ def _gemm_kernel(
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)  # both groups
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
 
     where = (M // ROWS, N // COLUMNS, K // STEP, gl.program_id(0), gl.num_programs(0))
     loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, where)
     scale = gl.load(a_scale_ptr) * gl.load(b_scale_ptr)
     sums = (
-        a_tiles, b_tiles, y_tiles, full, empty, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M,
+        a_tiles, b_tiles, y_tiles, full, empty, turns, where, y_desc, scale, a_scale_ptr,
+        b_scale_ptr, M,
     )  # fmt: skip
     REGISTERS: gl.constexpr = [CONSUMER_REGISTERS, PRODUCER_REGISTERS]
     if MODE == "fast":
@@ -274,8 +310,8 @@ def _gemm_kernel(
     elif COLUMNS == PART:
         gl.warp_specialize(
             [
-                (_multiply_ahead, (sums, 0, BAND, STAGES, MODE == "block")),
-                (_multiply_ahead, (sums, 1, BAND, STAGES, MODE == "block")),
+                (_multiply_two, (sums, 0, BAND, STAGES, MODE == "block")),
+                (_multiply_two, (sums, 1, BAND, STAGES, MODE == "block")),
                 (_load_tiles, (loads, BAND, STAGES)),
             ],
             [4, 1],
@@ -284,8 +320,8 @@ def _gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_parts, (sums, 0, BAND, STAGES, MODE == "block")),
-                (_multiply_parts, (sums, 1, BAND, STAGES, MODE == "block")),
+                (_multiply_parts, (sums, 0, BAND, STAGES, MODE == "block", TIED, TURNS, HELD)),
+                (_multiply_parts, (sums, 1, BAND, STAGES, MODE == "block", TIED, TURNS, HELD)),
                 (_load_tiles, (loads, BAND, STAGES)),
             ],
             [4, 1],
@@ -309,6 +345,9 @@ def gemm(
     columns: int = 256,
     stages: int = 4,
     band: int = 16,
+    tied: int = 0,
+    turns: int = 0,
+    held: int = 0,
     programs: int = 132,
 ) -> Any:
     """``[M, N]`` in bfloat16.
@@ -322,17 +361,24 @@ def gemm(
         columns: Of a tile.
         stages: Of the ring of buffers.
         band: Rows of tiles that are worked on together.
+        tied: Both parts of 256 columns go to the same registers.
+        turns: The groups issue products in turns.
+        held: Rows of a are read into registers once, not by every instruction.
         programs: At most; each takes every so-manieth tile.
 
     Returns:
         The product, and the kernel as compiled.
     """
     (M, K), N = a.shape, b.shape[0]
-    assert b.shape[1] == K and M % 128 == N % columns == K % 256 == 0, (a.shape, b.shape)
-    assert a.is_contiguous() and b.is_contiguous()
+    assert b.shape[1] == K
+    assert M % 128 == N % columns == K % 256 == 0, (a.shape, b.shape)
+    assert a.is_contiguous()
+    assert b.is_contiguous()
     if mode == "block":
-        assert a_scale.shape == (M, K // 128) and a_scale.stride() == (1, M)
-        assert b_scale.shape == (N // 128, K // 128) and b_scale.is_contiguous()
+        assert a_scale.shape == (M, K // 128)
+        assert a_scale.stride() == (1, M)
+        assert b_scale.shape == (N // 128, K // 128)
+        assert b_scale.is_contiguous()
     else:
         assert a_scale.numel() == b_scale.numel() == 1
     y = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
@@ -340,7 +386,8 @@ def gemm(
         _descriptor(a, 128, 128), _descriptor(b, columns, 128),
         _descriptor(y, 64, columns if mode == "fast" else 128),
         a_scale, b_scale, M, N, K,
-        MODE=mode, BAND=band, STAGES=stages, CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        MODE=mode, BAND=band, STAGES=stages, TIED=tied, TURNS=turns, HELD=held,
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
     return y, compiled
