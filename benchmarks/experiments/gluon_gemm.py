@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -24,20 +25,25 @@ from float8lab.ops.kernels.gemm import scaled_mm
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "precise": ("precise", {}),
     "precise-held": ("precise", {"held": 1}),
-    "precise-tied": ("precise", {"tied": 1}),
     "precise-turns": ("precise", {"turns": 1}),
-    "precise-held-turns": ("precise", {"held": 1, "turns": 1}),
+    "precise-half-turns": ("precise", {"turns": 2}),
+    "precise-held-half-turns": ("precise", {"held": 1, "turns": 2}),
+    "precise-tied": ("precise", {"tied": 1}),
     "precise-128": ("precise", {"columns": 128, "stages": 6}),
     "block": ("block", {}),
     "block-held": ("block", {"held": 1}),
-    "block-tied": ("block", {"tied": 1}),
     "block-turns": ("block", {"turns": 1}),
-    "block-held-turns": ("block", {"held": 1, "turns": 1}),
+    "block-half-turns": ("block", {"turns": 2}),
+    "block-held-half-turns": ("block", {"held": 1, "turns": 2}),
+    "block-tied": ("block", {"tied": 1}),
     "block-128": ("block", {"columns": 128, "stages": 6}),
     "fast": ("fast", {"stages": 3}),
 }
 """Name: mode and arguments of ``gemm``."""
-DEFAULT = ["precise", "precise-held", "precise-turns", "block", "block-held", "block-128", "fast"]
+DEFAULT = [
+    *("precise", "precise-held", "precise-half-turns", "precise-held-half-turns"),
+    *("block", "block-held", "block-held-half-turns", "fast"),
+]
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -135,7 +141,8 @@ def _run(mode: str, arguments: dict[str, Any], options: argparse.Namespace) -> N
             print(
                 f"  {kernel.n_regs} registers, {kernel.n_spills} spilled,"
                 f" {kernel.metadata.shared} bytes shared;"
-                f" {time.perf_counter() - began:.1f} s so far"
+                f" {time.perf_counter() - began:.1f} s so far",
+                flush=True,
             )
         same = float((y == _cublas(mode, *inputs)).double().mean())
         calls: dict[str, Callable[[], object]] = {
@@ -166,13 +173,6 @@ def _run(mode: str, arguments: dict[str, Any], options: argparse.Namespace) -> N
         del inputs, y, calls
 
 
-def _child(mode: str, arguments: dict[str, Any], options: argparse.Namespace) -> None:
-    try:
-        _run(mode, arguments, options)
-    except Exception:
-        traceback.print_exc()
-
-
 def _variant(word: str) -> tuple[str, dict[str, Any]]:
     """``precise-band8`` or ``precise,band=8,stages=3``."""
     name, *changes = word.split(",")
@@ -195,18 +195,41 @@ def main() -> None:
     parser.add_argument("--e5m2", action="store_true", help="check with a in that format too")
     parser.add_argument("--no-check", action="store_true", help="of a variant that passed before")
     options = parser.parse_args()
-    processes = multiprocessing.get_context("fork")  # of a parent that leaves CUDA alone
+    print("starting", flush=True)
+    _within(60, _build)  # what Triton builds once
     for word in options.variants:
         print(word, flush=True)
-        child = processes.Process(target=_child, args=(*_variant(word), options))
-        child.start()
-        child.join(options.seconds)
-        if child.is_alive():
-            child.kill()
-            child.join()
-            print(f"  HUNG or slow: ended after {options.seconds:g} s", flush=True)
-        elif child.exitcode:
-            print(f"  died with {child.exitcode}", flush=True)
+        _within(options.seconds, _run, *_variant(word), options)
+
+
+def _build() -> None:
+    inputs = _inputs("fast", 256, 256, 256, torch.float8_e4m3fn)
+    gemm(*inputs, "fast", stages=3)
+    torch.cuda.synchronize()
+
+
+def _within(seconds: float, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Call it in a process that is ended after so many seconds."""
+    processes = multiprocessing.get_context("fork")  # of a parent that leaves CUDA alone
+    child = processes.Process(target=_reported, args=(fn, args, kwargs))
+    began = time.perf_counter()
+    child.start()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        print(f"  HUNG or slow: ended after {seconds:g} s", flush=True)
+    elif child.exitcode:
+        print(f"  died with {child.exitcode}", flush=True)
+    print(f"  took {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def _reported(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
+    try:
+        fn(*args, **kwargs)
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -132,7 +132,28 @@ def _add(sums, part, scale, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_parts(  # noqa: PLR0915
+def _product(
+    a, b, part, again, turns, group: gl.constexpr, phase: gl.constexpr, TURNS: gl.constexpr
+):
+    """``a @ b``, when it is this group's turn; the other's comes as this one's are issued or, with
+    ``TURNS`` 2, half done: while they end, the other's are issued, and they are not mixed."""
+    if TURNS:
+        mbarrier.wait(turns.index(group), phase)
+    if TURNS == 2:
+        HALF: gl.constexpr = STEP // 2
+        part = warpgroup_mma(a[0], b.slice(0, HALF, 0), part, use_acc=again, is_async=True)
+        part = warpgroup_mma(a[1], b.slice(HALF, HALF, 0), part, is_async=True)
+        part = warpgroup_mma_wait(1, (part,))
+        mbarrier.arrive(turns.index(1 - group), count=1)
+    else:
+        part = warpgroup_mma(a[0], b, part, use_acc=again, is_async=True)
+        if TURNS:
+            mbarrier.arrive(turns.index(1 - group), count=1)
+    return warpgroup_mma_wait(0, (part,))
+
+
+@gluon.jit
+def _multiply_parts(
     arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     BLOCK: gl.constexpr, TIED: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
@@ -181,23 +202,18 @@ def _multiply_parts(  # noqa: PLR0915
                 b_right = gl.load(b_scale_ptr + ((n * 2 + 1) * steps + ahead))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
+            if TURNS == 2:
+                a = (a.slice(0, STEP // 2, 1), a.slice(STEP // 2, STEP // 2, 1))
+            else:
+                a = (a, a)
             if HELD:  # in registers, read once for both parts
-                a = a.load(gl.DotOperandLayout(0, LAYOUT, 4))
+                HELD_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+                a = (a[0].load(HELD_LAYOUT), a[1].load(HELD_LAYOUT))
             b = b_tiles.index(stage).slice(0, PART).permute((1, 0))
-            if TURNS:
-                mbarrier.wait(turns.index(group), 0)
-            part = warpgroup_mma(a, b, part, use_acc=again, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turns.index(1 - group), count=1)
-            part = warpgroup_mma_wait(0, (part,))
+            part = _product(a, b, part, again, turns, group, 0, TURNS)
             left = _add(left, part, left_scale, BLOCK)
             b = b_tiles.index(stage).slice(PART, PART).permute((1, 0))
-            if TURNS:
-                mbarrier.wait(turns.index(group), 1)
-            part = warpgroup_mma(a, b, part, use_acc=again, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turns.index(1 - group), count=1)
-            part = warpgroup_mma_wait(0, (part,))
+            part = _product(a, b, part, again, turns, group, 1, TURNS)
             mbarrier.arrive(empty.index(stage), count=1)
             right = _add(right, part, right_scale, BLOCK)
             count += 1
