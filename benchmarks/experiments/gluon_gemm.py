@@ -22,27 +22,28 @@ from benchmarks.common import sqnr, time_device
 from benchmarks.experiments.gluon_gemm_kernels import gemm
 from float8lab.ops.kernels.gemm import scaled_mm
 
+CHANGES: dict[str, dict[str, int]] = {
+    "held": {"held": 1},
+    "early": {"early": 1},
+    "turns": {"turns": 1},
+    "half-turns": {"turns": 2, "early": 1},
+    "held-half-turns": {"held": 1, "turns": 2, "early": 1},
+    "tied": {"tied": 1},
+    "128": {"columns": 128, "stages": 6},
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "precise": ("precise", {}),
-    "precise-held": ("precise", {"held": 1}),
-    "precise-turns": ("precise", {"turns": 1}),
-    "precise-half-turns": ("precise", {"turns": 2}),
-    "precise-held-half-turns": ("precise", {"held": 1, "turns": 2}),
-    "precise-tied": ("precise", {"tied": 1}),
-    "precise-128": ("precise", {"columns": 128, "stages": 6}),
-    "block": ("block", {}),
-    "block-held": ("block", {"held": 1}),
-    "block-turns": ("block", {"turns": 1}),
-    "block-half-turns": ("block", {"turns": 2}),
-    "block-held-half-turns": ("block", {"held": 1, "turns": 2}),
-    "block-tied": ("block", {"tied": 1}),
-    "block-128": ("block", {"columns": 128, "stages": 6}),
     "fast": ("fast", {"stages": 3}),
+    **{mode: (mode, {}) for mode in ("precise", "block")},
+    **{
+        f"{mode}-{name}": (mode, changes)
+        for mode in ("precise", "block")
+        for name, changes in CHANGES.items()
+    },
 }
 """Name: mode and arguments of ``gemm``."""
 DEFAULT = [
-    *("precise", "precise-held", "precise-half-turns", "precise-held-half-turns"),
-    *("block", "block-held", "block-held-half-turns", "fast"),
+    *("precise", "precise-held", "precise-early", "precise-half-turns"),
+    *("block", "block-held", "block-half-turns", "fast"),
 ]
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]

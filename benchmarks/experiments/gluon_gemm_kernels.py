@@ -132,9 +132,7 @@ def _add(sums, part, scale, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _product(
-    a, b, part, again, turns, group: gl.constexpr, phase: gl.constexpr, TURNS: gl.constexpr
-):
+def _issue(a, b, part, again, turns, group: gl.constexpr, phase: gl.constexpr, TURNS: gl.constexpr):
     """``a @ b``, when it is this group's turn; the other's comes as this one's are issued or, with
     ``TURNS`` 2, half done: while they end, the other's are issued, and they are not mixed."""
     if TURNS:
@@ -149,13 +147,29 @@ def _product(
         part = warpgroup_mma(a[0], b, part, use_acc=again, is_async=True)
         if TURNS:
             mbarrier.arrive(turns.index(1 - group), count=1)
-    return warpgroup_mma_wait(0, (part,))
+    return part
+
+
+@gluon.jit
+def _rows_of(a_tile, group: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr):
+    """The group's rows of a, as ``_issue`` takes them."""
+    a = a_tile.slice(GROUP_ROWS * group, GROUP_ROWS)
+    if TURNS == 2:
+        a = (a.slice(0, STEP // 2, 1), a.slice(STEP // 2, STEP // 2, 1))
+    else:
+        a = (a, a)
+    if HELD:  # in registers, read once for both parts
+        PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 4)
+        a = (a[0].load(LAYOUT), a[1].load(LAYOUT))
+    return a
 
 
 @gluon.jit
 def _multiply_parts(
     arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     BLOCK: gl.constexpr, TIED: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """What a group does with 256 columns: two parts, one after the other."""
     (
@@ -179,6 +193,10 @@ def _multiply_parts(
     part = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
     # Never, which the compiler does not know: both parts' products go to the same registers.
     again = steps < 0 if TIED else False
+    if EARLY:
+        mbarrier.wait(full.index(0), 0)
+        if HELD:
+            a = _rows_of(a_tiles.index(0), group, TURNS, HELD)
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
         m, n = _place(tile, tiles_m, tiles_n, BAND)
@@ -200,23 +218,25 @@ def _multiply_parts(
                 a_scale = gl.load(a_scale_ptr + (ahead * M + m * 2 * GROUP_ROWS) + rows)
                 b_left = gl.load(b_scale_ptr + (n * 2 * steps + ahead))
                 b_right = gl.load(b_scale_ptr + ((n * 2 + 1) * steps + ahead))
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            a = a_tiles.index(stage).slice(GROUP_ROWS * group, GROUP_ROWS)
-            if TURNS == 2:
-                a = (a.slice(0, STEP // 2, 1), a.slice(STEP // 2, STEP // 2, 1))
-            else:
-                a = (a, a)
-            if HELD:  # in registers, read once for both parts
-                HELD_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
-                a = (a[0].load(HELD_LAYOUT), a[1].load(HELD_LAYOUT))
+            if not EARLY:
+                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            if not EARLY or not HELD:
+                a = _rows_of(a_tiles.index(stage), group, TURNS, HELD)
             b = b_tiles.index(stage).slice(0, PART).permute((1, 0))
-            part = _product(a, b, part, again, turns, group, 0, TURNS)
+            part = _issue(a, b, part, again, turns, group, 0, TURNS)
+            part = warpgroup_mma_wait(0, (part,))
             left = _add(left, part, left_scale, BLOCK)
             b = b_tiles.index(stage).slice(PART, PART).permute((1, 0))
-            part = _product(a, b, part, again, turns, group, 1, TURNS)
+            part = _issue(a, b, part, again, turns, group, 1, TURNS)
+            count += 1
+            if EARLY:  # what the next step needs, or the next tile
+                more = (step + 1 < steps) | (tile + programs < tiles_m * tiles_n)
+                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=more)
+                if HELD:
+                    a = _rows_of(a_tiles.index(count % STAGES), group, TURNS, HELD)
+            part = warpgroup_mma_wait(0, (part,))
             mbarrier.arrive(empty.index(stage), count=1)
             right = _add(right, part, right_scale, BLOCK)
-            count += 1
         if not BLOCK:
             left *= scale
             right *= scale
@@ -284,7 +304,7 @@ def _gemm_kernel(
     b_scale_ptr,  # [1], or [N / 128, K / 128], fp32
     M, N, K,
     MODE: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, TIED: gl.constexpr,
-    TURNS: gl.constexpr, HELD: gl.constexpr,
+    TURNS: gl.constexpr, HELD: gl.constexpr, EARLY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = a_desc.block_shape[0]
@@ -336,8 +356,14 @@ def _gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_parts, (sums, 0, BAND, STAGES, MODE == "block", TIED, TURNS, HELD)),
-                (_multiply_parts, (sums, 1, BAND, STAGES, MODE == "block", TIED, TURNS, HELD)),
+                (
+                    _multiply_parts,
+                    (sums, 0, BAND, STAGES, MODE == "block", TIED, TURNS, HELD, EARLY),
+                ),
+                (
+                    _multiply_parts,
+                    (sums, 1, BAND, STAGES, MODE == "block", TIED, TURNS, HELD, EARLY),
+                ),
                 (_load_tiles, (loads, BAND, STAGES)),
             ],
             [4, 1],
@@ -364,6 +390,7 @@ def gemm(
     tied: int = 0,
     turns: int = 0,
     held: int = 0,
+    early: int = 0,
     programs: int = 132,
 ) -> Any:
     """``[M, N]`` in bfloat16.
@@ -380,6 +407,7 @@ def gemm(
         tied: Both parts of 256 columns go to the same registers.
         turns: The groups issue products in turns.
         held: Rows of a are read into registers once, not by every instruction.
+        early: A step waits for the next one's operands while its products run.
         programs: At most; each takes every so-manieth tile.
 
     Returns:
@@ -402,7 +430,7 @@ def gemm(
         _descriptor(a, 128, 128), _descriptor(b, columns, 128),
         _descriptor(y, 64, columns if mode == "fast" else 128),
         a_scale, b_scale, M, N, K,
-        MODE=mode, BAND=band, STAGES=stages, TIED=tied, TURNS=turns, HELD=held,
+        MODE=mode, BAND=band, STAGES=stages, TIED=tied, TURNS=turns, HELD=held, EARLY=early,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
