@@ -189,7 +189,7 @@ def main() -> None:
         nargs="*",
         default=DEFAULT,
         metavar="variant",
-        help="a name, or name,key=number,...",
+        help=f"name or name,key=number,...; names: {' '.join(VARIANTS)}",
     )
     parser.add_argument("--seconds", type=float, default=12, help="of each variant at most")
     parser.add_argument("--samples", type=int, default=20)

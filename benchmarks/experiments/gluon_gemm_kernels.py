@@ -154,7 +154,7 @@ def _issue(a, b, part, again, turns, group: gl.constexpr, phase: gl.constexpr, T
 def _rows_of(a_tile, group: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr):
     """The group's rows of a, as ``_issue`` takes them."""
     a = a_tile.slice(GROUP_ROWS * group, GROUP_ROWS)
-    if TURNS == 2:
+    if TURNS == 2:  # noqa: SIM108
         a = (a.slice(0, STEP // 2, 1), a.slice(STEP // 2, STEP // 2, 1))
     else:
         a = (a, a)
@@ -166,7 +166,7 @@ def _rows_of(a_tile, group: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexp
 
 
 @gluon.jit
-def _multiply_parts(
+def _multiply_parts(  # noqa: PLR0915
     arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     BLOCK: gl.constexpr, TIED: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
     EARLY: gl.constexpr,
