@@ -1,0 +1,1 @@
+"""Kernels tried and timed that the library does not use."""
