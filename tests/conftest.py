@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -36,6 +39,15 @@ def _seed() -> None:
 def _no_warning_about_idle_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     # That an autocast region held no FP8 module is said once a process: here, by its own tests.
     monkeypatch.setattr(STATE, "watch", False)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Let no garbage be collected while a CUDA graph is recorded: an older graph's end spoils it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -7,6 +7,7 @@ hold the end of the region: whoever calls the callables advances the scales, as 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -179,7 +180,7 @@ def _record(
         _warm_up(units, samples, 1, allow_unused)  # with the state where it will stay
         _restore(units, before)
     region = Region()
-    with _inside(region):
+    with _inside(region), _without_collection():
         torch.cuda.make_graphed_callables(
             tuple(units),
             tuple(samples),
@@ -189,6 +190,19 @@ def _record(
         )
     _restore(units, before)
     return region.packs
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Nothing is freed by Python's garbage collector: a CUDA graph's end spoils a recording."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _warm_up(

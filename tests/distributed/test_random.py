@@ -149,6 +149,7 @@ def test_the_default_device_is_the_gpu():
         assert torch.equal(torch.rand(3, device="cuda"), stream(7, "cuda"))
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.gpu
 def test_a_captured_graph_draws_anew_at_each_replay():
     tracker = float8lab.CudaRNGStatesTracker()

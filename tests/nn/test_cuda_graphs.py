@@ -19,6 +19,7 @@ RECIPES = {
     "mx": recipes.MXFP8BlockScaling(),
 }
 pytestmark = [
+    pytest.mark.usefixtures("uncollected"),
     # By torch, where the gradients of a module that was recorded are accumulated without its graph.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
     # By torch, of the empty graph with which a graph pool begins.

@@ -145,6 +145,7 @@ def test_another_stream_casts_anew(casts):
     assert len(casts) == 2
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.gpu
 def test_a_cuda_graph_holds_its_casts(casts):
     first, second = layers(RECIPES["current"], "cuda", count=2)

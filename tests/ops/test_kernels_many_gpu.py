@@ -190,6 +190,7 @@ def test_launches_do_not_grow_with_the_number_of_matrices(recipe: Recipe) -> Non
     assert len(few) <= len(ours) + 2  # and their zeros, with what a profile may add to those
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @each_fused
 def test_in_a_cuda_graph(recipe: Recipe, warm: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -131,7 +131,16 @@ def test_bits_of_a_launch_through_triton(op) -> None:
         all_same(past_triton(op, x), through_triton(op, x))
 
 
+@pytest.fixture(params=[True, False], ids=["filled", "not-filled"])
+def _filled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether torch fills new memory, which then comes from another function."""
+    torch.use_deterministic_algorithms(request.param, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 @each_op
+@pytest.mark.usefixtures("_filled")
 def test_new_values_in_new_memory(op) -> None:
     """What is remembered holds nothing of the tensors that it was made for."""
     known(op, matrix((272, 1040), torch.bfloat16, 0, "cuda"))
@@ -140,6 +149,7 @@ def test_new_values_in_new_memory(op) -> None:
         all_same(past_triton(op, x), through_triton(op, x))
 
 
+@pytest.mark.usefixtures("uncollected")
 @each_op
 def test_in_a_cuda_graph(op) -> None:
     x = matrix((272, 1040), torch.bfloat16, 0, "cuda")
