@@ -43,7 +43,7 @@ def _no_warning_about_idle_regions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Let no garbage be collected while a CUDA graph is recorded: an older graph's end spoils it."""
+    """No garbage is collected while a CUDA graph is recorded: an older graph's end spoils it."""
     gc.collect()
     gc.disable()
     yield
