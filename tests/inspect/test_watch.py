@@ -583,7 +583,7 @@ def test_no_kernel_runs_before_and_after_on_a_gpu():
 
     def kernels():
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             train(model, x)
             torch.cuda.synchronize()
         return sorted(e.name for e in profile.events() if e.device_type.name == "CUDA")

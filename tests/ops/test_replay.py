@@ -5,6 +5,7 @@ On the CPU: a launch is a Python function here, and tensors say that they are on
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -117,11 +118,29 @@ def test_empty_tensors_and_other_devices_run_as_they_are(monkeypatch):
     for _ in range(4):
         scaled(torch.randn(0, 4))
     assert scaled.calls == 4
-    monkeypatch.setattr(_replay, "_on_device", lambda launcher, args: launcher(*args))
+    monkeypatch.setattr(_replay, "_on_device", lambda launcher, again, args: launcher(*args))
     monkeypatch.setattr(_replay, "current_device", lambda: 1)
     for _ in range(4):
         scaled(torch.randn(3, 4))
     assert scaled.calls == 8
+
+
+def test_tensors_of_other_classes_are_not_remembered():
+    class Other(Tensor):
+        pass
+
+    seen = []
+
+    @replayed
+    def launcher(x: Tensor) -> Tensor:
+        seen.append(type(x))
+        return x
+
+    for _ in range(4):
+        x = torch.ones(3).as_subclass(Other)
+        launcher(x)
+        assert sys.getrefcount(x) == 2
+    assert seen == [Other] * 4
 
 
 def test_views_work_room_and_zeros():

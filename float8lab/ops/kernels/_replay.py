@@ -213,7 +213,7 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         found = _key_of(args)
         if found is None:
-            return _on_device(launcher, args)
+            return _on_device(launcher, call, args)
         device, key, tensors = found
         known = calls.get(key)
         if type(known) is _Call and not has_hooks():
@@ -232,7 +232,9 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _on_device(launcher: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _on_device(
+    launcher: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
     x = args[0]
     if type(x) is str:
@@ -240,7 +242,7 @@ def _on_device(launcher: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if not x.is_cuda or x.get_device() == current_device():
         return launcher(*args)
     with torch.cuda.device(x.device):
-        return launcher(*args)
+        return again(*args)
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] | None:
@@ -264,6 +266,8 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
             devices.add(arg.get_device())
             tensors.append(arg)
             key += (arg.shape, arg.stride(), arg.dtype, address & 15)
+        elif isinstance(arg, Tensor):  # of a class that may do more
+            return None
         else:
             key.append(tuple(arg) if kind is list else arg)
     device = devices.pop()
