@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from float8lab.inspect.timing import sleep_rate
+
 __all__ = [
     "Gate",
     "Timing",
@@ -85,18 +87,6 @@ def _enqueue_seconds(fn: Callable[[], object], repeats: int = 3) -> float:
     return worst
 
 
-def _sleep_rate() -> float:
-    """Cycles of ``torch.cuda._sleep`` in a second."""
-    cycles = 10_000_000
-    torch.cuda._sleep(1)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return cycles / (1e-3 * start.elapsed_time(end))
-
-
 def time_device(fn: Callable[[], object], *, warm_up: int = 10, samples: int = 40) -> Timing:
     """GPU time of ``fn``, from a cold L2, between CUDA events.
 
@@ -106,7 +96,7 @@ def time_device(fn: Callable[[], object], *, warm_up: int = 10, samples: int = 4
     for _ in range(warm_up):
         fn()
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    backlog = int(_sleep_rate() * 2 * SAMPLES_PER_BACKLOG * (_enqueue_seconds(fn) + 1e-4))
+    backlog = int(sleep_rate() * 2 * SAMPLES_PER_BACKLOG * (_enqueue_seconds(fn) + 1e-4))
     timed: list[float] = []
     while len(timed) < samples:
         events = [

@@ -11,7 +11,7 @@ import torch
 
 from float8lab.recipes.auto import Times
 
-__all__ = ["CudaTimer", "Timer"]
+__all__ = ["CudaTimer", "Timer", "sleep_rate"]
 
 _WARM_UP = 3
 _SAMPLES = 15
@@ -39,7 +39,7 @@ class CudaTimer:
         self.device = device
         with torch.cuda.device(device):
             self._scratch = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-            self._cycles_per_second = _sleep_rate()
+            self._cycles_per_second = sleep_rate()
 
     def __call__(self, fn: Callable[[], Any]) -> Times:
         with torch.cuda.device(self.device):
@@ -70,7 +70,7 @@ def _enqueue_seconds(fn: Callable[[], Any]) -> float:
     return taken
 
 
-def _sleep_rate() -> float:
+def sleep_rate() -> float:
     """Cycles of ``torch.cuda._sleep`` in a second."""
     cycles = 10_000_000
     torch.cuda._sleep(1)
