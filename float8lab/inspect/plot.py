@@ -28,6 +28,7 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
     # Figure, not pyplot: no window, no backend, no state.
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'plot must have matplotlib; it is not installed. pip install "float8lab[plot]".',
@@ -41,7 +42,11 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
     left.bar(counts.values.tolist(), counts.counts.tolist())
     left.set(xlabel="exponent of the code", ylabel="elements")
     left.set_title(found.spec.describe())
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_title(f"log2(scale), {tuple(scales.shape)} blocks")
+    right.set(xlabel="column of blocks", ylabel="row of blocks")
+    for axis in (right.xaxis, right.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     if scales.numel():
         # nearest: a block is a cell, whatever the number of pixels.
         drawn = right.imshow(scales.log2().cpu().numpy(), aspect="auto", interpolation="nearest")
