@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from torch import Tensor
@@ -35,9 +36,17 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
             name=error.name,
         ) from error
 
+    class Shown(Figure):
+        """A figure that a notebook draws, whether or not pyplot has been imported there."""
+
+        def _repr_png_(self) -> bytes:
+            png = io.BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
     found, scales = stats(x, local=local), blocks(x)
     counts = found.histogram("exponent")
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    figure = Shown(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.bar(counts.values.tolist(), counts.counts.tolist())
     left.set(xlabel="exponent of the code", ylabel="elements")

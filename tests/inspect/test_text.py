@@ -210,6 +210,7 @@ def test_plot_draws_the_histogram_and_the_scales():
     drawn = right.images[0].get_array()
     assert torch.equal(torch.as_tensor(drawn.filled()), t.blocks().log2())
     assert quantize(torch.ones(0, 256), block=(1, 128)).plot().axes
+    assert t.plot()._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
 
 
 @pytest.mark.parametrize(
