@@ -20,6 +20,7 @@ advise      how far the steps that ``float8lab.inspect.advise`` predicts are fro
 fsdp        sharded training steps, by torchrun on several GPUs
 offload     CPU offload of activations; not among "all"
 watch       what ``float8lab.inspect.watch`` costs; prints, and is in docs/watch.md
+report_page how fast the report of a large run opens in a browser; prints; needs no GPU
 =========== ====================================================================================
 
 A subject is a module with a ``SUBJECT`` (``report.py``), which yields one ``Row`` for each
