@@ -16,9 +16,11 @@ model       training steps of 8 of them
 overhead    what calls cost the CPU, and how many kernels they launch
 memory      what a layer and a stack hold, and whether many steps need more
 accuracy    SQNR of a linear layer; needs no GPU
+advise      how far the steps that ``float8lab.inspect.advise`` predicts are from measured ones
 fsdp        sharded training steps, by torchrun on several GPUs
 offload     CPU offload of activations; not among "all"
 watch       what ``float8lab.inspect.watch`` costs; prints, and is in docs/watch.md
+report_page how fast the report of a large run opens in a browser; prints; needs no GPU
 =========== ====================================================================================
 
 A subject is a module with a ``SUBJECT`` (``report.py``), which yields one ``Row`` for each

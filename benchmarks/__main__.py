@@ -41,6 +41,7 @@ SUBJECTS = (
     "overhead",
     "memory",
     "accuracy",
+    "advise",
     "fsdp",
 )
 RESULTS = common.ROOT / "benchmarks" / "RESULTS.md"

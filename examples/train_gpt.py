@@ -398,7 +398,7 @@ def compare(
     watch: AbstractContextManager[Any] = nullcontext()
     if watched:
         every = max(1, job.training.steps // WATCHED)
-        watch = float8lab.inspect.watch(model, every=every)
+        watch = float8lab.inspect.watch(model, every=every, report=report)
     with watch as watcher:
         fp8 = job.train("FP8", model, progress, watcher)
     progress.close()

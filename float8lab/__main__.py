@@ -28,7 +28,7 @@ _COLOURS = {
     "FAILED": 31,
 }
 _DESCRIPTION = "FP8 on this machine, and what FP8 checkpoints hold."
-_WORDS = re.compile(rf"\b({'|'.join(_COLOURS)})\b(?!:)")
+_WORDS = re.compile(rf"(?<!\b0 )\b({'|'.join(_COLOURS)})\b(?!:)")  # but "0 failed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,37 @@ def test_docstring_examples_run(path: Path):
     for example in finder.find(module, name, extraglobs={"float8lab": float8lab, "torch": torch}):
         runner.run(example, out=report.append)
     assert runner.failures == 0, "".join(report)
+
+
+def test_pictures_are_shown_and_made():
+    """All by ``docs/make_pictures.py``, each on a page with an alternative text, none too large."""
+    script = (ROOT / "docs" / "make_pictures.py").read_text()
+    shown = set()
+    for page in PAGES:
+        for picture in re.finditer(r"!\[(?P<text>[^\]]*)\]\((?P<path>[^)]+)\)", page.read_text()):
+            assert len(picture["text"]) > 20, f"{page}: {picture['path']} needs a text"
+            shown.add((page.parent / picture["path"]).resolve())
+    kept = set((ROOT / "docs" / "images").iterdir())
+    assert shown == kept
+    for path in kept:
+        assert re.search(rf'"{path.stem}["(.]', script), f"{path.name} is made by nothing"
+        assert path.stat().st_size < (250_000 if path.suffix == ".png" else 100_000), path.name
+    assert sum(path.stat().st_size for path in kept) < 1_500_000
+
+
+def test_pictures_of_terminals_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("rich", "matplotlib", "safetensors", "fcntl"):
+        pytest.importorskip(name)
+    pictures = importlib.import_module("docs.make_pictures")
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
+    pictures.watch(tmp_path)
+    pictures.command("env", "env", "--device", "cpu", cwd=tmp_path)
+    for name, text in (
+        ("watch_table", "layernorm_mlp.fc1"),
+        ("watch_find_nan", "(Broken),"),
+        ("env", "Float8CurrentScaling"),
+    ):
+        svg = (tmp_path / f"{name}.svg").read_text()
+        assert text in svg
+        ElementTree.fromstring(svg)
+        assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")

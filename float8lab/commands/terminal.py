@@ -5,6 +5,7 @@ Into a file or a pipe goes plain text, in which nothing is cut off and nothing i
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,12 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
     for grid in grids:
         columns = _fitting(grid, console.width)
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in columns:
-            table.add_column(name, overflow="fold", no_wrap=name not in _FOLDED)
+        for i, name in enumerate(columns):
+            # Rich folds the widest columns first; those that are short enough stay whole.
+            short = max((len(row[i]) for row in grid.rows), default=0) <= _FOLDED.get(
+                name, math.inf
+            )
+            table.add_column(name, overflow="fold", no_wrap=short)
         for i, cells in enumerate(grid.rows):
             style = "red" if grid.alarming and grid.alarming[i] else ""
             table.add_row(*map(rich.text.Text, cells[: len(columns)]), style=style)

@@ -31,7 +31,7 @@ def html(x: Tensor, text: str = "") -> str:
     pictures = exponent_bars(found.histogram("exponent")) + _heat_map(blocks(x))
     first = f"<pre>{escape(text)}</pre>" if text else ""
     return f"<div>{first}<details><summary>statistics</summary><table>{rows}</table></details>" + (
-        f"<div style='display:flex;gap:24px'>{pictures}</div></div>"
+        f"<div style='display:flex;gap:24px;margin-top:8px'>{pictures}</div></div>"
     )
 
 
@@ -56,6 +56,11 @@ def _svg(width: int, height: int, title: str, body: str) -> str:
     )
 
 
+def _power(exponent: str) -> str:
+    """A power of two in SVG."""
+    return f"2<tspan dy='-4' font-size='8'>{exponent.replace('-', '&#8722;')}</tspan>"
+
+
 def exponent_bars(found: Histogram) -> str:
     """A histogram by exponent as SVG."""
     exponents, counts = found.values.tolist(), found.counts.tolist()
@@ -67,10 +72,10 @@ def exponent_bars(found: Histogram) -> str:
             f"<rect x='{i * step}' y='{height - tall:.1f}' width='{step - 2}' height='{tall:.1f}' "
             f"fill='#3572a5'><title>2^{exponent}: {count}</title></rect>"
         )
-    ends = f"<text x='0' y='{height + 12}'>2^{exponents[0]}</text>"
+    ends = f"<text x='0' y='{height + 14}'>{_power(str(exponents[0]))}</text>"
     ends += (
-        f"<text x='{len(counts) * step}' y='{height + 12}' text-anchor='end'>"
-        f"2^{exponents[-1]}</text>"
+        f"<text x='{len(counts) * step}' y='{height + 14}' text-anchor='end'>"
+        f"{_power(str(exponents[-1]))}</text>"
     )
     return _svg(len(counts) * step, height, "codes by exponent", "".join(parts) + ends)
 
@@ -81,7 +86,8 @@ def _heat_map(scales: Tensor) -> str:
         return ""
     values = [v for v in cells.flatten().tolist() if not math.isnan(v)]
     low, high = (min(values), max(values)) if values else (0.0, 0.0)
-    side = max(4, 128 // max(cells.shape))
+    # Few rows or columns are stretched, or there would be little to see.
+    tall, wide = (max(4, 128 // n) for n in cells.shape)
     parts = []
     for i, row in enumerate(cells.tolist()):
         for j, value in enumerate(row):
@@ -91,10 +97,11 @@ def _heat_map(scales: Tensor) -> str:
             color = f"hsl({240 - 180 * share:.0f},70%,{30 + 35 * share:.0f}%)" if known else "#888"
             label = f"2^{value:.2f}" if known else "no logarithm"
             parts.append(
-                f"<rect x='{j * side}' y='{i * side}' width='{side}' height='{side}' "
+                f"<rect x='{j * wide}' y='{i * tall}' width='{wide}' height='{tall}' "
                 f"fill='{color}'><title>{label}</title></rect>"
             )
     rows, columns = cells.shape
-    words = f"<text x='0' y='{rows * side + 12}'>2^{low:.1f} .. 2^{high:.1f}</text>"
+    ends = f"{_power(f'{low:.1f}')}<tspan dy='4'> (dark) to </tspan>{_power(f'{high:.1f}')}"
+    words = f"<text x='0' y='{rows * tall + 14}'>{ends}</text>"
     title = f"scales {tuple(scales.shape)}"
-    return _svg(max(columns * side, 110), rows * side, title, "".join(parts) + words)
+    return _svg(max(columns * wide, 110), rows * tall, title, "".join(parts) + words)

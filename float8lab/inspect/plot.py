@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from torch import Tensor
@@ -28,20 +29,33 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
     # Figure, not pyplot: no window, no backend, no state.
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'plot must have matplotlib; it is not installed. pip install "float8lab[plot]".',
             name=error.name,
         ) from error
 
+    class Shown(Figure):
+        """A figure that a notebook draws, whether or not pyplot has been imported there."""
+
+        def _repr_png_(self) -> bytes:
+            png = io.BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
     found, scales = stats(x, local=local), blocks(x)
     counts = found.histogram("exponent")
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    figure = Shown(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.bar(counts.values.tolist(), counts.counts.tolist())
     left.set(xlabel="exponent of the code", ylabel="elements")
     left.set_title(found.spec.describe())
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_title(f"log2(scale), {tuple(scales.shape)} blocks")
+    right.set(xlabel="column of blocks", ylabel="row of blocks")
+    for axis in (right.xaxis, right.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     if scales.numel():
         # nearest: a block is a cell, whatever the number of pixels.
         drawn = right.imshow(scales.log2().cpu().numpy(), aspect="auto", interpolation="nearest")

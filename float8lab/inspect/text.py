@@ -86,6 +86,7 @@ def table(x: Tensor) -> Any:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
     """
     try:
+        from rich.box import SIMPLE
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -97,7 +98,7 @@ def table(x: Tensor) -> Any:
         ) from error
 
     found = stats(x, local=True)
-    result = Table("", "value", title="Float8Tensor", title_justify="left")
+    result = Table(show_header=False, box=SIMPLE, title="Float8Tensor", title_justify="left")
     for name, value in found.rows():
         alarming = name in ("nan", "inf")
         result.add_row(Text(name), Text(value, style="bold red" if alarming else ""))

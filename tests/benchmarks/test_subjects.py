@@ -11,6 +11,7 @@ from torch import nn
 import float8lab
 from benchmarks import (
     accuracy,
+    advise,
     attention,
     common,
     gemm,
@@ -34,7 +35,7 @@ TINY = LinearShape("tiny", 64, 48, 32)
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 FLOORED = [name for name in RECIPES if name != "mx"]  # which has no FP8 GEMM
 GPU_SUBJECTS = (
-    attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, quantize,
+    advise, attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, quantize,
 )  # fmt: skip
 
 
@@ -325,6 +326,7 @@ def test_auto_leaves_the_small_gpt_of_overhead_in_bfloat16(mode):
         (layer, ["--batch", "1", "--sequence", "512"]),
         (model, ["--layers", "2", "--sequence", "512"]),
         (overhead, ["--recipe", "delayed"]),
+        (advise, ["--layers", "1", "--recipe", "delayed"]),
         (memory, ["--batch", "1", "--sequence", "512", "--recipe", "delayed"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -493,3 +495,51 @@ def test_accuracy_runs_on_a_cpu(capsys, tmp_path):
 def test_gpu_benchmarks_say_what_they_need(program):
     with pytest.raises(SystemExit, match="measures a CUDA GPU"):
         program.main([])
+
+
+def test_advise(few):
+    rows = list(advise.rows(few, [LAYER], layers=1))
+    check(advise.SUBJECT, rows, timed=False)
+    assert [row.name for row in rows] == ["delayed", "block"]
+    for row in rows:
+        off = []
+        for precision in ("high precision", "FP8"):
+            predicted, measured, percent = (
+                row.values[f"{precision} {what}"]
+                for what in ("predicted ms", "measured ms", "off %")
+            )
+            assert predicted > 0
+            assert percent == pytest.approx(100 * (predicted - measured) / measured)
+            off.append(abs(percent))
+        assert row.values[advise.MOST_OFF] == max(off)
+        assert [(t.relation, t.bound) for t in row.targets] == [("<=", 15.0)]
+
+
+def test_advise_times_steps_in_high_precision_and_then_in_fp8(setting):
+    counted = []
+
+    def wall(step):
+        with float8lab.count_gemms() as gemms:
+            step()
+        counted.append((gemms.fp8, gemms.high_precision))
+        return common.Timing((2.0 if len(counted) == 1 else 1.0,))
+
+    setting.wall, setting.recipes = wall, ("current",)
+    (row,) = advise.rows(setting, [LAYER], layers=1)
+    # Of seven linear layers, forward and backward.
+    assert counted == [(0, 21), (21, 0)]
+    assert row.values["high precision measured ms"] == 2.0
+    assert row.values["FP8 measured ms"] == 1.0
+    assert row.values["FP8 off %"] == 100 * (row.values["FP8 predicted ms"] - 1.0)
+
+
+def test_advise_refuses_a_wrong_layer(setting, monkeypatch):
+    def convert(model, recipe):
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+
+    setting.recipes = ("current",)
+    monkeypatch.setattr(advise.float8lab, "convert_to_float8", convert)
+    (row,) = advise.rows(setting, [LAYER], layers=1)
+    assert row.refusal.startswith("wrong: y ")
+    assert row.values == {}

@@ -129,7 +129,7 @@ def test_runs_without_matplotlib_and_tqdm(tmp_path, capsys, monkeypatch):
 class Watcher:
     """In place of ``float8lab.inspect.watch``: a log of the losses that it is told."""
 
-    def __init__(self, model, every):
+    def __init__(self, model, every, report):
         self.log = Log(recipe="told", layers=[f"every {every}"])
 
     def __enter__(self):
@@ -155,6 +155,25 @@ def test_report_shows_the_watched_fp8_run(tmp_path, capsys, monkeypatch):
     assert json.loads(data)["layers"] == ["every 2"]
     losses = json.loads(data)["loss"]
     assert losses == {"steps": [0, 1, 2, 3], "values": results["runs"][1]["train_loss"]}
+
+
+def test_report_is_of_training_steps_alone(tmp_path, monkeypatch):
+    """Two validations of two batches each are not in the log."""
+    pytest.importorskip("plotly")
+    logs = []
+    monkeypatch.setattr(float8lab.inspect, "report", lambda log, path: logs.append(log) or path)
+    run(tmp_path, "--steps", "2", "--report", str(tmp_path / "report.html"))
+    (log,) = logs
+    assert len(log.layers) == LAYERS
+    assert "skipped  excluded by 'lm_head'" in log.conversion
+    for step in (0, 1):
+        gemms = next(s.gemms for s in log.steps if s.step == step)
+        for layer in log.layers:
+            assert gemms[layer] == {"fprop": 1, "dgrad": 1, "wgrad": 1}
+            records = {r.operand: r for r in log.records if (r.step, r.layer) == (step, layer)}
+            assert set(records) == {"x", "w", "dy"}
+            width = CONFIG.dim * (4 if layer.endswith("down") else 1)
+            assert records["x"].elements == 2 * CONFIG.context * width
 
 
 def test_report_without_plotly_is_refused_before_training(tmp_path, capsys, monkeypatch):

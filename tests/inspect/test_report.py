@@ -14,6 +14,7 @@ import pytest
 
 from float8lab.inspect import report
 from float8lab.inspect.report import data as embedding
+from float8lab.inspect.report.page import _unwrapped
 from float8lab.inspect.watch.records import Log, Record, Step
 from tests.inspect.browser import sample
 
@@ -241,3 +242,13 @@ def test_without_plotly_the_error_names_the_extra(tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert 'ModuleNotFoundError: report must have plotly; it is not installed. pip install "float8lab[report]".' in run.stderr  # fmt: skip  # noqa: E501
     assert not (tmp_path / "report.html").exists()
+
+
+def test_plotly_is_unwrapped_with_its_license():
+    script = pytest.importorskip("plotly.offline").get_plotlyjs()
+    found = _unwrapped(script)
+    assert "Licensed under the MIT license" in found[:200]
+    assert found.split("*/\n", 1)[1].startswith('"use strict";var Plotly=')
+    assert found.rstrip().endswith("window.Plotly = Plotly;")
+    assert len(script) - 1000 < len(found) < len(script)
+    assert _unwrapped("var Plotly = {};") == "var Plotly = {};"

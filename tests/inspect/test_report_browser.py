@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import pytest
 
@@ -17,8 +16,6 @@ pytestmark = [
 ]
 
 LOG = browser.sample(blocks=3, steps=40)
-SECONDS = 3.0
-"""In which a large report is to open."""
 
 
 class Reader:
@@ -337,23 +334,13 @@ def test_empty_one_step_and_partial_logs(reader, tmp_path):
     assert "(the nearest kept)" not in reader.find("#bars-title").text
 
 
-def test_200_layers_by_1000_steps_open_within_3_seconds(tmp_path):
-    """In a fresh browser. The best of three openings: other work only makes them slower."""
-    path = report(browser.sample(blocks=50, steps=1000), tmp_path / "large.html")
-    times = []
-    for _ in range(3):
-        with browser.browser() as driver:
-            reader = Reader(driver)
-            reader.opened = path
-            times.append(browser.open_report(driver, path)[0])
-            cells = reader.values("map")[0]
-            assert (len(cells), len(cells[0])) == (200, 1000)
-            assert reader.complaints() == []
-        if times[-1] < SECONDS:
-            return
-    load, cores = os.getloadavg()[0], os.cpu_count()
-    if load > cores:
-        pytest.skip(
-            f"{min(times):.1f} s, of a machine busy with other work: load {load} on {cores}"
-        )
-    assert min(times) < SECONDS, times
+def test_a_large_report_opens_whole(reader, tmp_path):
+    """``python -m benchmarks.report_page`` measures how fast; here a minute is the limit."""
+    reader.open(browser.sample(blocks=50, steps=1000), tmp_path / "large.html")
+    cells = reader.values("map")[0]
+    assert (len(cells), len(cells[0])) == (200, 1000)
+    reader.search("blocks.49.mlp")
+    assert len(reader.values("map")[0]) == 2
+    reader.click_map(1, 500)
+    assert reader.title() == "blocks.49.mlp.down, " + reader.title().split(", ", 1)[1]
+    assert reader.title().endswith(", step 500")

@@ -16,11 +16,12 @@ PICTURES = 100
 _STYLE = """
 body { font-family: sans-serif; margin: 2em; color: #222; background: #fff }
 table { border-collapse: collapse; margin: 0 0 1.5em }
-th, td { padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top }
+th, td { padding: 2px 10px; text-align: left; vertical-align: baseline }
+tr { border-bottom: 1px solid #ddd }
 td:first-child { font-family: monospace; overflow-wrap: anywhere }
 .wrong td:last-child { color: #b00020; font-weight: bold }
-figure { display: inline-block; margin: 0 24px 16px 0 }
-figcaption { font-family: monospace; font-size: 12px; max-width: 260px; overflow-wrap: anywhere }
+figure { display: inline-block; width: 260px; margin: 0 24px 16px 0; vertical-align: top }
+figcaption { font-family: monospace; font-size: 12px; overflow-wrap: anywhere }
 """
 
 

@@ -654,6 +654,7 @@ async function drawAll() {
   drawTable();
   if (typeof Plotly === "undefined") {
     await onScreen();  // before plotly is read, which takes a second
+    document.body.dataset.table ??= performance.now();
     document.head.append(element("script", $("plotly").textContent));
   }
   await drawMap();

@@ -1,0 +1,84 @@
+"""How fast the HTML report of a large run opens in a browser.
+
+    python -m benchmarks.report_page [--layers 200] [--steps 1000] [--runs 5]
+
+Writes the report of a made-up run and opens it that often, each time in a fresh headless Chromium.
+In seconds since the page was asked for: until its table stands, until it can be used (cards, table
+and heat map are drawn), until all charts are drawn. Needs no GPU; wants an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import float8lab
+from benchmarks import common
+from tests.inspect import browser
+
+__all__ = ["Opening", "lines", "main", "measure"]
+
+TARGET = 3.0
+"""Seconds in which the page is to be usable."""
+
+
+class Opening(NamedTuple):
+    """Of one run, in seconds."""
+
+    table: float
+    usable: float
+    complete: float
+
+
+def measure(path: Path) -> Opening:
+    """Open a report in a fresh browser."""
+    with browser.browser() as driver:
+        usable, complete = browser.open_report(driver, path)
+        table = float(driver.execute_script("return document.body.dataset.table")) / 1000
+    return Opening(table, usable, complete)
+
+
+def lines(found: Sequence[Opening]) -> list[list[str]]:
+    """A line for each opening, and one of the medians."""
+    rows = [[str(i), *(f"{seconds:.2f}" for seconds in each)] for i, each in enumerate(found, 1)]
+    medians = [f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)]
+    return [*rows, ["median", *medians]]
+
+
+def main(argv: Sequence[str] | None = None) -> list[Opening]:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report_page", description=__doc__)
+    parser.add_argument("--layers", type=int, default=200, help="a multiple of 4")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args(argv)
+    if browser.missing():
+        sys.exit(f"benchmarks.report_page {browser.missing()}")
+    if options.layers % len(browser.KINDS):
+        parser.error(f"--layers must be a multiple of {len(browser.KINDS)}; got {options.layers}")
+    with tempfile.TemporaryDirectory() as folder:
+        log = browser.sample(blocks=options.layers // len(browser.KINDS), steps=options.steps)
+        began = time.perf_counter()
+        path = float8lab.inspect.report(log, Path(folder) / "report.html")
+        seconds, size = time.perf_counter() - began, path.stat().st_size / 1e6
+        found = [measure(path) for _ in range(options.runs)]
+        with browser.browser() as driver:
+            version = driver.capabilities["browserVersion"]
+    print(f"{options.layers} layers, 3 operands, {options.steps} steps: {size:.1f} MB, written in "
+          f"{seconds:.1f} s")  # fmt: skip
+    print(f"Chromium {version}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n")
+    print(common.table(["run", "table s", "usable s", "all charts s"], lines(found)))
+    usable = statistics.median(opening.usable for opening in found)
+    print(f"\nusable <= {TARGET:g} s: {'met' if usable <= TARGET else 'missed'}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
