@@ -36,6 +36,15 @@ except ModuleNotFoundError as error:
 __all__ = ["Float8Precision"]
 
 
+def _of_base(name: str) -> Any:
+    """A method of the plugin's base class, which is another in the Trainer than in Fabric.
+
+    The Trainer's methods call its hooks, which Fabric has not. Fabric looks whether they are its
+    own: where they are not, it demands ``fabric.backward(loss)`` in place of ``loss.backward()``.
+    """
+    return property(lambda plugin: getattr(plugin._base, name).__get__(plugin))
+
+
 class Float8Precision(TrainerPrecision):
     """Precision plugin for training in FP8: ``Trainer(plugins=...)`` or ``Fabric(plugins=...)``.
 
@@ -100,11 +109,12 @@ class Float8Precision(TrainerPrecision):
         self.fallback_compute_dtype = fallback
         self.recipe: Any = recipe_of(recipe)
         # An enclosing autocast's recipe would win over those that layers have of their own.
-        self._recipe_of_all = None if recipe is None or not self._is_one() else self.recipe
+        self._recipe_of_all: Any = self.recipe if recipe is not None and self._is_one() else None
         self.replace_layers = replace_layers
         self.report: ConversionReport | None = None
         self._modules: list[weakref.ref[nn.Module]] = []  # set up with this plugin, in that order
-        self._base: type[FabricPrecision] = FabricPrecision  # whose backward and step to use
+        self._is_new = False  # some of them were not trained yet
+        self._base: type[FabricPrecision] = FabricPrecision  # see _of_base
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_modules": []}  # a started process sets up its own
@@ -122,6 +132,7 @@ class Float8Precision(TrainerPrecision):
                 )
         if not known:
             self._modules = [weakref.ref(other) for other in [*self._alive(), module]]
+            self._is_new = True
         return module.to(dtype=self.weights_dtype)
 
     def _replace_layers(self, module: nn.Module) -> None:
@@ -150,6 +161,9 @@ class Float8Precision(TrainerPrecision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Run FP8 layers in FP8 and the rest under ``fallback_compute_dtype``: one region."""
+        if self._is_new and torch.is_grad_enabled():
+            self._is_new = False
+            self.state_dict()  # ranks learn of each other's modules here, else one region later
         fallback: AbstractContextManager[Any] = nullcontext()
         if self._autocasts:
             parameter = next((p for m in self._alive() for p in m.parameters()), torch.empty(0))
@@ -186,11 +200,8 @@ class Float8Precision(TrainerPrecision):
         found = (reference() for reference in self._modules)
         return [module for module in found if module is not None]
 
-    # The Trainer's plugins call hooks of the Trainer, which Fabric has not. Only the Trainer
-    # connects plugins, before its first step.
-
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Part of the Trainer's setup."""
+        """Part of the Trainer's setup, and of no other."""
         self._base = TrainerPrecision
         self._modules = self._modules[-1:]  # it trains one; earlier ones are not in checkpoints
         return super().connect(model, optimizers, lr_schedulers)
@@ -199,21 +210,10 @@ class Float8Precision(TrainerPrecision):
         """Part of the Trainer's end, after which Fabric may use the plugin."""
         self._base = FabricPrecision
 
-    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """As in the base class, Trainer's or Fabric's."""
-        return self._base.pre_backward(self, tensor, module)
-
-    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """As in the base class, Trainer's or Fabric's."""
-        self._base.backward(self, tensor, model, *args, **kwargs)
-
-    def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """As in the base class, Trainer's or Fabric's."""
-        return self._base.post_backward(self, tensor, module)
-
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in the base class, Trainer's or Fabric's."""
-        return self._base.optimizer_step(self, optimizer, *args, **kwargs)
+    pre_backward = _of_base("pre_backward")
+    backward = _of_base("backward")
+    post_backward = _of_base("post_backward")
+    optimizer_step = _of_base("optimizer_step")
 
 
 def _converted(data: Any, dtype: torch.dtype) -> Any:
