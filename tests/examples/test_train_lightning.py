@@ -13,9 +13,8 @@ with warnings.catch_warnings():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_prints_what_was_saved(recipe: str, capsys: pytest.CaptureFixture[str]):
-    assert train_lightning.main(["--steps", "3", "--batch", "1", "--recipe", recipe]) == 0
+def test_prints_what_was_saved(capsys: pytest.CaptureFixture[str]):
+    assert train_lightning.main(["--steps", "3", "--batch", "1", "--recipe", "delayed"]) == 0
     counted, _, bf16, fp8, saved = capsys.readouterr().out.splitlines()[-5:]
     assert counted.startswith("16 of 17 linear layers in FP8")
     losses = [float(line.split()[1]) for line in (bf16, fp8)]

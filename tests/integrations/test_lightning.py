@@ -387,12 +387,43 @@ def test_init_contexts_set_the_dtype_and_put_it_back() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_weights_stored_in_fp8_stay_so() -> None:
-    with float8lab.fp8_model_init():
-        layer = float8lab.Linear(32, 32, device="cpu")
-    plugin(dtype=torch.bfloat16).convert_module(layer)
-    assert isinstance(layer.weight, float8lab.Float8Tensor)
-    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+class Stored(Module):
+    """Weights of one byte, trained with float32 masters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with float8lab.fp8_model_init():
+            self.net = nn.Sequential(
+                float8lab.Linear(13, 37, device="cpu"), float8lab.Linear(37, 3, device="cpu")
+            )
+
+    def configure_optimizers(self) -> Any:
+        return float8lab.optim.MasterWeights(self.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def test_weights_stored_in_fp8_stay_so_and_resume(device: Any, tmp_path: Path) -> None:
+    def fitted(epochs: int, **how: Any) -> Any:
+        torch.manual_seed(epochs)
+        model = Stored()
+        if how:
+            nn.init.zeros_(model.net[0].weight)
+        else:
+            model.load_state_dict(start)
+        runner = trainer(device, epochs, plugin(DELAYED, torch.bfloat16))
+        runner.fit(model, loader(), **how)
+        return model, runner
+
+    start = Stored().state_dict()
+    whole, _ = fitted(2)
+    _, runner = fitted(1)
+    runner.save_checkpoint(tmp_path / "half.ckpt")
+    rest, _ = fitted(2, ckpt_path=tmp_path / "half.ckpt")
+    assert rest.losses == whole.losses[4:]
+    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
+        assert one.dtype == torch.bfloat16
+        assert isinstance(one, float8lab.Float8Tensor) == (one.ndim == 2)
+        for part in ("qdata", "scale") if one.ndim == 2 else ("data",):
+            assert torch.equal(getattr(one, part), getattr(other, part))
 
 
 def test_copies_know_no_model() -> None:
