@@ -10,6 +10,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import warnings
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -22,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
 MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 
+# Pages and modules that need another library, which may be absent, and whose advice is no error.
+NEEDS = {"docs/lightning.md": "lightning", "float8lab/integrations/lightning.py": "lightning"}
+
 BLOCK = re.compile(
     r"(?:^<!-- no-run(?P<why>.*?)-->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S
 )
@@ -32,8 +36,16 @@ def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def _need(path: Path) -> None:
+    """Skip the test where a library is absent; leave its warnings to its own tests."""
+    if (library := NEEDS.get(_name(path))) is not None:
+        warnings.simplefilter("ignore")  # pytest restores the filters after the test
+        pytest.importorskip(library)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _need(page)
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -58,6 +70,7 @@ def test_page_links_lead_to_files(page: Path):
 def test_docstring_examples_run(path: Path):
     if "kernels" in path.relative_to(ROOT).parts:
         pytest.importorskip("triton")
+    _need(path)
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -97,7 +97,7 @@ class _Stored:
         if self.mesh is None:
             return local.scale, local.amax
         shape = how.spec.scale_shape(tuple(self.value.shape))
-        whole = torch.zeros((2, *shape), device=local.device)
+        whole = torch.zeros((2, *shape), dtype=torch.float32, device=local.device)
         for rows, blocks in how.segments(local.shape[0]):
             part: Any = local[rows]  # a Float8Tensor too
             whole[0, blocks] = how.shard_amax(part, how.spec.block)

@@ -13,7 +13,7 @@ from float8lab.nn.graphs import make_graphed_callables
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
-from float8lab.nn.norm import LayerNorm, RMSNorm
+from float8lab.nn.norm import LayerNorm, RMSNorm, convert_norms
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.nn.transformer import TransformerLayer
 
@@ -32,6 +32,7 @@ __all__ = [
     "ScalingState",
     "TransformerLayer",
     "apply_rotary_pos_emb",
+    "convert_norms",
     "convert_to_float8",
     "count_gemms",
     "make_graphed_callables",

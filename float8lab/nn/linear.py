@@ -212,7 +212,10 @@ class Linear(nn.Linear, TensorParallelGroup):
         self._keeps_initial_values = store_in_fp8(self, names)
 
     def reset_parameters(self) -> None:
-        """Initialise the weight by ``init_method`` and the bias to 0."""
+        """Initialise the weight by ``init_method``, and the bias to 0."""
+        if "_names" not in vars(self):  # set by __init__, which a converted layer was not through
+            super().reset_parameters()
+            return
         initialise(self, self._names, self._init_method, keep=self._keeps_initial_values)
 
     def __setattr__(self, name: str, value: Any) -> None:

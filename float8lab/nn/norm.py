@@ -12,7 +12,7 @@ from float8lab.nn.linear import default_device
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 
-__all__ = ["LayerNorm", "RMSNorm", "mark_sequence_parallel", "normalized_size"]
+__all__ = ["LayerNorm", "RMSNorm", "convert_norms", "mark_sequence_parallel", "normalized_size"]
 
 
 def normalized_size(
@@ -165,3 +165,47 @@ class RMSNorm(_Norm, nn.RMSNorm):
     """
 
     _center = False
+
+
+def convert_norms(model: nn.Module) -> dict[str, str | None]:
+    """Make the ``torch.nn.LayerNorm`` and ``RMSNorm`` of a model this library's, in place.
+
+    As ``convert_to_float8`` does: the very objects change their class; parameters are shared.
+
+    Returns:
+        By qualified name, why a norm was left alone; None for one that was not.
+
+    >>> float8lab.nn.convert_norms(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)))
+    {'0': None, '1': "eps None means one by the input's dtype"}
+    """
+    found = {
+        name: norm
+        for name, norm in model.named_modules()
+        if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and not isinstance(norm, _Norm)
+    }
+    obstacles = {name: _obstacle(norm) for name, norm in found.items()}
+    for name, obstacle in obstacles.items():
+        if obstacle is None:
+            _convert(found[name])
+    return obstacles
+
+
+def _obstacle(norm: nn.LayerNorm | nn.RMSNorm) -> str | None:
+    """Why a norm cannot be converted, or None."""
+    if type(norm) not in (nn.LayerNorm, nn.RMSNorm):
+        return f"{type(norm).__name__} is a class of its own"
+    if "forward" in vars(norm):
+        return "forward was replaced on the layer itself"
+    if norm.weight is None:
+        return "it has no weight"
+    if isinstance(norm, nn.LayerNorm) and norm.bias is None:
+        return "it has no bias"
+    if norm.eps is None:
+        return "eps None means one by the input's dtype"
+    return None
+
+
+def _convert(norm: Any) -> None:  # its class changes
+    norm.__class__ = LayerNorm if type(norm) is nn.LayerNorm else RMSNorm
+    norm.zero_centered_gamma = norm.sequence_parallel = False
+    norm._kind = NormKind(center=norm._center, eps=norm.eps, zero_centered=False)

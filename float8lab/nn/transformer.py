@@ -351,5 +351,5 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             kept = 1.0 - self.drop_path_rate
             batch = 1 if self.attn_input_format == "sbhd" else 0
             shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
-            x = x * (torch.rand(shape, device=x.device) < kept) / kept
+            x = x * (torch.rand(shape, dtype=torch.float32, device=x.device) < kept) / kept
         return residual + x

@@ -200,10 +200,12 @@ class DelayedSlots:
         self.seeded = [False] * count
         with _lasting(device):
             tensors = {
-                "history": torch.zeros(recipe.amax_history_len, count, device=device),
-                "amax": torch.full((count,), NO_DATA, device=device),
-                "scale": torch.ones(count, device=device),
-                "previous": torch.ones(count, device=device),
+                "history": torch.zeros(
+                    recipe.amax_history_len, count, dtype=torch.float32, device=device
+                ),
+                "amax": torch.full((count,), NO_DATA, dtype=torch.float32, device=device),
+                "scale": torch.ones(count, dtype=torch.float32, device=device),
+                "previous": torch.ones(count, dtype=torch.float32, device=device),
                 "seeded": torch.zeros(count, dtype=torch.bool, device=device),
                 "steps": torch.zeros(count, dtype=torch.int32, device=device),
                 "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),

@@ -76,7 +76,9 @@ class AmaxChannel:
         # Modules that were deleted leave nothing to reduce, but their place.
         plan = self._plan_now()
         device = plan[0][0].amax.device if plan else _default_device(group)
-        wire = torch.full((1 + sum(self._wire.values()),), NO_DATA, device=device)
+        wire = torch.full(
+            (1 + sum(self._wire.values()),), NO_DATA, dtype=torch.float32, device=device
+        )
         wire[:1].fill_(len(self.waiting()))
         for pack, there, here in plan:
             wire[there] = pack.amax[here].to(device)
@@ -130,7 +132,7 @@ class AmaxChannel:
             self._news = news.clone()
         elif not torch.cuda.is_current_stream_capturing():
             if self._news is None:
-                self._news = torch.zeros(1, pin_memory=True)
+                self._news = torch.zeros(1, dtype=torch.float32, pin_memory=True)
                 self._news_arrived = torch.cuda.Event()
             self._news.copy_(news, non_blocking=True)
             self._news_arrived.record()

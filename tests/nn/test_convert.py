@@ -541,3 +541,17 @@ blocks.1.attn2       3               0
 lm_head              0               3
 total               12               3""",
         )
+
+
+def test_converted_layers_reset_their_parameters_as_torch_does():
+    """As frameworks do where a model was built on the meta device."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8, bias=False)).to("meta")
+    float8lab.convert_to_float8(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for layer in model:
+        layer.reset_parameters()
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8, bias=False))
+    for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got, want)

@@ -160,3 +160,38 @@ def test_wrong_arguments_are_refused(norm: Any) -> None:
         norm(8, params_dtype=torch.float32, dtype=torch.float16, device="cpu")
     with pytest.raises(ValueError, match=r"inp must have \(8,\) as its last dimensions"):
         norm(8, device="cpu")(torch.ones(2, 7))
+
+
+def test_convert_norms_changes_what_it_can_in_place(device: Any) -> None:
+    class Own(nn.LayerNorm):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "layer": nn.LayerNorm((3, 5)),
+            "rms": nn.RMSNorm(5, eps=1e-3),
+            "eps": nn.RMSNorm(5),
+            "bias": nn.LayerNorm(5, bias=False),
+            "weight": nn.LayerNorm(5, elementwise_affine=False),
+            "own": Own(5),
+            "ours": float8lab.LayerNorm(5),
+        }
+    ).to(device)
+    plain = copy.deepcopy(model)
+    assert float8lab.nn.convert_norms(model) == {
+        "layer": None,
+        "rms": None,
+        "eps": "eps None means one by the input's dtype",
+        "bias": "it has no bias",
+        "weight": "it has no weight",
+        "own": "Own is a class of its own",
+    }
+    assert [type(model[name]) for name in ("layer", "rms")] == list(NORMS.values())
+    assert all(type(model[name]) is type(plain[name]) for name in list(plain)[2:])
+    model.load_state_dict(plain.state_dict())
+    for name in ("layer", "rms"):
+        x, dy = torch.randn(2, 2, 3, 5, device=device)
+        for got, want in zip(run(model[name], x, dy), run(plain[name], x, dy), strict=True):
+            assert (got - want).norm() <= 1e-6 * want.norm()
+        assert copy.deepcopy(model[name])(x).shape == x.shape
+    assert float8lab.nn.convert_norms(model).keys() == {"eps", "bias", "weight", "own"}

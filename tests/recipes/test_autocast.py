@@ -529,3 +529,36 @@ def test_a_region_takes_in_what_a_cuda_graph_replayed_inside_it():
     with float8lab.autocast(recipe=recipe):  # no new amaxes: nothing to take in
         layer(torch.randn(4, 16))
     assert state["steps"].tolist() == [2, 2, 0]
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["current", "delayed"])
+@pytest.mark.parametrize("make", ["linear", "mlp", "transformer"])
+def test_the_default_dtype_changes_no_number(make, delayed):
+    """Frameworks that train in bfloat16 set it as the default while a model runs."""
+    recipe = recipes.DelayedScaling(fp8_dpa=True) if delayed else recipes.Float8CurrentScaling()
+
+    def run(default):
+        torch.manual_seed(0)
+        kwargs = {"device": "cpu", "params_dtype": torch.bfloat16}
+        module = {
+            "linear": lambda: float8lab.Linear(32, 24, **kwargs),
+            "mlp": lambda: float8lab.LayerNormMLP(32, 64, **kwargs),
+            "transformer": lambda: float8lab.TransformerLayer(
+                32, 64, 4, attn_input_format="bshd", drop_path_rate=0.1, **kwargs
+            ),
+        }[make]()
+        x = torch.randn(2, 12, 32, dtype=torch.bfloat16, requires_grad=True)
+        outputs = []
+        torch.set_default_dtype(default)
+        for _ in range(3):
+            with float8lab.autocast(recipe=recipe):
+                y = module(x)
+            y.sum().backward()
+            outputs.append(y)
+        return [*outputs, x.grad, *(p.grad for p in module.parameters())]
+
+    try:
+        pairs = zip(run(torch.float32), run(torch.bfloat16), strict=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in pairs)

@@ -71,7 +71,7 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
     keep = None
     if problem.dropout:
         shape = (q.shape[0], q.shape[1], Sq, Sk)
-        keep = torch.rand(shape, device=q.device) >= problem.dropout
+        keep = torch.rand(shape, dtype=torch.float32, device=q.device) >= problem.dropout
     settings = (causal, problem.scale, problem.dropout)
     out: Tensor = _Attention.apply(q, k, v, bias, (allowed, keep), settings, call)
     return zero_blind(out, blind)

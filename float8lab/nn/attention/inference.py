@@ -39,7 +39,7 @@ class _Store:
         self.data = torch.zeros(shape, dtype=self.dtype, device=like.device)
         self.scale: Tensor | None = None
         if self.dtype in FP8_DTYPES:
-            self.scale = torch.ones(*shape[:3], 1, device=like.device)
+            self.scale = torch.ones(*shape[:3], 1, dtype=torch.float32, device=like.device)
 
     def write(self, index: tuple[Tensor | slice, ...], x: Tensor) -> None:
         """Put head vectors ``[..., D]`` where ``index``, into ``[B, G, S]``, says."""

@@ -170,7 +170,7 @@ def fp8_attention_backward(
     dp = gradient @ _repeat(v, H).transpose(2, 3) * v_scale.view(1)
     kept = p
     if keep is not None:
-        factor = keep / (1.0 - dropout)
+        factor = keep.float() / (1.0 - dropout)
         kept, dp = p * factor, dp * factor
     dv = _sum_groups(kept.transpose(2, 3) @ gradient, G)
     ds = p * (dp - (out.float() * gradient).sum(-1, keepdim=True))

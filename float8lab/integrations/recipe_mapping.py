@@ -1,0 +1,59 @@
+"""Recipes as configuration files say them: mappings of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from float8lab import recipes
+
+__all__ = ["recipe_of"]
+
+
+def recipe_of(
+    recipe: Mapping[str, Any] | recipes.Recipe | recipes.Auto | str | None,
+) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
+    """What ``convert_to_float8`` takes as a recipe, of what a framework's plugin takes.
+
+    Args:
+        recipe: taken as it is, or a mapping with fields of ``DelayedScaling``, or of the recipe
+            whose name is under ``"name"``; ``"fp8_format"`` may be a name, and a tuple a list. None
+            is ``DelayedScaling()``.
+
+    Raises:
+        TypeError: none of these, or a field that the recipe has not.
+        ValueError: no such name, or a value that the recipe refuses.
+
+    >>> recipe_of({"fp8_format": "E4M3", "amax_history_len": 16})
+    DelayedScaling(fp8_format=Format.E4M3, amax_history_len=16)
+    >>> recipe_of({"name": "Float8BlockScaling", "override_linear_precision": [False, False, True]})
+    Float8BlockScaling(override_linear_precision=(False, False, True))
+    """
+    if recipe is None:
+        return recipes.DelayedScaling()
+    if isinstance(recipe, (recipes.Recipe, recipes.Auto)):
+        return recipe
+    if isinstance(recipe, str) and recipe == "auto":
+        return "auto"
+    if not isinstance(recipe, Mapping):
+        raise TypeError(
+            f'recipe must be one of float8lab.recipes, "auto", a mapping or None; got {recipe!r}. '
+            "For example {'name': 'Float8CurrentScaling'}."
+        )
+    fields: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in recipe.items()
+    }
+    kinds = {kind.__name__: kind for kind in recipes.Recipe.__subclasses__()}
+    kind = _named("name", fields.pop("name", "DelayedScaling"), kinds)
+    if isinstance(fields.get("fp8_format"), str):
+        formats = recipes.Format.__members__
+        fields["fp8_format"] = _named("fp8_format", fields["fp8_format"], formats)
+    return kind(**fields)
+
+
+def _named(key: str, name: Any, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ValueError(
+            f"recipe[{key!r}] must be one of {', '.join(known)}; got {name!r}. Correct the name."
+        )
+    return known[name]

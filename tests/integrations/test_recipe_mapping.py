@@ -1,0 +1,38 @@
+"""Recipes said by plain values."""
+
+from __future__ import annotations
+
+import pytest
+
+from float8lab import recipes
+from float8lab.integrations.recipe_mapping import recipe_of
+
+
+def test_recipes_pass_through():
+    for recipe in (recipes.MXFP8BlockScaling(), recipes.Auto(), "auto"):
+        assert recipe_of(recipe) is recipe
+    assert recipe_of(None) == recipe_of({}) == recipes.DelayedScaling()
+
+
+@pytest.mark.parametrize("kind", recipes.Recipe.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_every_recipe_can_be_named(kind):
+    said = {"name": kind.__name__, "fp8_format": "E4M3", "fast_accum": [False, True, False]}
+    meant = kind(fp8_format=recipes.Format.E4M3, fast_accum=(False, True, False))
+    assert recipe_of(said) == meant
+    assert said["fast_accum"] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        ({"name": "Float9"}, ValueError, r"recipe\['name'\] must be one of .*got 'Float9'"),
+        ({"fp8_format": "E3M4"}, ValueError, r"recipe\['fp8_format'\] must be one of E4M3"),
+        ({"margins": 1}, TypeError, "margins"),
+        ({"margin": 0.5}, ValueError, "margin must be an integer"),
+        ("Float8BlockScaling", TypeError, "recipe must be one of .*got 'Float8BlockScaling'"),
+    ],
+    ids=["name", "format", "field", "value", "string"],
+)
+def test_what_it_is_not(said, error, words):
+    with pytest.raises(error, match=words):
+        recipe_of(said)
