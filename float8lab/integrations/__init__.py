@@ -1,5 +1,6 @@
 """Other libraries and their checkpoint formats; none of them is imported before it is used."""
 
+from float8lab.integrations.checkpoint import ExportReport, LoadReport, export, load_fp8
 from float8lab.integrations.hf_weights import (
     from_transformer_layers,
     to_transformer_layers,
@@ -8,7 +9,11 @@ from float8lab.integrations.hf_weights import (
 from float8lab.integrations.onnx import onnx_export
 
 __all__ = [
+    "ExportReport",
+    "LoadReport",
+    "export",
     "from_transformer_layers",
+    "load_fp8",
     "onnx_export",
     "to_transformer_layers",
     "transformer_layers",
