@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from float8lab.inspect.checkpoint.safetensors_source import DTYPES, SPECS_KEY
+from float8lab.inspect.statistics import is_sharded
 from float8lab.integrations.checkpoint.formats import FORMATS, Format
 from float8lab.integrations.checkpoint.weights import Weight, find_weights, products
 from float8lab.integrations.checkpoint.writing import (
@@ -170,7 +170,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or id(value) in seen:
             continue
-        if isinstance(value, DTensor):
+        if is_sharded(value):
             raise ValueError(
                 f"model must not be sharded; {name} is a DTensor. Gather the model first, for "
                 "example by a full state dict."

@@ -69,9 +69,10 @@ class Format:
         ]
 
         def make() -> list[Tensor]:
+            made = weight.make(amax=self.name == "float8lab")
             return [
                 tensor
-                for shape, stored in zip(weight.shapes, weight.make(), strict=True)
+                for shape, stored in zip(weight.shapes, made, strict=True)
                 for tensor in self._tensors(shape, stored, weight)
             ]
 
@@ -99,6 +100,7 @@ class Format:
     def _tensors(self, shape: tuple[int, ...], stored: Stored, weight: Weight) -> list[Tensor]:
         codes, scale, amax = stored
         if self.name == "float8lab":
+            assert amax is not None, "asked for"
             return [codes, scale, amax]
         if self.name == "block-fp8":
             return [codes, scale.expand(scale_shape(shape, _BLOCK))]

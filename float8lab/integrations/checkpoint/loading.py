@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.inspect.checkpoint.layout import Item, recognize
 from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
 from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.source import CheckpointError, Source, boxes
+from float8lab.inspect.statistics import is_sharded
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.integrations.checkpoint.writing import leftovers
 from float8lab.nn.convert import convert_to_float8
@@ -289,7 +289,7 @@ def _input_scale(item: Item, damage: list[str]) -> float:
 def _problem(item: Item, target: Tensor) -> str | None:
     """Why a tensor cannot be loaded into another."""
     entry = item.entry
-    if isinstance(target, DTensor):
+    if is_sharded(target):
         return f"{item.name} is sharded in the model (load before sharding)"
     if entry.shape != tuple(target.shape):
         return f"{item.name} is {list(entry.shape)} there and {list(target.shape)} in the model"

@@ -33,7 +33,8 @@ class Stored(NamedTuple):
     codes: Tensor
     scale: Tensor
     """float32, one for each block."""
-    amax: Tensor
+    amax: Tensor | None = None
+    """Only where it was asked for."""
 
 
 class Product(NamedTuple):
@@ -59,7 +60,8 @@ class Weight:
     activations: Float8Spec | None
     """How the recipe casts the input; None if it is not known."""
     make: Callable[..., list[Stored]]
-    """``make()``, or ``make(scale)`` with a scale per tensor that is not its own."""
+    """``make(scale, amax=...)``: a scale per tensor that is not its own, or None; whether amaxes are
+    wanted, which take a pass of their own."""
     input_scale: Tensor | None = None
     """Of a calibrated recipe, ``[1]``."""
     stored: bool = False
@@ -162,7 +164,7 @@ def _as_stored(product: Product, index: int) -> Weight:
             f"{weight.dtype}. Exclude it."
         )
 
-    def make() -> list[Stored]:
+    def make(given: None = None, *, amax: bool = False) -> list[Stored]:
         own: Any = weight.detach()
         return [Stored(own.qdata, own.scale, own.amax)]
 
@@ -183,7 +185,7 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
     precision = product.precision or Precision(recipe)
     scale = _input_scale(precision, recipe)
 
-    def make(given: Tensor | None = None) -> list[Stored]:
+    def make(given: Tensor | None = None, *, amax: bool = False) -> list[Stored]:
         weights = [getattr(module, name).detach() for name in product.parameters]
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
         if given is None:
@@ -191,7 +193,8 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
         else:
             scales = given.to(whole.device).reshape(1, 1)
             codes = cast_unrecorded_op(whole, scales, plan.w.fp8_dtype, plan.w.block, 1)
-        return _split(Stored(codes, scales, block_amax(whole, plan.w.block)), shapes, plan.w)
+        amaxes = block_amax(whole, plan.w.block) if amax else None
+        return _split(Stored(codes, scales, amaxes), shapes, plan.w)
 
     names = tuple(_path(product.name, name) for name in product.parameters)
     found = Weight(names, shapes, product.name, plan.w, plan.x, make, scale)
@@ -242,7 +245,8 @@ def _split(whole: Stored, shapes: Sequence[tuple[int, ...]], spec: Float8Spec) -
     if spec.block[0] == -1:
         return [Stored(part, whole.scale, whole.amax) for part in codes]
     counts = [spec.scale_shape(shape)[0] for shape in shapes]
-    scales, amaxes = whole.scale.split(counts), whole.amax.split(counts)
+    scales = whole.scale.split(counts)
+    amaxes = [None] * len(counts) if whole.amax is None else whole.amax.split(counts)
     return [Stored(*parts) for parts in zip(codes, scales, amaxes, strict=True)]
 
 
@@ -280,8 +284,10 @@ def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[W
     return result
 
 
-def _with_scale(weight: Weight, scale: Callable[[], Tensor]) -> list[Stored]:
-    return weight.make(scale())
+def _with_scale(
+    weight: Weight, scale: Callable[[], Tensor], given: None = None, *, amax: bool = False
+) -> list[Stored]:
+    return weight.make(scale(), amax=amax)
 
 
 def _largest_scale(makers: Sequence[Callable[..., list[Stored]]]) -> Tensor:

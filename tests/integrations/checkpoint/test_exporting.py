@@ -121,19 +121,19 @@ def mlp(dtype=torch.float32):
 
 @pytest.mark.parametrize(("format", "recipe"), CASES, ids=str)
 @pytest.mark.parametrize("converted", [True, False])
-def test_bytes_are_those_of_a_forward(tmp_path, format, recipe, converted):
+def test_bytes_are_those_of_a_forward(tmp_path, device, format, recipe, converted):
     if converted:
-        model = mlp()
+        model = mlp().to(device)
         float8lab.convert_to_float8(model, recipe)
         within = None
     else:
         model = nn.Sequential(
-            float8lab.Linear(256, 200, device="cpu"),
+            float8lab.Linear(256, 200, device=device),
             nn.GELU(),
-            float8lab.Linear(200, 280, device="cpu"),
+            float8lab.Linear(200, 280, device=device),
         )
         within = recipe
-    x = torch.randn(32, 256)
+    x = torch.randn(32, 256, device=device)
     train(model, x, within)
     with torch.no_grad():
         model[2].weight.mul_(8)  # delayed scales do not know it yet
@@ -142,6 +142,7 @@ def test_bytes_are_those_of_a_forward(tmp_path, format, recipe, converted):
     seen = weights_of_a_forward(model, x, within)
     assert len(seen) == 2
     for index, (codes, scale, spec) in zip((0, 2), seen, strict=True):
+        codes, scale = codes.cpu(), scale.cpu()
         shape = tuple(codes.shape)
         got, scales = codes_and_scales(state, f"{index}.weight", format, spec, shape)
         assert same_bytes(got, codes)
@@ -149,7 +150,9 @@ def test_bytes_are_those_of_a_forward(tmp_path, format, recipe, converted):
         scale = scale.view(1, 1) if scale.numel() == 1 else scale[: blocks[0], : blocks[1]]
         assert torch.equal(scales, expand(scale, spec, shape))
     # Under a delayed recipe not the scale that the weight itself would give.
-    own = float8lab.quantize(model[2].weight.detach(), block=spec.block, scale_rule=spec.scale_rule)
+    own = float8lab.quantize(
+        model[2].weight.detach().cpu(), block=spec.block, scale_rule=spec.scale_rule
+    )
     assert recipe.linear.delayed != torch.equal(scales, expand(own.scale, spec, own.shape))
 
 

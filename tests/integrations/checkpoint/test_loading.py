@@ -74,16 +74,17 @@ CASES = [
 
 @pytest.mark.parametrize(("format", "recipe"), CASES, ids=str)
 @pytest.mark.parametrize("kind", ["plain", "converted", "meta"])
-def test_a_loaded_model_computes_what_the_trained_one_does(tmp_path, format, recipe, kind):
-    model = mlp(torch.bfloat16)
+def test_a_loaded_model_computes_what_the_trained_one_does(tmp_path, device, format, recipe, kind):
+    model = mlp(torch.bfloat16).to(device)
     float8lab.convert_to_float8(model, recipe)
     export(model, tmp_path / "out", format)
-    with torch.device("meta" if kind == "meta" else "cpu"):
+    with torch.device("meta" if kind == "meta" else device):
         other = mlp(torch.bfloat16)
     if kind == "converted":
         float8lab.convert_to_float8(other, recipe)
-    load_fp8(tmp_path / "out", other)
-    x = torch.randn(24, 256, dtype=torch.bfloat16, requires_grad=True)
+    with device:  # where what was on the meta device goes
+        load_fp8(tmp_path / "out", other)
+    x = torch.randn(24, 256, dtype=torch.bfloat16, device=device, requires_grad=True)
     x2 = x.detach().clone().requires_grad_()
     with float8lab.count_gemms() as expected:
         y = model(x)
