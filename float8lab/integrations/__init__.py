@@ -1,19 +1,24 @@
 """Other libraries and their checkpoint formats; none of them is imported before it is used."""
 
-from float8lab.integrations.checkpoint import (
-    ExportReport,
-    LoadReport,
-    ScalingReport,
-    export,
-    load_fp8,
-    load_te_scaling,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from float8lab.integrations.hf_weights import (
     from_transformer_layers,
     to_transformer_layers,
     transformer_layers,
 )
 from float8lab.integrations.onnx import onnx_export
+
+if TYPE_CHECKING:
+    from float8lab.integrations.checkpoint import (
+        ExportReport,
+        LoadReport,
+        ScalingReport,
+        export,
+        load_fp8,
+        load_te_scaling,
+    )
 
 __all__ = [
     "ExportReport",
@@ -27,3 +32,25 @@ __all__ = [
     "to_transformer_layers",
     "transformer_layers",
 ]
+
+_CHECKPOINT = (
+    "ExportReport",
+    "LoadReport",
+    "ScalingReport",
+    "export",
+    "load_fp8",
+    "load_te_scaling",
+)
+"""Names of ``checkpoint``, which few programs use: the first use of one loads it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CHECKPOINT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module("float8lab.integrations.checkpoint")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_CHECKPOINT})

@@ -60,8 +60,8 @@ class Weight:
     activations: Float8Spec | None
     """How the recipe casts the input; None if it is not known."""
     make: Callable[..., list[Stored]]
-    """``make(scale, amax=...)``: a scale per tensor that is not its own, or None; whether amaxes are
-    wanted, which take a pass of their own."""
+    """``make(scale, amax=...)``: a scale per tensor that is not its own, or None; whether
+    amaxes, which take a pass of their own, are wanted."""
     input_scale: Tensor | None = None
     """Of a calibrated recipe, ``[1]``."""
     stored: bool = False
