@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import CheckpointError
+from float8lab.inspect.checkpoint import safetensors_source
+from float8lab.inspect.checkpoint.source import BOX
 from float8lab.integrations import export, load_fp8
 from float8lab.tensor import Float8Tensor
 
@@ -361,3 +366,35 @@ def test_what_models_compute_is_passed_over():
 def test_a_path_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="must exist; it does not"):
         load_fp8(tmp_path / "none", nn.Linear(8, 8))
+
+
+def test_large_weights_are_read_in_pieces(tmp_path, monkeypatch):
+    model = nn.Linear(2048, 1536)
+    export(model, tmp_path / "out")
+    sizes = []
+
+    def read(*arguments):
+        value = original(*arguments)
+        sizes.append(value.numel())
+        return value
+
+    original = safetensors_source._read
+    monkeypatch.setattr(safetensors_source, "_read", read)
+    for dequantize in (False, True):
+        load_fp8(tmp_path / "out", nn.Linear(2048, 1536), dequantize=dequantize)
+    assert max(sizes) <= BOX
+    assert sum(sizes) > 2 * 2048 * 1536
+
+
+def test_sharded_models_are_refused(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(128, 128)
+        export(model, tmp_path / "out")
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="must not be sharded; weight is a DTensor"):
+            export(model, tmp_path / "again")
+        with pytest.raises(ValueError, match="weight is sharded in the model"):
+            load_fp8(tmp_path / "out", model)
+    finally:
+        dist.destroy_process_group()
