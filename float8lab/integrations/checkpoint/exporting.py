@@ -39,7 +39,7 @@ class ExportReport:
     fp8: Mapping[str, str]
     """How each parameter in FP8 is stored."""
     high_precision: tuple[str, ...]
-    """Linear layers that are not in FP8."""
+    """Linear layers, and modules with weights of more dimensions, that are not in FP8."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -141,6 +141,12 @@ def export(
         product.name
         for product in products(model)
         if not any(_path(product.name, name) in in_fp8 for name in product.parameters)
+    ]
+    # Experts whose weights are one tensor: readers that know them would look for scales.
+    others += [
+        name
+        for name, module in model.named_modules()
+        if any(p is not None and p.ndim > 2 for p in module._parameters.values())
     ]
     groups = _groups(state, weights, found)
     config = {

@@ -114,7 +114,7 @@ class Format:
 
         Args:
             weights: in FP8.
-            others: names of linear layers that are not.
+            others: names of modules that are not.
         """
         if self.name == "float8lab":
             return {"quant_method": "float8lab", "format_version": 1, "metadata": SPECS_KEY}

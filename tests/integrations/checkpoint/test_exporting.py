@@ -209,6 +209,21 @@ def test_only_layers_that_run_in_fp8_are_written_in_fp8(tmp_path):
     assert config["modules_to_not_convert"] == ["1", "2", "3"]
 
 
+def test_stacked_experts_are_named_in_the_config(tmp_path):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(16, 4)
+            self.experts = nn.Module()
+            self.experts.up = nn.Parameter(torch.randn(4, 32, 16))
+
+    report = export(Experts(), tmp_path / "out")
+    assert report.high_precision == ("experts",)
+    assert read(tmp_path / "out")["experts.up"].dtype == torch.float32
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["experts"]
+
+
 def test_a_weight_that_an_embedding_shares_stays(tmp_path):
     class Tied(nn.Module):
         def __init__(self):

@@ -233,6 +233,35 @@ def test_compressed_tensors_files_load_here(tmp_path, scheme):
         assert scale[0] == torch.tensor(0.01)
 
 
+def test_a_deepseek_model(tmp_path):
+    config = transformers.DeepseekV3Config(
+        hidden_size=256, intermediate_size=384, moe_intermediate_size=128, num_hidden_layers=2,
+        first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1, vocab_size=64,
+        q_lora_rank=128, kv_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, base, plain = (transformers.DeepseekV3ForCausalLM(config).eval() for _ in range(3))
+    report = export(model, tmp_path / "out", "block-fp8")
+    content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    # Its experts are one tensor each in transformers; on a GPU it would look for their scales.
+    assert content["modules_to_not_convert"] == ["lm_head", "model.layers.1.mlp.experts"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    )
+    assert_same(theirs.state_dict(), dequantized(tmp_path / "out", plain))
+    loaded = load_fp8(tmp_path / "out", base)
+    assert loaded.fp8.keys() == report.fp8.keys()
+    assert len(loaded.fp8) == 16
+    # A frozen base: gradients reach what is before it, and no weight of it.
+    embedded = torch.randn(1, 32, 256, requires_grad=True)
+    base(inputs_embeds=embedded).logits.square().mean().backward()
+    assert embedded.grad.isfinite().all()
+    assert embedded.grad.any()
+    assert all(base.get_parameter(name).grad is None for name in loaded.fp8)
+
+
 def test_share_scales_as_readers_fuse(tmp_path):
     model, _ = trained(recipes.Float8CurrentScaling())
     export(model, tmp_path / "out", "compressed-tensors", share_scales=TIES)
