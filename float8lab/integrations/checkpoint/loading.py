@@ -227,7 +227,10 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
         name = item.name
         damage += _damage(item)
         if name.endswith("input_scale"):
-            plan.input_scales[name.removesuffix("input_scale")] = _input_scale(item, damage)
+            stem = name.removesuffix("input_scale")
+            plan.input_scales[stem] = _input_scale(item, damage)
+            if f"{stem}weight" not in targets.state:
+                plan.unexpected.append(name)
             continue
         if item.is_scale or name not in targets.state:
             if not name.endswith(_COMPUTED):
@@ -380,11 +383,16 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
         meant = {name for name, found in chosen.items() if found == recipe}
         notes += _convert(model, recipe, meant)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    used: set[str] = set()
     for product in products(model):
         if product.precision is not None:
             product.precision.prepare(device)
             names = [f"{product.name}.{p}" if product.name else p for p in product.parameters]
-            _set_input_scale(product.precision, names, by_name, plan.input_scales)
+            if _set_input_scale(product.precision, names, by_name, plan.input_scales):
+                used |= {_stem(name) for name in names}
+    unused = [f"{stem}input_scale" for stem in plan.input_scales if stem not in used]
+    if unused:
+        notes.append(f"{_some(unused)}: not used, for the recipe scales activations itself")
     if kept:
         notes.append(f"{_some(kept)}: the recipe they have casts these weights again")
     return notes
@@ -412,16 +420,20 @@ def _set_input_scale(
     names: Sequence[str],
     items: Mapping[str, Item],
     scales: Mapping[str, float],
-) -> None:
-    """Let a delayed recipe start from the scales of the checkpoint."""
+) -> bool:
+    """Let a delayed recipe start from the scales of the checkpoint; whether it is one."""
     found = [scales[_stem(name)] for name in names if name in items and _stem(name) in scales]
     if not found or not isinstance(precision.recipe, DelayedScaling):
-        return
-    weight = max(float(read_scale(items[n], items[n].entry.whole)) for n in names if n in items)
+        return False
+    # What covers the weight, should it be cast again.
+    read = [read_scale(items[n], items[n].entry.whole) for n in names if n in items]
+    weight = max(float(scale.max()) for scale in read)
     for (recipe, _), slots in precision.slots.items():
         if recipe == precision.recipe:
             state = {name: value.clone() for name, value in slots.tensors().items()}
             for slot, scale in ((X, max(found)), (W, weight)):
-                state["scale"][slot] = scale
-                state["seeded"][slot] = True
+                if scale > 0:
+                    state["scale"][slot] = scale
+                    state["seeded"][slot] = True
             slots.load({name: state[name] for name in ("scale", "seeded")})
+    return True

@@ -211,6 +211,22 @@ def test_static_scales_of_activations_are_used_and_kept(tmp_path):
         assert torch.equal(model(x * factor), other(x * factor))
 
 
+def test_static_scales_without_a_delayed_recipe_are_said():
+    q = float8lab.quantize(torch.randn(32, 64), block=(1, -1))
+    state = {"weight": q.qdata, "weight_scale": q.scale, "input_scale": torch.tensor([0.5])}
+    report = load_fp8(state, nn.Linear(64, 32, bias=False))
+    assert "input_scale: not used" in str(report)
+    layer = nn.Linear(64, 32, bias=False)  # one that casts these weights again, per tensor
+    float8lab.convert_to_float8(layer, recipes.DelayedScaling())
+    report = load_fp8(state, layer)
+    assert "not used" not in str(report)
+    assert "casts these weights again" in str(report)
+    (tensors,) = (slots.tensors() for slots in layer._fp8.slots.values())
+    assert torch.equal(tensors["scale"][:2], torch.stack([torch.tensor(0.5), q.scale.max()]))
+    with pytest.raises(ValueError, match=r"other\.input_scale is not in the model"):
+        load_fp8({**state, "other.input_scale": torch.tensor([0.5])}, layer)
+
+
 def test_tied_names_are_one_parameter(tmp_path):
     def build():
         model = nn.ModuleDict({"a": nn.Linear(128, 128), "b": nn.Linear(128, 128)})
