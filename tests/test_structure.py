@@ -71,6 +71,7 @@ OPTIONAL = (
     "transformers",
     "accelerate",
     "peft",
+    "compressed_tensors",
     "safetensors",
     "onnx",
     "onnxscript",

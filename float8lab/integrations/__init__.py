@@ -1,7 +1,7 @@
 """Other libraries and their checkpoint formats; none of them is imported before it is used."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from float8lab.integrations.hf_weights import (
     from_transformer_layers,
@@ -10,8 +10,24 @@ from float8lab.integrations.hf_weights import (
 )
 from float8lab.integrations.onnx import onnx_export
 
+if TYPE_CHECKING:
+    from float8lab.integrations.checkpoint import (
+        ExportReport,
+        LoadReport,
+        ScalingReport,
+        export,
+        load_fp8,
+        load_te_scaling,
+    )
+
 __all__ = [
+    "ExportReport",
+    "LoadReport",
+    "ScalingReport",
+    "export",
     "from_transformer_layers",
+    "load_fp8",
+    "load_te_scaling",
     "onnx_export",
     "to_transformer_layers",
     "transformer_layers",
@@ -20,12 +36,26 @@ __all__ = [
 _ADAPTERS = ("lightning",)
 """Modules that import another library at their top, loaded on their first use."""
 
+_CHECKPOINT = (
+    "ExportReport",
+    "LoadReport",
+    "ScalingReport",
+    "export",
+    "load_fp8",
+    "load_te_scaling",
+)
+"""Names of ``checkpoint``, which few programs use: the first use of one loads it."""
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _ADAPTERS:
+    if name in _ADAPTERS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _CHECKPOINT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module("float8lab.integrations.checkpoint")
+    value = globals()[name] = getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ADAPTERS})
+    return sorted({*globals(), *_ADAPTERS, *_CHECKPOINT})

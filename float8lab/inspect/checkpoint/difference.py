@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,8 +143,8 @@ class CheckpointDiff:
 
 
 def diff(
-    a: str | Path,
-    b: str | Path,
+    a: str | Path | Mapping[str, Any],
+    b: str | Path | Mapping[str, Any],
     *,
     layer: str | Sequence[str] = (),
     progress: Progress | None = None,
@@ -156,7 +156,7 @@ def diff(
     common, a prefix that one of them puts before its names is left out.
 
     Args:
-        a: as the path of ``checkpoint``.
+        a: as the path of ``checkpoint``, or a state dict.
         b: the same.
         layer: as of ``checkpoint``.
         progress: as of ``checkpoint``.
@@ -179,7 +179,8 @@ def diff(
     order = [name for name in dict.fromkeys([*left, *right]) if not globs or named(name, globs)]
     if not order:
         raise CheckpointError(
-            f"layer must match a tensor of {a} or {b}; {' and '.join(globs)} matches none."
+            f"layer must match a tensor of {first.path} or {second.path}; "
+            f"{' and '.join(globs)} matches none."
         )
     both = [name for name in order if name in left and name in right]
     total, done = sum(left[n].nbytes + right[n].nbytes for n in both), 0

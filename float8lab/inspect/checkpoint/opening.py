@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from float8lab.inspect.checkpoint.dcp_source import open_dcp
 from float8lab.inspect.checkpoint.safetensors_source import open_safetensors
 from float8lab.inspect.checkpoint.source import CheckpointError, Source
-from float8lab.inspect.checkpoint.torch_source import open_torch_save
+from float8lab.inspect.checkpoint.torch_source import open_state_dict, open_torch_save
 
 __all__ = ["open_checkpoint"]
 
@@ -24,17 +26,19 @@ _OTHERS = {
 _LARGEST_HEADER = 100_000_000  # of a safetensors file, as the library has it
 
 
-def open_checkpoint(path: str | Path) -> Source:
+def open_checkpoint(path: str | Path | Mapping[str, Any]) -> Source:
     """The tensors of a checkpoint; nothing but names, shapes and places is read.
 
     Args:
-        path: a file, an index (``*.safetensors.index.json``), or a directory.
+        path: a file, an index (``*.safetensors.index.json``), a directory, or a state dict.
 
     Raises:
         CheckpointError: it is none of the kinds that are read, or damaged.
         OSError: it does not exist, or may not be read.
         ModuleNotFoundError: it needs safetensors, which is not installed.
     """
+    if isinstance(path, Mapping):
+        return open_state_dict(path)
     path = Path(path)
     path.stat()  # raises what is wrong with the path itself
     return _directory(path) if path.is_dir() else _file(path)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from float8lab.formats import Float8Spec
 from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
 
-__all__ = ["open_safetensors"]
+__all__ = ["DTYPES", "SPECS_KEY", "open_safetensors"]
 
-_DTYPES = {
+SPECS_KEY = "float8lab"
+"""Of a file's metadata: JSON, the format, block and scale rule of each weight ``X.qdata``."""
+
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -136,6 +141,7 @@ def _entries(file: Path) -> list[Entry]:
     try:
         handle = safe_open(file, "pt")
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 no mapping
+        specs = _specs(file, handle.metadata() or {})
     except SafetensorError as error:
         raise CheckpointError(
             f"{file} must be a whole safetensors file; it is not: {error}. Download or write it "
@@ -144,7 +150,7 @@ def _entries(file: Path) -> list[Entry]:
     result = []
     for name, part in slices.items():
         kind, shape = part.get_dtype(), tuple(part.get_shape())
-        dtype = _DTYPES.get(kind)
+        dtype = DTYPES.get(kind)
         result.append(
             Entry(
                 name=name,
@@ -154,9 +160,26 @@ def _entries(file: Path) -> list[Entry]:
                 nbytes=math.prod(shape) * (1 if dtype is None else dtype.itemsize),
                 file=file.name,
                 read=functools.partial(_read, handle, name, shape),
+                spec=specs.get(name.removesuffix(".qdata")),
             )
         )
     return result
+
+
+def _specs(file: Path, metadata: Mapping[str, str]) -> dict[str, Float8Spec]:
+    """How the weights of a file by ``float8lab.integrations.export`` are stored in FP8."""
+    if SPECS_KEY not in metadata:
+        return {}
+    try:
+        return {
+            name: Float8Spec(getattr(torch, dtype), tuple(block), rule)
+            for name, (dtype, block, rule) in json.loads(metadata[SPECS_KEY]).items()
+        }
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} must say how its weights are stored; its metadata is damaged: {error}. Write "
+            "it again."
+        ) from error
 
 
 def _read(handle: Any, name: str, shape: tuple[int, ...], box: Box) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["entries_of", "load_safely", "open_torch_save"]
+__all__ = ["entries_of", "load_safely", "open_state_dict", "open_torch_save"]
 
 
 def open_torch_save(path: Path) -> Source:
@@ -43,6 +43,19 @@ def open_torch_save(path: Path) -> Source:
             f"{path} must hold tensors; it holds a {type(content).__name__} without any."
         )
     return Source(str(path), "torch.save" + ("" if mapped else ", old format"), entries)
+
+
+def open_state_dict(state: Mapping[str, Any]) -> Source:
+    """The tensors of a state dict in memory, on any device; what is no tensor is left out."""
+    entries = [
+        entry
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+        for entry in entries_of(name, value, "memory")
+    ]
+    if not entries:
+        raise CheckpointError("the state dict must hold tensors; it holds none.")
+    return Source("state dict", "memory", entries)
 
 
 def load_safely(file: Any, name: str, **options: Any) -> Any:
@@ -122,4 +135,4 @@ def entries_of(name: str, value: Any, file: str) -> list[Entry]:
 
 
 def _read(value: Tensor, box: Box) -> Tensor:
-    return value[box]
+    return value[box].cpu()

@@ -1,0 +1,20 @@
+"""Checkpoints with FP8 weights, for other libraries and from them.
+
+``weights`` finds the bytes that a model's FP8 products use, ``formats`` says what tensors they
+become, ``writing`` puts tensors into files, and ``exporting`` is the three together. ``loading``
+reads what ``float8lab.inspect.checkpoint`` recognizes into a model; ``transformer_engine`` reads
+the scales of another library's delayed scaling.
+"""
+
+from float8lab.integrations.checkpoint.exporting import ExportReport, export
+from float8lab.integrations.checkpoint.loading import LoadReport, load_fp8
+from float8lab.integrations.checkpoint.transformer_engine import ScalingReport, load_te_scaling
+
+__all__ = [
+    "ExportReport",
+    "LoadReport",
+    "ScalingReport",
+    "export",
+    "load_fp8",
+    "load_te_scaling",
+]

@@ -1,0 +1,257 @@
+"""``export``: a model as a checkpoint with FP8 weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.inspect.checkpoint.safetensors_source import DTYPES, SPECS_KEY
+from float8lab.inspect.statistics import is_sharded
+from float8lab.integrations.checkpoint.formats import FORMATS, Format
+from float8lab.integrations.checkpoint.weights import Weight, find_weights, products
+from float8lab.integrations.checkpoint.writing import (
+    Group,
+    Part,
+    check_target,
+    write_checkpoint,
+)
+from float8lab.recipes.recipe import Recipe
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["ExportReport", "export"]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What ``export`` wrote; ``print`` it."""
+
+    path: str
+    format: str
+    files: tuple[str, ...]
+    nbytes: int
+    """Of all tensors."""
+    fp8: Mapping[str, str]
+    """How each parameter in FP8 is stored."""
+    high_precision: tuple[str, ...]
+    """Linear layers, and modules with weights of more dimensions, that are not in FP8."""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        files = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
+        lines = [f"{self.path}: {self.format}, {files}, {self.nbytes:,} bytes"]
+        kinds = dict.fromkeys(self.fp8.values())
+        for kind in kinds:
+            lines.append(f"{sum(k == kind for k in self.fp8.values())} weights in {kind}")
+        if self.high_precision:
+            names = ", ".join(self.high_precision[:5])
+            more = len(self.high_precision) - 5
+            lines.append(f"in high precision: {names}{f' and {more} more' if more > 0 else ''}")
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    format: str = "block-fp8",
+    *,
+    recipe: Recipe | None = None,
+    exclude: Sequence[str] = ("lm_head",),
+    share_scales: Sequence[Sequence[str]] = (),
+    max_shard_size: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write a model as a directory of safetensors files with its linear weights in FP8.
+
+    The bytes are those that training uses: of layers that run in FP8 what a forward in evaluation
+    would cast the weight to now, delayed scales included; of weights stored in FP8 their own. A
+    model none of whose layers runs in FP8 is quantized here, its ``torch.nn.Linear`` layers. What
+    cannot be written so in ``format`` raises; nothing is quantized a second time.
+
+    The directory appears whole, by a rename, or not at all; one weight is in memory at a time.
+    ``config.json`` is ``model.config`` (a mapping, or with ``to_dict``) and the format's
+    ``quantization_config``.
+
+    Args:
+        model: on any device, not sharded.
+        path: the directory.
+        format: ``"block-fp8"``, which is DeepSeek's and Transformers'; ``"compressed-tensors"``,
+            which is vLLM's; or ``"float8lab"``, which comes back bit for bit, amaxes included.
+        recipe: of layers that have none of their own; None is the one whose delayed scales they
+            have, or the usual of the format: 128x128 blocks, output channels, per tensor.
+        exclude: layers to leave in high precision, by patterns as of ``convert_to_float8``.
+        share_scales: names of layers of one parent that get one scale, the largest of theirs, as
+            ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``: for readers that fuse
+            them. Only scales per tensor; the bytes are then cast anew from the weights.
+        max_shard_size: most bytes of a file; a single weight may be larger.
+        overwrite: replace a checkpoint at ``path``; files in it that are no weights are kept.
+
+    Raises:
+        ValueError: an unknown format, a weight that the format cannot hold, no weight for FP8, or
+            siblings that cannot share a scale.
+        FileExistsError: ``path`` is taken.
+
+    >>> import tempfile
+    >>> layer = torch.nn.Linear(256, 128, bias=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = float8lab.integrations.export(layer, f"{folder}/out")
+    >>> report.fp8
+    {'weight': 'e4m3 128x128 fp32'}
+    """
+    found = FORMATS.get(format)
+    if found is None:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}. Choose one.")
+    if max_shard_size <= 0:
+        raise ValueError(f"max_shard_size must be positive; got {max_shard_size}. Give bytes.")
+    if isinstance(share_scales, str) or any(isinstance(group, str) for group in share_scales):
+        raise ValueError(
+            f"share_scales must be a sequence of sequences of names; got {share_scales!r}. Write "
+            '[("gate_proj", "up_proj")].'
+        )
+    path = Path(path)
+    check_target(path, overwrite=overwrite)
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    state = _state(model)
+    weights = find_weights(
+        model, recipe=recipe, default=found.recipe, exclude=exclude, share_scales=share_scales
+    )
+    weights = [weight for weight in weights if all(name in state for name in weight.names)]
+    if not weights:
+        raise ValueError(
+            "model must have a linear layer to store in FP8; got none that is not excluded. "
+            "Correct exclude, or save the model as it is."
+        )
+    for weight in weights:
+        found.check(weight)
+    in_fp8 = {name for weight in weights for name in weight.names}
+    stray = [n for n, v in state.items() if isinstance(v, Float8Tensor) and n not in in_fp8]
+    if stray:
+        raise ValueError(
+            f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
+            f"{', '.join(stray[:5])}. Dequantize them, or do not exclude them."
+        )
+    others = [
+        product.name
+        for product in products(model)
+        if not any(_path(product.name, name) in in_fp8 for name in product.parameters)
+    ]
+    # Experts whose weights are one tensor: readers that know them would look for scales.
+    others += [
+        name
+        for name, module in model.named_modules()
+        if any(p is not None and p.ndim > 2 for p in module._parameters.values())
+    ]
+    groups = _groups(state, weights, found)
+    config = {
+        **_config_of(model, state),
+        "quantization_config": found.quantization_config(weights, others),
+    }
+    files = write_checkpoint(path, groups, config, key=SPECS_KEY, max_shard_size=max_shard_size)
+    return ExportReport(
+        path=str(path),
+        format=format,
+        files=tuple(files),
+        nbytes=sum(group.nbytes for group in groups),
+        fp8={name: weight.spec.describe() for weight in weights for name in weight.names},
+        high_precision=tuple(others),
+        notes=tuple(_notes(weights, found)),
+    )
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors to write; of names that share a parameter the first."""
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or id(value) in seen:
+            continue
+        if is_sharded(value):
+            raise ValueError(
+                f"model must not be sharded; {name} is a DTensor. Gather the model first, for "
+                "example by a full state dict."
+            )
+        if value.is_meta:
+            raise ValueError(
+                f"model must have values; {name} is on the meta device. Load it first."
+            )
+        if not isinstance(value, Float8Tensor) and value.dtype not in DTYPES.values():
+            raise ValueError(f"safetensors has no {value.dtype}, which {name} is. Convert it.")
+        seen.add(id(value))
+        state[name] = value
+    return state
+
+
+def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> list[Group]:
+    """All tensors, in the order of the model."""
+    by_name = {weight.names[0]: weight for weight in weights}
+    in_fp8 = {name for weight in weights for name in weight.names}
+    groups = []
+    for name, value in state.items():
+        if name in by_name:
+            groups.append(format.group(by_name[name]))
+        elif name not in in_fp8:
+            part = Part(name, value.dtype, tuple(value.shape))
+            groups.append(Group((part,), functools.partial(_one, value)))
+    names = [part.name for group in groups for part in group.parts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"names of tensors in format {format.name!r} must differ; the model has a {twice} of "
+            "its own. Rename it."
+        )
+    return groups
+
+
+def _one(value: Tensor) -> list[Tensor]:
+    return [value]
+
+
+def _config_of(model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """``config.json`` without its ``quantization_config``."""
+    config: Any = getattr(model, "config", None)
+    found: dict[str, Any] = {}
+    if hasattr(config, "to_dict"):
+        found = dict(config.to_dict())
+    elif isinstance(config, Mapping):
+        found = dict(config)
+    dtypes = [value.dtype for value in state.values() if value.dtype.is_floating_point]
+    if not found.get("architectures"):
+        found["architectures"] = [type(model).__name__]
+    if not found.get("dtype") and not found.get("torch_dtype") and dtypes:
+        most = max(dict.fromkeys(dtypes), key=dtypes.count)
+        found["dtype"] = str(most).removeprefix("torch.")
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
+    """What some readers do not do."""
+    if format.name != "block-fp8":
+        return []
+    cut = [
+        name
+        for weight in weights
+        for name, shape in zip(weight.names, weight.shapes, strict=True)
+        if any(size > 128 and size % 128 for size in shape)
+    ]
+    if not cut:
+        return []
+    more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
+    return [
+        f"{cut[0]}{more}: sizes that are no multiple of 128; Transformers does not dequantize them "
+        "correctly, as it takes all blocks to be of one size"
+    ]

@@ -1,0 +1,439 @@
+"""``load_fp8``: a checkpoint with FP8 weights into a model, stored in FP8 or dequantized.
+
+All that can be known without reading weights is checked before the model changes: names, shapes,
+dtypes, and the scales. Weights are then read one at a time, in pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.inspect.checkpoint.layout import Item, recognize
+from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
+from float8lab.inspect.checkpoint.opening import open_checkpoint
+from float8lab.inspect.checkpoint.source import CheckpointError, Source, boxes
+from float8lab.inspect.statistics import is_sharded
+from float8lab.integrations.checkpoint.weights import Product, products
+from float8lab.integrations.checkpoint.writing import leftovers
+from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.precision import Precision, W, X
+from float8lab.recipes.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["LoadReport", "load_fp8"]
+
+_RECIPES: dict[tuple[int, ...], Recipe] = {
+    (-1, -1): Float8CurrentScaling(),
+    (1, -1): Float8RowwiseScaling(),
+    (128, 128): Float8BlockScaling(),
+    (1, 32): MXFP8BlockScaling(),
+}
+"""That use a weight of these blocks as it is stored."""
+_STATIC = DelayedScaling()
+"""Of layers with a scale of activations in the checkpoint: in evaluation it stays as it is."""
+_PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
+_COMPUTED = ("rotary_emb.inv_freq", "_extra_state")
+"""Ends of names of what checkpoints hold and models compute, or other libraries keep."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What ``load_fp8`` did; ``print`` it."""
+
+    path: str
+    fp8: Mapping[str, str]
+    """How each parameter that is now stored in FP8 is stored."""
+    dequantized: tuple[str, ...]
+    """Parameters that are FP8 in the checkpoint, and high precision in the model."""
+    plain: tuple[str, ...]
+    """All other tensors that were loaded."""
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: {len(self.fp8)} weights in FP8, {len(self.dequantized)} dequantized, "
+            f"{len(self.plain)} other tensors"
+        ]
+        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if names:
+                lines.append(f"{what}: {_some(names)}")
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__
+
+
+def load_fp8(
+    source: str | Path | Mapping[str, Tensor],
+    model: nn.Module,
+    *,
+    dequantize: bool = False,
+    strict: bool = True,
+) -> LoadReport:
+    """Load a checkpoint with FP8 weights into a model.
+
+    Weights of linear layers become FP8-stored, one byte an element: the bytes and scales of the
+    checkpoint, ``requires_grad`` False, for inference or as the frozen base of adapters. Their
+    layers run in FP8 by the recipe whose blocks those are, unless they have one already; backward
+    gives the gradient of the input. A scale of activations in the checkpoint becomes the layer's
+    delayed scale, which evaluation does not change.
+
+    Names are the model's. What is known without reading weights is checked first, and the model
+    is unchanged if that fails.
+
+    Args:
+        source: a path as of ``float8lab.inspect.checkpoint``, in any of the layouts it knows
+            (docs/checkpoints.md), or a state dict.
+        model: plain or converted, with or without weights stored in FP8; parameters on the meta
+            device come to be on the default device.
+        dequantize: load all values in the dtypes of the model's parameters instead, for training
+            or other libraries. Nothing is converted then.
+        strict: every tensor of the model must be in the checkpoint, and no others.
+
+    Returns:
+        A printable report.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or incomplete, or its scales are.
+        ValueError: it does not fit the model.
+        OSError: it cannot be read.
+
+    >>> stored = float8lab.quantize(torch.randn(256, 128), block=(128, 128))
+    >>> state = {"weight": stored.qdata, "weight_scale_inv": stored.scale}
+    >>> layer = torch.nn.Linear(128, 256, bias=False)
+    >>> float8lab.integrations.load_fp8(state, layer).fp8
+    {'weight': 'e4m3 128x128 fp32'}
+    >>> layer.weight.spec.block
+    (128, 128)
+    """
+    opened = _open(source)
+    targets = _Targets(model)
+    plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
+    with torch.no_grad():
+        for item, names in plan.fp8:
+            targets.replace(names, _stored(item, targets.tensor(names[0])))
+        for item, name in plan.values:
+            _load_values(item, name, targets)
+    notes = [] if dequantize else _run_in_fp8(model, plan)
+    return LoadReport(
+        path=opened.path,
+        fp8={names[0]: item.describe() for item, names in plan.fp8},
+        dequantized=tuple(name for item, name in plan.values if item.fp8),
+        plain=tuple(name for item, name in plan.values if not item.fp8),
+        missing=tuple(plan.missing),
+        unexpected=tuple(plan.unexpected),
+        notes=(*plan.notes, *notes),
+    )
+
+
+def _open(source: str | Path | Mapping[str, Tensor]) -> Source:
+    if isinstance(source, Mapping):
+        return open_checkpoint(source)
+    path = Path(source)
+    left = leftovers(path.absolute())
+    if not path.exists():
+        old = [entry for entry in left if entry.suffix == ".old"]
+        text = f"{path} must exist; it does not."
+        if old:
+            text += f" A write was interrupted: {old[0]} is the checkpoint before. Rename it back."
+        elif left:
+            text += f" A write was interrupted, and left {left[0]} unfinished. Export again."
+        raise FileNotFoundError(text)
+    if path.suffix == ".partial":
+        raise CheckpointError(f"{path} must be whole; its write was interrupted. Export again.")
+    if path.is_dir() and not any(path.glob("*.safetensors.index.json")):
+        parts = [found for entry in path.iterdir() if (found := _PART.fullmatch(entry.name))]
+        if parts and len(parts) < int(parts[0][2]):
+            raise CheckpointError(
+                f"{path} must have all of {int(parts[0][2])} files; it has {len(parts)}, and no "
+                "index. The write or the download did not finish: repeat it."
+            )
+    return open_checkpoint(path)
+
+
+class _Targets:
+    """The tensors of a model by name, and where each is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor)
+        }
+        self.places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self.names: dict[int, list[str]] = {}
+        for module in model.modules():
+            for local, value in [*module._parameters.items(), *module._buffers.items()]:
+                if value is not None:
+                    self.places.setdefault(id(value), []).append((module, local))
+        for name, value in self.state.items():
+            self.names.setdefault(id(value), []).append(name)
+        self.products: dict[str, Product] = {
+            f"{product.name}.{local}" if product.name else local: product
+            for product in products(model)
+            for local in product.parameters
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        return self.state[name]
+
+    def linear(self, name: str) -> bool:
+        """Whether a parameter is nothing but the weight of linear layers."""
+        users = {id(module) for module, _ in self.places.get(id(self.state[name]), ())}
+        names = self.names[id(self.state[name])]
+        found = {id(self.products[n].module) for n in names if n in self.products}
+        return bool(users) and users == found
+
+    def replace(self, names: Sequence[str], value: nn.Parameter) -> None:
+        """Put a parameter where these names are, and all others of the same tensor."""
+        for module, local in self.places[id(self.state[names[0]])]:
+            setattr(module, local, value)
+
+
+@dataclass
+class _Plan:
+    """What to do."""
+
+    fp8: list[tuple[Item, list[str]]] = field(default_factory=list)
+    values: list[tuple[Item, str]] = field(default_factory=list)
+    input_scales: dict[str, float] = field(default_factory=dict)
+    """By what comes before ``input_scale``, such as ``"model.layers.0.mlp.up_proj."``."""
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
+    """Match a checkpoint and a model; raises if they do not fit."""
+    plan, problems, damage = _Plan(), [], []
+    loaded: set[int] = set()
+    for item in recognize(source):
+        name = item.name
+        damage += _damage(item)
+        if name.endswith("input_scale"):
+            stem = name.removesuffix("input_scale")
+            plan.input_scales[stem] = _input_scale(item, damage)
+            if f"{stem}weight" not in targets.state:
+                plan.unexpected.append(name)
+            continue
+        if item.is_scale or name not in targets.state:
+            if not name.endswith(_COMPUTED):
+                plan.unexpected.append(name)
+            continue
+        target = targets.tensor(name)
+        problem = _problem(item, target)
+        if problem:
+            problems.append(problem)
+        elif id(target) in loaded:
+            continue  # another name of a tied parameter
+        elif item.fp8 and not dequantize and targets.linear(name):
+            plan.fp8.append((item, targets.names[id(target)]))
+        else:
+            plan.values.append((item, name))
+            if item.fp8 and not dequantize:
+                plan.notes.append(f"{name} is dequantized: it is not a linear layer's weight alone")
+        loaded.add(id(target))
+    plan.missing += [name for name, value in targets.state.items() if id(value) not in loaded]
+    if damage:
+        raise CheckpointError(
+            f"{source.path} must have its FP8 weights whole; {_some(damage, '; ')}. The model is "
+            "unchanged. Write or download the checkpoint again."
+        )
+    if strict:
+        problems += [f"{name} is missing" for name in plan.missing]
+        problems += [f"{name} is not in the model" for name in plan.unexpected]
+    if problems:
+        raise ValueError(
+            f"{source.path} must fit the model; {_some(problems, '; ')}. The model is unchanged. "
+            "Build the model that the checkpoint is of"
+            f"{', rename tensors in a state dict, or pass strict=False' if strict else ''}."
+        )
+    return plan
+
+
+def _damage(item: Item) -> list[str]:
+    """What is wrong with an FP8 weight and its scales."""
+    found = [f"{item.name}: {finding.text}" for finding in item.findings if finding.wrong]
+    if not item.fp8 or found:
+        return found if item.fp8 else []
+    assert item.spec is not None
+    if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
+        return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
+    scale = read_scale(item, item.entry.whole)
+    bad = int((~scale.isfinite() | (scale < 0)).sum())
+    return [f"{item.name}: {bad} scales NaN, infinite or negative"] if bad else []
+
+
+def _input_scale(item: Item, damage: list[str]) -> float:
+    entry = item.entry
+    value = entry.read(entry.whole).float().reshape(-1) if entry.dtype is not None else None
+    if value is None or value.numel() != 1 or not bool((value > 0) & value.isfinite()):
+        damage.append(f"{item.name} is not one positive number")
+        return 1.0
+    return float(value)
+
+
+def _problem(item: Item, target: Tensor) -> str | None:
+    """Why a tensor cannot be loaded into another."""
+    entry = item.entry
+    if is_sharded(target):
+        return f"{item.name} is sharded in the model (load before sharding)"
+    if entry.shape != tuple(target.shape):
+        return f"{item.name} is {list(entry.shape)} there and {list(target.shape)} in the model"
+    if item.fp8:
+        if target.dtype in HIGH_PRECISION_DTYPES and target.ndim >= 1:
+            return None
+        return f"{item.name} is FP8 there and {target.dtype} in the model"
+    if entry.dtype is None:
+        return f"{item.name} is {entry.dtype_name}, which torch cannot read"
+    if entry.dtype.is_floating_point != target.dtype.is_floating_point:
+        return f"{item.name} is {entry.dtype_name} there and {target.dtype} in the model"
+    return None
+
+
+def _some(texts: Iterable[str], separator: str = ", ") -> str:
+    listed = list(texts)
+    more = len(listed) - _SHOWN
+    return separator.join(listed[:_SHOWN]) + (f"{separator}and {more} more" if more > 0 else "")
+
+
+def _place_of(target: Tensor) -> torch.device:
+    return torch.get_default_device() if target.is_meta else target.device
+
+
+def _stored(item: Item, target: Tensor) -> nn.Parameter:
+    """The weight as the checkpoint stores it, frozen."""
+    spec, device = item.spec, _place_of(target)
+    assert spec is not None
+    data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
+    for box in boxes(item.entry.shape, spec.block):
+        data[box] = read_codes(item, box).to(device)
+    scale = read_scale(item, item.entry.whole).to(device)
+    amaxes = [other for other in item.others if other.name.endswith(".amax")]
+    fits = amaxes and amaxes[0].shape == tuple(scale.shape)
+    amax = amaxes[0].read(amaxes[0].whole).to(device) if fits else scale * spec.largest()
+    dtype = target.dtype
+    return nn.Parameter(
+        Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, dtype), requires_grad=False
+    )
+
+
+def _load_values(item: Item, name: str, targets: _Targets) -> None:
+    """The numbers of a tensor, in the dtype that the model has."""
+    target = targets.tensor(name)
+    if target.is_meta:
+        made = torch.empty(target.shape, dtype=target.dtype, device=_place_of(target))
+        if isinstance(target, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=target.requires_grad)
+        for module, local in targets.places[id(target)]:
+            setattr(module, local, made)
+        target = made
+    into = target.detach()
+    if isinstance(into, Float8Tensor):
+        whole = decode(item, item.entry.whole)
+        into.requantize_(whole.to(into.device))
+        return
+    align = item.spec.block if item.spec is not None else (1,) * target.ndim
+    exact = item.entry.dtype is not None and not item.entry.dtype.is_floating_point
+    for box in boxes(item.entry.shape, align):
+        into[box] = (item.entry.read(box) if exact and not item.fp8 else decode(item, box)).to(
+            into.device
+        )
+
+
+def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
+    """Give the layers of FP8 weights recipes that use their bytes."""
+    by_name = {name: item for item, names in plan.fp8 for name in names}
+    chosen: dict[str, Recipe] = {}
+    kept, notes = [], []
+    for product in products(model):
+        names = [f"{product.name}.{p}" if product.name else p for p in product.parameters]
+        specs = {item.spec for name in names if (item := by_name.get(name)) is not None}
+        if not specs:
+            continue
+        recipe = _recipe_for(specs)
+        own = product.precision.recipe if product.precision is not None else None
+        pinned = product.precision is not None and product.precision.pinned
+        if own is not None or pinned:
+            if own is None or own.linear.w.block not in {s.block for s in specs if s}:
+                kept.append(product.name)
+        elif recipe is None:
+            notes.append(f"{product.name} runs without a recipe: none has its blocks")
+        else:
+            static = any(_stem(name) in plan.input_scales for name in names)
+            fits = static and recipe == Float8CurrentScaling()
+            chosen[product.name] = _STATIC if fits else recipe
+    for recipe in dict.fromkeys(chosen.values()):
+        meant = {name for name, found in chosen.items() if found == recipe}
+        notes += _convert(model, recipe, meant)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    used: set[str] = set()
+    for product in products(model):
+        if product.precision is not None:
+            product.precision.prepare(device)
+            names = [f"{product.name}.{p}" if product.name else p for p in product.parameters]
+            if _set_input_scale(product.precision, names, by_name, plan.input_scales):
+                used |= {_stem(name) for name in names}
+    unused = [f"{stem}input_scale" for stem in plan.input_scales if stem not in used]
+    if unused:
+        notes.append(f"{_some(unused)}: not used, for the recipe scales activations itself")
+    if kept:
+        notes.append(f"{_some(kept)}: the recipe they have casts these weights again")
+    return notes
+
+
+def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
+    report = convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
+    undone = [layer for layer in report.skipped if layer.name in meant]
+    return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
+
+
+def _recipe_for(specs: Iterable[Float8Spec | None]) -> Recipe | None:
+    """The recipe that uses weights so stored as they are; None if there is none."""
+    blocks = {spec.block for spec in specs if spec is not None and spec.fp8_dtype == E4M3}
+    return _RECIPES.get(blocks.pop()) if len(blocks) == 1 else None
+
+
+def _stem(name: str) -> str:
+    """What the name of a weight has in common with that of its input's scale."""
+    return name.removesuffix("weight")
+
+
+def _set_input_scale(
+    precision: Precision,
+    names: Sequence[str],
+    items: Mapping[str, Item],
+    scales: Mapping[str, float],
+) -> bool:
+    """Let a delayed recipe start from the scales of the checkpoint; whether it is one."""
+    found = [scales[_stem(name)] for name in names if name in items and _stem(name) in scales]
+    if not found or not isinstance(precision.recipe, DelayedScaling):
+        return False
+    # What covers the weight, should it be cast again.
+    read = [read_scale(items[n], items[n].entry.whole) for n in names if n in items]
+    weight = max(float(scale.max()) for scale in read)
+    for (recipe, _), slots in precision.slots.items():
+        if recipe == precision.recipe:
+            state = {name: value.clone() for name, value in slots.tensors().items()}
+            for slot, scale in ((X, max(found)), (W, weight)):
+                if scale > 0:
+                    state["scale"][slot] = scale
+                    state["seeded"][slot] = True
+            slots.load({name: state[name] for name in ("scale", "seeded")})
+    return True

@@ -1,0 +1,309 @@
+"""Delayed-scaling state that TransformerEngine saved, as this library's.
+
+Its modules save a pickle, as ``<module>._extra_state``. Here nothing is loaded from it but tensors
+and plain values; what it names of TransformerEngine itself becomes an object without code.
+
+For each product of a module there: scales of input, weight and output, in this order, and for the
+backward of the gradients of output and input; encode factors. Row 0 of a history is what was seen
+since the last update; the others, from the last to row 1, are the past, newest first.
+
+Sources: TransformerEngine's documentation of delayed scaling and of recipe.h; the names and shapes
+in its checkpoints.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.inspect.checkpoint.opening import open_checkpoint
+from float8lab.inspect.checkpoint.source import CheckpointError
+from float8lab.nn.precision import DY, Precision, W, X, precisions
+from float8lab.ops import NO_DATA
+from float8lab.recipes.delayed import DelayedSlots
+from float8lab.recipes.recipe import DelayedScaling, Format
+
+__all__ = ["ScalingReport", "load_te_scaling"]
+
+_KEY = "_extra_state"
+_FORWARD, _BACKWARD = 3, 2
+"""Tensors of a product there."""
+
+
+@dataclass(frozen=True)
+class ScalingReport:
+    """What ``load_te_scaling`` did; ``print`` it."""
+
+    loaded: tuple[str, ...]
+    """Modules that have their scales."""
+    ignored: tuple[str, ...]
+    """Modules there, such as attention, whose scales have no counterpart here."""
+    recipe: DelayedScaling
+    """As the checkpoint's modules were trained, as far as it says."""
+
+    def __str__(self) -> str:
+        ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
+        return f"scales of {len(self.loaded)} modules, {self.recipe!r}{ignored}"
+
+    __repr__ = __str__
+
+
+def load_te_scaling(
+    source: str | Path | Mapping[str, Any],
+    model: nn.Module,
+    recipe: DelayedScaling | None = None,
+) -> ScalingReport:
+    """Continue with the scales and amax histories of a TransformerEngine checkpoint.
+
+    Weights are loaded by ``model.load_state_dict`` as ever; this reads the ``_extra_state`` of each
+    module, without running code from it. Modules have the names that they had there.
+
+    Args:
+        source: the state dict, or a checkpoint in files as of ``float8lab.inspect.checkpoint``.
+        model: of ``TransformerLayer`` and its parts, or converted layers of these names.
+        recipe: under which the model's modules will run; None is a converted module's own, or
+            else the report's ``recipe``, to be given to ``autocast``.
+
+    Raises:
+        CheckpointError: the state is damaged, has other shapes, or names code.
+        ValueError: it holds no delayed scales, or a module that is not in the model.
+
+    The model is unchanged if it raises.
+    """
+    states = {
+        name: state
+        for name, value in _extra_states(source).items()
+        if (state := _unpickled(name, value)) is not None
+    }
+    modules = dict(model.named_modules())
+    problems = [name or "(model)" for name in states if name not in modules]
+    if problems or not states:
+        got = f"it has {', '.join(problems[:5])}" if problems else f"it has no {_KEY} with scales"
+        raise ValueError(
+            f"the checkpoint must have delayed scales of modules of the model; {got}. Load it into "
+            "a model whose modules have the same names."
+        )
+    found = _recipe(next(iter(states.values())))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ready: list[tuple[DelayedSlots, dict[str, Tensor]]] = []
+    loaded, ignored = [], []
+    for name, state in states.items():
+        owned = [p for _, p in precisions(modules[name])]
+        columns = _columns(name, state, len(owned))
+        if columns is None:
+            ignored.append(name)
+            continue
+        for precision, column in zip(owned, columns, strict=True):
+            slots = _slots(precision, recipe or found, device, given=recipe is not None)
+            ready.append((slots, _converted(column, slots)))
+        loaded.append(name)
+    for slots, values in ready:
+        slots.load(values)
+    return ScalingReport(tuple(loaded), tuple(ignored), found)
+
+
+def _extra_states(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """What modules saved, by module."""
+    if isinstance(source, Mapping):
+        pairs = list(source.items())
+    else:
+        entries = open_checkpoint(source).entries
+        pairs = [(e.name, e.read(e.whole)) for e in entries if e.name.endswith(_KEY)]
+    return {
+        name.removesuffix(_KEY).removesuffix("."): value
+        for name, value in pairs
+        if name == _KEY or name.endswith(f".{_KEY}")
+    }
+
+
+# Pickles.
+
+
+class _Opaque:
+    """Stands for an object of TransformerEngine: its values, and none of its code."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        self.values = values
+        self.__dict__.update(named)
+
+
+def _storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    # What pickle names for the elements of a tensor; torch's own loads any pickle.
+    ("torch.storage", "_load_from_bytes"): _storage,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.split(".")[0] in ("transformer_engine", "transformer_engine_torch"):
+            return _Opaque
+        raise CheckpointError(
+            f"{_KEY} must hold tensors and values of TransformerEngine; it names {module}.{name}, "
+            "and loading that can run code. It is refused."
+        )
+
+
+_PICKLE: Any = SimpleNamespace(
+    Unpickler=_Unpickler,
+    load=lambda file, **options: _Unpickler(file, **options).load(),
+    __name__="pickle",
+)
+"""What ``torch.load`` takes for a pickle module."""
+
+
+def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
+    """The state of a module; None if it has none."""
+    where = f"{name}.{_KEY}" if name else _KEY
+    try:
+        if isinstance(value, Tensor) and value.dtype == torch.uint8:
+            data = bytes(value.cpu().reshape(-1).tolist())
+            state = _Unpickler(io.BytesIO(data)).load() if data else None
+        elif isinstance(value, io.BytesIO):
+            file = io.BytesIO(value.getvalue())
+            state = (
+                torch.load(file, map_location="cpu", pickle_module=_PICKLE, weights_only=False)
+                if value.getbuffer().nbytes
+                else None
+            )
+        else:
+            state = value
+    except CheckpointError as error:
+        raise CheckpointError(f"{name or 'the module'}: {error}") from error
+    except Exception as error:  # unpickling damaged data raises any of them, says pickle's manual
+        raise CheckpointError(
+            f"{where} must be as TransformerEngine saves it; it is damaged: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if state is None or (isinstance(state, dict) and "scale_fwd" not in state):
+        return None  # of a module that did not run in FP8, or by another recipe
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{where} must be a dict; it is a {type(state).__name__}.")
+    return state
+
+
+# Scales.
+
+
+@dataclass(frozen=True)
+class _Column:
+    """The state of a product's input, weight and gradient."""
+
+    scale: Tensor
+    """``[3]``, encode factors."""
+    histories: tuple[Tensor, ...]
+    """Of each, ``[length]``."""
+
+
+def _columns(name: str, state: Mapping[str, Any], count: int) -> list[_Column] | None:
+    """The state of each of a module's products; None if it has another number of them."""
+    parts: dict[str, Tensor] = {}
+    for key, ndim in (("scale", 1), ("amax_history", 2)):
+        for way in ("fwd", "bwd"):
+            value = state.get(f"{key}_{way}")
+            if not isinstance(value, Tensor) or value.ndim != ndim or value.dtype != torch.float32:
+                raise CheckpointError(
+                    f"{name}.{_KEY} must have {key}_{way}, a float32 tensor of {ndim} dimensions; "
+                    f"got {'none' if value is None else _shown(value)}."
+                )
+            parts[f"{key}_{way}"] = value
+    for way in ("fwd", "bwd"):
+        sizes = parts[f"scale_{way}"].shape[0], parts[f"amax_history_{way}"].shape[1]
+        if sizes[0] != sizes[1] or not bool((parts[f"scale_{way}"] > 0).all()):
+            raise CheckpointError(
+                f"{name}.{_KEY} must have a positive scale for each history; got {sizes[0]} scales "
+                f"and {sizes[1]} histories. It is damaged."
+            )
+    forward, backward = parts["scale_fwd"], parts["scale_bwd"]
+    fits = forward.numel() == _FORWARD * count and backward.numel() == _BACKWARD * count
+    if not count or not fits:
+        return None
+    return [
+        _Column(
+            torch.stack([forward[3 * i], forward[3 * i + 1], backward[2 * i]]),
+            (
+                parts["amax_history_fwd"][:, 3 * i],
+                parts["amax_history_fwd"][:, 3 * i + 1],
+                parts["amax_history_bwd"][:, 2 * i],
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _slots(
+    precision: Precision, recipe: DelayedScaling, device: torch.device, *, given: bool
+) -> DelayedSlots:
+    own = precision.recipe
+    chosen = own if isinstance(own, DelayedScaling) and not given else recipe
+    precision.prepare(device, chosen)
+    return next(slots for (used, _), slots in precision.slots.items() if used == chosen)
+
+
+def _converted(column: _Column, slots: DelayedSlots) -> dict[str, Tensor]:
+    """The tensors of ``DelayedSlots`` for a product."""
+    values = {
+        name: slots.tensors()[name].clone()
+        for name in ("history", "amax", "scale", "previous", "seeded", "steps")
+    }
+    for slot, encode, history in zip((X, W, DY), column.scale, column.histories, strict=True):
+        if float(encode) == 1.0 and not bool(history.any()):
+            continue  # never used
+        past = history[1:].flip(0)[: values["history"].shape[0]]
+        values["history"][:, slot] = 0.0
+        values["history"][: len(past), slot] = past
+        values["amax"][slot] = history[0] if bool(history[0] > 0) else NO_DATA
+        values["scale"][slot] = values["previous"][slot] = 1.0 / encode
+        values["seeded"][slot] = True
+    return values
+
+
+def _recipe(state: Mapping[str, Any]) -> DelayedScaling:
+    """The recipe of a module there, as far as it says; scales there are no powers of two."""
+    told = state.get("recipe")
+    extra = state.get("extra_fp8_variables")
+    if told is None and isinstance(extra, Mapping):
+        told = extra.get("recipe")
+    said = getattr(told, "__dict__", {})
+    margin, algorithm = said.get("margin", 0), said.get("amax_compute_algo", "max")
+    gradients = _largest_gradient(said.get("fp8_format"))
+    history = state.get("amax_history_fwd")
+    length = history.shape[0] if isinstance(history, Tensor) and history.ndim else 1
+    return DelayedScaling(
+        margin=margin if isinstance(margin, int) else 0,
+        amax_history_len=max(int(length), 1),
+        amax_compute_algo=algorithm if algorithm in ("max", "most_recent") else "max",
+        fp8_format=Format.E4M3 if gradients == 448 else Format.HYBRID,
+        power_of_2_scale=False,
+    )
+
+
+def _largest_gradient(format: Any) -> Any:
+    """Of the formats of a recipe there: an enumeration of pairs, each of which has names or not."""
+    pair = (*getattr(format, "values", ()), None)[0]
+    return getattr(pair, "max_bwd", (*getattr(pair, "values", ()), None, None)[1])

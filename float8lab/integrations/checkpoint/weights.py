@@ -1,0 +1,294 @@
+"""The weights of a model that its FP8 products take, and the bytes that they take of them.
+
+Bytes come from the very cast that modules run, with the scales in force: of a weight in high
+precision those that a forward in evaluation would use now, of a weight stored in FP8 its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.formats import Float8Spec
+from float8lab.nn.convert import matches
+from float8lab.nn.operands import cast
+from float8lab.nn.precision import Call, Precision, W, X, precisions
+from float8lab.ops import cast_unrecorded_op
+from float8lab.recipes.delayed import DelayedSlots
+from float8lab.recipes.recipe import DelayedScaling, Recipe
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import block_amax
+
+__all__ = ["Product", "Stored", "Weight", "find_weights", "products"]
+
+
+class Stored(NamedTuple):
+    """A matrix in FP8."""
+
+    codes: Tensor
+    scale: Tensor
+    """float32, one for each block."""
+    amax: Tensor | None = None
+    """Only where it was asked for."""
+
+
+class Product(NamedTuple):
+    """A product of a module, with the weight that some of its parameters form."""
+
+    module: nn.Module
+    name: str
+    """Of the module."""
+    parameters: tuple[str, ...]
+    """In the module; concatenated along dimension 0."""
+    precision: Precision | None
+    """None of a plain ``torch.nn.Linear``."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight to store in FP8: one parameter, or several that are cast as one matrix."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    module: str
+    spec: Float8Spec
+    activations: Float8Spec | None
+    """How the recipe casts the input; None if it is not known."""
+    make: Callable[..., list[Stored]]
+    """``make(scale, amax=...)``: a scale per tensor that is not its own, or None; whether
+    amaxes, which take a pass of their own, are wanted."""
+    input_scale: Tensor | None = None
+    """Of a calibrated recipe, ``[1]``."""
+    stored: bool = False
+    """Whether the parameter is stored in FP8."""
+
+
+def products(model: nn.Module) -> list[Product]:
+    """The linear products of a model, in its order; a module that is used twice comes once."""
+    found = []
+    for name, module in model.named_modules():
+        parts = [(part, p) for part, p in precisions(module) if _names(module, part)]
+        found += [Product(module, name, _names(module, part), p) for part, p in parts]
+        if not parts and isinstance(module, nn.Linear):
+            found.append(Product(module, name, ("weight",), None))
+    return found
+
+
+def _names(module: nn.Module, part: str) -> tuple[str, ...]:
+    """The parameters that form the weight of a product."""
+    if part:
+        names: Sequence[str] = (f"{part}_weight",)
+    else:
+        prefixes: Any = getattr(module, "_prefixes", None) or getattr(module, "_names", ("",))
+        names = [f"{prefix}weight" for prefix in prefixes]
+    return tuple(names) if all(name in module._parameters for name in names) else ()
+
+
+def find_weights(
+    model: nn.Module,
+    *,
+    recipe: Recipe | None,
+    default: Recipe,
+    exclude: Sequence[str],
+    share_scales: Sequence[Sequence[str]],
+) -> list[Weight]:
+    """The weights to store in FP8.
+
+    Args:
+        model: its layers that run in FP8; if it has none, all its ``torch.nn.Linear``.
+        recipe: of layers that have none of their own.
+        default: of layers for which neither says how; delayed scales in use win over it.
+        exclude: layers to leave in high precision, as of ``convert_to_float8``.
+        share_scales: names of siblings that get one scale.
+
+    Raises:
+        ValueError: siblings that cannot share a scale.
+    """
+    found = products(model)
+    converted = any(p.precision is not None for p in found)
+    plain = _shared_with_others(model, found)
+    weights = []
+    for product in found:
+        if any(matches(product.name, pattern) for pattern in exclude):
+            continue
+        parameters = [getattr(product.module, name) for name in product.parameters]
+        if any(isinstance(parameter, Float8Tensor) for parameter in parameters):
+            weights += [_as_stored(product, i) for i in range(len(parameters))]
+            continue
+        chosen = _recipe(product.precision, recipe, default)
+        passed_over = product.precision is None and converted
+        if chosen is None or passed_over or any(id(p) in plain for p in parameters):
+            continue
+        if chosen.linear.fprop:
+            weights.append(_as_cast(product, chosen))
+    return _tie(weights, share_scales)
+
+
+def _shared_with_others(model: nn.Module, found: Sequence[Product]) -> set[int]:
+    """Parameters that some module uses in another way, as an embedding does."""
+    ours = {(id(p.module), name) for p in found for name in p.parameters}
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if (id(module), name) not in ours
+    }
+
+
+def _recipe(precision: Precision | None, asked: Recipe | None, default: Recipe) -> Recipe | None:
+    """How a weight is cast; None if it is not."""
+    if precision is None:
+        return asked or default
+    if precision.pinned:
+        return precision.recipe
+    used = {recipe for recipe, _ in precision.slots}
+    sole: Recipe | None = used.pop() if len(used) == 1 else None
+    return asked or precision.recipe or sole or default
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _as_stored(product: Product, index: int) -> Weight:
+    name = product.parameters[index]
+    weight: Any = getattr(product.module, name)
+    if not isinstance(weight, Float8Tensor):
+        raise ValueError(
+            f"{product.name} must have all parts of its weight in FP8, or none; {name} is "
+            f"{weight.dtype}. Exclude it."
+        )
+
+    def make(given: None = None, *, amax: bool = False) -> list[Stored]:
+        own: Any = weight.detach()
+        return [Stored(own.qdata, own.scale, own.amax)]
+
+    spec, shape = weight.spec, tuple(weight.shape)
+    names = (_path(product.name, name),)
+    recipe = None if product.precision is None else product.precision.recipe
+    activations, scale = None, None
+    if recipe is not None and product.precision is not None:
+        activations = recipe.linear.x
+        scale = _input_scale(product.precision, recipe)
+    return Weight(names, (shape,), product.name, spec, activations, make, scale, stored=True)
+
+
+def _as_cast(product: Product, recipe: Recipe) -> Weight:
+    module, plan = product.module, recipe.linear
+    parameters = [getattr(module, name) for name in product.parameters]
+    shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+    precision = product.precision or Precision(recipe)
+    scale = _input_scale(precision, recipe)
+
+    def make(given: Tensor | None = None, *, amax: bool = False) -> list[Stored]:
+        weights = [getattr(module, name).detach() for name in product.parameters]
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if given is None:
+            codes, scales = _cast(whole, precision, recipe)
+        else:
+            scales = given.to(whole.device).reshape(1, 1)
+            codes = cast_unrecorded_op(whole, scales, plan.w.fp8_dtype, plan.w.block, 1)
+        amaxes = block_amax(whole, plan.w.block) if amax else None
+        return _split(Stored(codes, scales, amaxes), shapes, plan.w)
+
+    names = tuple(_path(product.name, name) for name in product.parameters)
+    found = Weight(names, shapes, product.name, plan.w, plan.x, make, scale)
+    rows = plan.w.block[0]
+    if rows > 1 and any(shape[0] % rows for shape in shapes[:-1]):
+        raise ValueError(
+            f"{product.name} must have parts of a multiple of {rows} rows, since its weight is "
+            f"cast whole and blocks would lie across them; got {[s[0] for s in shapes]}. Exclude "
+            "it, or give a recipe with other blocks."
+        )
+    return found
+
+
+def _cast(weight: Tensor, precision: Precision, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """What a forward in evaluation would cast the weight to, without padding."""
+    slots = _slots(precision, recipe, weight.device)
+    spec = recipe.linear.w
+    with torch.no_grad():
+        codes, scale = cast(weight, spec, W, Call(recipe, slots, False))
+    rows, columns = spec.scale_shape(tuple(weight.shape))
+    scale = scale.reshape(1, 1) if spec.per_tensor else scale[:rows, :columns]
+    return codes[: weight.shape[0], : weight.shape[1]], scale
+
+
+def _slots(precision: Precision, recipe: Recipe, device: torch.device) -> DelayedSlots | None:
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    if not any(used == recipe for used, _ in precision.slots):
+        precision.prepare(device, recipe)
+    return next(slots for (used, _), slots in precision.slots.items() if used == recipe)
+
+
+def _input_scale(precision: Precision, recipe: Recipe) -> Tensor | None:
+    """The scale of the input under a delayed recipe that has seen some."""
+    for (used, _), slots in precision.slots.items():
+        if used == recipe:
+            state = slots.tensors()
+            if bool(state["seeded"][X] | (state["steps"][X] > 0)):
+                return state["scale"][X].detach().clone().reshape(1)
+    return None
+
+
+def _split(whole: Stored, shapes: Sequence[tuple[int, ...]], spec: Float8Spec) -> list[Stored]:
+    """The parts along dimension 0."""
+    if len(shapes) == 1:
+        return [whole]
+    codes = whole.codes.split([shape[0] for shape in shapes])
+    if spec.block[0] == -1:
+        return [Stored(part, whole.scale, whole.amax) for part in codes]
+    counts = [spec.scale_shape(shape)[0] for shape in shapes]
+    scales = whole.scale.split(counts)
+    amaxes = [None] * len(counts) if whole.amax is None else whole.amax.split(counts)
+    return [Stored(*parts) for parts in zip(codes, scales, amaxes, strict=True)]
+
+
+def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[Weight]:
+    """Give siblings one scale, the largest of theirs."""
+    siblings: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for index, weight in enumerate(weights):
+        parent, _, last = weight.module.rpartition(".")
+        for group in share_scales:
+            if last in group:
+                siblings.setdefault((parent, tuple(group)), []).append(index)
+    result = list(weights)
+    for (parent, _), indices in siblings.items():
+        members = [weights[index] for index in indices]
+        if len(members) < 2:
+            continue
+        names = ", ".join(member.module for member in members)
+        if not all(member.spec.per_tensor for member in members):
+            raise ValueError(
+                f"share_scales must name layers with one scale for each weight; {names} have "
+                f"{members[0].spec.describe()}. Give a recipe with scales per tensor, or leave "
+                f"{parent or 'them'} out."
+            )
+        scales = functools.cache(functools.partial(_largest_scale, tuple(m.make for m in members)))
+        if any(member.stored for member in members):
+            own = torch.cat([part.scale.view(1) for m in members for part in m.make()])
+            if not bool((own == own[0]).all()):
+                raise ValueError(
+                    f"share_scales must name layers that are not stored in FP8, or have one scale; "
+                    f"{names} have {own.tolist()}. Leave them out: stored bytes are not changed."
+                )
+            continue
+        for index, member in zip(indices, members, strict=True):
+            result[index] = replace(member, make=functools.partial(_with_scale, member, scales))
+    return result
+
+
+def _with_scale(
+    weight: Weight, scale: Callable[[], Tensor], given: None = None, *, amax: bool = False
+) -> list[Stored]:
+    return weight.make(scale(), amax=amax)
+
+
+def _largest_scale(makers: Sequence[Callable[..., list[Stored]]]) -> Tensor:
+    return torch.stack([part.scale.view(()) for make in makers for part in make()]).max()

@@ -1,0 +1,453 @@
+"""What export writes: the bytes that forwards use, in each format, with a complete config."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import recipes
+from float8lab.inspect import checkpoint, diff
+from float8lab.integrations import export
+from float8lab.nn.precision import W
+from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor
+
+safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
+
+FORMATS = {
+    "block-fp8": [
+        recipes.Float8BlockScaling(),
+        recipes.Float8BlockScaling(power_of_2_scale=True),
+        recipes.Float8CurrentScaling(),
+        recipes.DelayedScaling(),
+    ],
+    "compressed-tensors": [
+        recipes.Float8BlockScaling(),
+        recipes.Float8RowwiseScaling(),
+        recipes.Float8CurrentScaling(power_of_2_scale=True),
+        recipes.DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo="max"),
+    ],
+    "float8lab": [
+        recipes.Float8BlockScaling(),
+        recipes.Float8RowwiseScaling(),
+        recipes.DelayedScaling(power_of_2_scale=False),
+        recipes.MXFP8BlockScaling(),
+    ],
+}
+CASES = [(name, recipe) for name, found in FORMATS.items() for recipe in found]
+
+
+class Observer:
+    """Keeps the bytes and scales of weights that forwards cast."""
+
+    def __init__(self):
+        self.seen = []
+
+    def saw_cast(self, x, operand, spec, index, call):
+        if index == W:
+            rows, columns = x.shape
+            self.seen.append((operand[0][:rows, :columns].clone(), operand[1].clone(), spec))
+
+    def saw_gemm(self, *_):
+        pass
+
+
+def weights_of_a_forward(model, x, recipe=None):
+    """What a forward in evaluation casts, by module in order."""
+    was, STATE.observer = STATE.observer, Observer()
+    try:
+        model.eval()
+        if recipe is None:
+            model(x)
+        else:
+            with float8lab.autocast(recipe=recipe):
+                model(x)
+        return STATE.observer.seen
+    finally:
+        STATE.observer = was
+
+
+def train(model, x, recipe=None, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        if recipe is None:
+            loss = model(x * (step + 1)).square().mean()
+        else:
+            with float8lab.autocast(recipe=recipe):
+                loss = model(x * (step + 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def read(path):
+    state = {}
+    for file in sorted(path.glob("*.safetensors")):
+        state |= safetensors.load_file(file)
+    return state
+
+
+def same_bytes(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def expand(scale, spec, shape):
+    for dim in (0, 1):
+        size = shape[dim] if spec.block[dim] == -1 else spec.block[dim]
+        scale = scale.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def codes_and_scales(state, name, format, spec, shape):
+    """The codes of a weight in a file, and a scale for each element."""
+    if format == "float8lab":
+        return state[f"{name}.qdata"], expand(state[f"{name}.scale"], spec, shape)
+    if format == "block-fp8":
+        block = float8lab.formats.Float8Spec(block=(128, 128))
+        return state[name], expand(state[f"{name}_scale_inv"], block, shape)
+    scale = state[f"{name}_scale"]
+    return state[name], expand(scale.view(1, 1) if scale.ndim == 1 else scale, spec, shape)
+
+
+def mlp(dtype=torch.float32):
+    # 200 and 280: blocks that the edge cuts, and padding of the operands
+    return nn.Sequential(nn.Linear(256, 200), nn.GELU(), nn.Linear(200, 280, bias=False)).to(dtype)
+
+
+@pytest.mark.parametrize(("format", "recipe"), CASES, ids=str)
+@pytest.mark.parametrize("converted", [True, False])
+def test_bytes_are_those_of_a_forward(tmp_path, device, format, recipe, converted):
+    if converted:
+        model = mlp().to(device)
+        float8lab.convert_to_float8(model, recipe)
+        within = None
+    else:
+        model = nn.Sequential(
+            float8lab.Linear(256, 200, device=device),
+            nn.GELU(),
+            float8lab.Linear(200, 280, device=device),
+        )
+        within = recipe
+    x = torch.randn(32, 256, device=device)
+    train(model, x, within)
+    with torch.no_grad():
+        model[2].weight.mul_(8)  # delayed scales do not know it yet
+    export(model, tmp_path / "out", format, recipe=within)
+    state = read(tmp_path / "out")
+    seen = weights_of_a_forward(model, x, within)
+    assert len(seen) == 2
+    for index, (codes, scale, spec) in zip((0, 2), seen, strict=True):
+        codes, scale = codes.cpu(), scale.cpu()
+        shape = tuple(codes.shape)
+        got, scales = codes_and_scales(state, f"{index}.weight", format, spec, shape)
+        assert same_bytes(got, codes)
+        blocks = spec.scale_shape(shape)
+        scale = scale.view(1, 1) if scale.numel() == 1 else scale[: blocks[0], : blocks[1]]
+        assert torch.equal(scales, expand(scale, spec, shape))
+    # Under a delayed recipe not the scale that the weight itself would give.
+    own = float8lab.quantize(
+        model[2].weight.detach().cpu(), block=spec.block, scale_rule=spec.scale_rule
+    )
+    assert recipe.linear.delayed != torch.equal(scales, expand(own.scale, spec, own.shape))
+
+
+def test_values_are_those_of_the_definition(tmp_path):
+    layer = nn.Linear(256, 128, bias=False)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[0, 0], layer.weight[1, 1], layer.weight[0, 128] = 448.0, 3.1, -2.0
+    export(layer, tmp_path / "out", "block-fp8")
+    state = read(tmp_path / "out")
+    # 3.1 lies between 3.0 and 3.25; 2 at a scale of 2 / 448 is the largest code.
+    assert torch.equal(state["weight_scale_inv"], torch.tensor([[1.0, 2.0 / 448.0]]))
+    codes = state["weight"].float()
+    assert (codes[0, 0], codes[1, 1], codes[0, 128]) == (448.0, 3.0, -448.0)
+    assert codes.count_nonzero() == 3
+
+
+def test_stored_weights_are_written_as_they_are(tmp_path):
+    with float8lab.fp8_model_init(recipe=recipes.Float8BlockScaling()):
+        model = float8lab.Linear(300, 200, device="cpu", params_dtype=torch.bfloat16)
+    own = model.weight.detach()
+    for format, scale in (
+        ("block-fp8", "weight_scale_inv"),
+        ("compressed-tensors", "weight_scale"),
+    ):
+        export(model, tmp_path / format, format)
+        state = read(tmp_path / format)
+        assert same_bytes(state["weight"], own.qdata)
+        assert torch.equal(state[scale], own.scale)
+        assert torch.equal(state["bias"], model.bias)
+    export(model, tmp_path / "float8lab", "float8lab")
+    state = read(tmp_path / "float8lab")
+    assert same_bytes(state["weight.qdata"], own.qdata)
+    assert torch.equal(state["weight.amax"], own.amax)
+
+
+def test_only_layers_that_run_in_fp8_are_written_in_fp8(tmp_path):
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    override = {
+        "1": None,
+        "2": recipes.Float8BlockScaling(override_linear_precision=(True, False, False)),
+    }
+    float8lab.convert_to_float8(
+        model, recipes.Float8BlockScaling(), exclude=["3"], overrides=override
+    )
+    report = export(model, tmp_path / "out")
+    assert list(report.fp8) == ["0.weight"]
+    assert report.high_precision == ("1", "2", "3")
+    state = read(tmp_path / "out")
+    assert [state[f"{i}.weight"].dtype for i in range(4)] == [torch.float8_e4m3fn] + [
+        torch.float32
+    ] * 3
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["1", "2", "3"]
+
+
+def test_stacked_experts_are_named_in_the_config(tmp_path):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(16, 4)
+            self.experts = nn.Module()
+            self.experts.up = nn.Parameter(torch.randn(4, 32, 16))
+
+    report = export(Experts(), tmp_path / "out")
+    assert report.high_precision == ("experts",)
+    assert read(tmp_path / "out")["experts.up"].dtype == torch.float32
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["experts"]
+
+
+def test_a_weight_that_an_embedding_shares_stays(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(128, 128)
+            self.up = nn.Linear(128, 128)
+            self.head = nn.Linear(128, 128, bias=False)
+            self.head.weight = self.embed.weight
+
+    report = export(Tied(), tmp_path / "out")
+    assert list(report.fp8) == ["up.weight"]
+    state = read(tmp_path / "out")
+    assert state["embed.weight"].dtype == torch.float32
+    assert "head.weight" not in state  # one tensor, one name
+
+
+def test_exclude_leaves_the_head_by_default(tmp_path):
+    model = nn.ModuleDict({"up": nn.Linear(128, 128), "lm_head": nn.Linear(128, 128)})
+    assert list(export(model, tmp_path / "a").fp8) == ["up.weight"]
+    assert len(export(model, tmp_path / "b", exclude=()).fp8) == 2
+    assert list(export(model, tmp_path / "c", exclude="up").fp8) == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("split", [("query", "key", "value"), {"query": 256, "kv": 128}])
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.DelayedScaling(), recipes.Float8BlockScaling(), recipes.Float8RowwiseScaling()],
+)
+def test_parts_of_one_weight_are_cast_as_one(tmp_path, split, recipe):
+    model = float8lab.LayerNormLinear(128, 384, parameters_split=split, device="cpu")
+    x = torch.randn(16, 128)
+    train(model, x, recipe)
+    export(model, tmp_path / "out", "float8lab", recipe=recipe)
+    state = read(tmp_path / "out")
+    ((codes, scale, spec),) = weights_of_a_forward(model, x, recipe)
+    names = [name for name in state if name.endswith(".qdata")]
+    order = [f"{name.removesuffix('_')}_weight" for name in split]
+    assert sorted(names) == sorted(f"{name}.qdata" for name in order)
+    assert same_bytes(torch.cat([state[f"{n}.qdata"].view(torch.uint8) for n in order]), codes)
+    scales = [state[f"{n}.scale"] for n in order]
+    if spec.per_tensor:
+        assert all(torch.equal(s.view(1), scale.view(1)) for s in scales)
+    else:
+        assert torch.equal(torch.cat(scales), scale)
+
+
+def test_parts_that_blocks_would_cross_are_refused(tmp_path):
+    model = float8lab.Linear(128, 192, parameters_split=("a", "b"), device="cpu")
+    with pytest.raises(ValueError, match=r"multiple of 128 rows.*\[96, 96\]"):
+        export(model, tmp_path / "out", recipe=recipes.Float8BlockScaling())
+
+
+def test_a_transformer_layer_keeps_its_names(tmp_path):
+    layer = float8lab.TransformerLayer(
+        128, 256, 4, device="cpu", hidden_dropout=0.0, attention_dropout=0.0, activation="swiglu"
+    )
+    float8lab.convert_to_float8(layer, recipes.Float8CurrentScaling())
+    report = export(layer, tmp_path / "out", "float8lab")
+    assert sorted(report.fp8) == [
+        "layernorm_mlp.fc1_weight",
+        "layernorm_mlp.fc2_weight",
+        "self_attention.layernorm_qkv.key_weight",
+        "self_attention.layernorm_qkv.query_weight",
+        "self_attention.layernorm_qkv.value_weight",
+        "self_attention.proj.weight",
+    ]
+    plain = {name for name in layer.state_dict() if name not in report.fp8}
+    parts = {f"{name}.{part}" for name in report.fp8 for part in ("qdata", "scale", "amax")}
+    assert set(read(tmp_path / "out")) == plain | parts
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, factor in (("q_proj", 1.0), ("k_proj", 3.0), ("v_proj", 0.5), ("o_proj", 9.0)):
+            setattr(self, name, nn.Linear(64, 64, bias=False))
+            with torch.no_grad():
+                getattr(self, name).weight.mul_(factor)
+
+
+def test_siblings_share_the_largest_scale_when_asked(tmp_path):
+    model = nn.ModuleDict({"a": Attention(), "b": Attention()})
+    tie = [("q_proj", "k_proj", "v_proj")]
+    recipe = recipes.Float8CurrentScaling()
+    export(model, tmp_path / "out", "compressed-tensors", recipe=recipe, share_scales=tie)
+    state = read(tmp_path / "out")
+    for part in "ab":
+        scales = [state[f"{part}.{n}_proj.weight_scale"] for n in "qkvo"]
+        weights = [getattr(model[part], f"{n}_proj").weight for n in "qkvo"]
+        largest = torch.stack([w.abs().max() for w in weights[:3]]).max() / 448
+        assert torch.equal(scales[0], scales[1])
+        assert torch.equal(scales[0], scales[2])
+        assert torch.allclose(scales[0], largest, rtol=1e-6)
+        assert not torch.equal(scales[0], scales[3])
+        expected = float8lab.quantize(weights[0].detach(), scale=scales[0])
+        assert same_bytes(state[f"{part}.q_proj.weight"], expected.qdata)
+    assert not torch.equal(state["a.q_proj.weight_scale"], state["b.q_proj.weight_scale"])
+
+
+def test_siblings_that_cannot_share_are_refused(tmp_path):
+    tie = [("q_proj", "k_proj")]
+    with pytest.raises(ValueError, match="one scale for each weight"):
+        export(Attention(), tmp_path / "out", share_scales=tie)
+    with float8lab.fp8_model_init():
+        stored = nn.ModuleDict({f"{n}_proj": float8lab.Linear(64, 64, device="cpu") for n in "qk"})
+    with pytest.raises(ValueError, match="stored bytes are not changed"):
+        export(stored, tmp_path / "out", "float8lab", share_scales=tie)
+    with pytest.raises(ValueError, match="sequence of sequences"):
+        export(Attention(), tmp_path / "out", share_scales=("q_proj", "k_proj"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_input_scales_after_calibration(tmp_path):
+    layer = float8lab.Linear(64, 64, device="cpu", bias=False)
+    recipe = recipes.DelayedScaling()
+    x = torch.full((4, 64), 0.5)
+    export(layer, tmp_path / "before", "compressed-tensors", recipe=recipe)
+    assert "input_scale" not in read(tmp_path / "before")
+    with torch.no_grad(), float8lab.autocast(enabled=False, calibrating=True, recipe=recipe):
+        layer(x)
+    export(layer, tmp_path / "after", "compressed-tensors", recipe=recipe)
+    # 448 / 0.5 = 896, rounded down to a power of two.
+    assert torch.equal(read(tmp_path / "after")["input_scale"], torch.tensor([1 / 512]))
+    for name, dynamic in (("before", True), ("after", False)):
+        config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        (group,) = config["config_groups"].values()
+        assert group["input_activations"]["dynamic"] is dynamic
+        assert group["input_activations"]["strategy"] == "tensor"
+
+
+def test_config_is_the_models_with_how_it_is_quantized(tmp_path):
+    model = mlp(torch.bfloat16)
+    model.config = SimpleNamespace(to_dict=lambda: {"model_type": "x", "dtype": torch.bfloat16})
+    export(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config == {
+        "model_type": "x",
+        "dtype": "bfloat16",
+        "architectures": ["Sequential"],
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": [],
+        },
+    }
+    model.config = {"architectures": ["Mine"]}
+    export(model, tmp_path / "b", "compressed-tensors")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["Mine"], "bfloat16")
+    groups = config["quantization_config"]["config_groups"]
+    assert list(groups) == ["group_0"]
+    assert groups["group_0"]["targets"] == ["Linear"]
+
+
+def test_layers_with_several_recipes_are_groups(tmp_path):
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    overrides = {"1": recipes.Float8BlockScaling()}
+    float8lab.convert_to_float8(model, recipes.Float8RowwiseScaling(), overrides=overrides)
+    export(model, tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    found = {
+        tuple(g["targets"]): (g["weights"]["strategy"], g["input_activations"]["strategy"])
+        for g in config["config_groups"].values()
+    }
+    assert found == {("0", "2"): ("channel", "token"), ("1",): ("block", "group")}
+
+
+def test_the_audit_finds_the_rounding_and_nothing_else(tmp_path):
+    model = mlp(torch.bfloat16)
+    export(model, tmp_path / "out")
+    found = diff(tmp_path / "out", model.state_dict())
+    status = {row.name: row.status for row in found.rows}
+    assert status == {"0.weight": "differs", "2.weight": "differs", "0.bias": "same"}
+    assert all(row.sqnr > 30 for row in found.rows)
+    assert not any(row.findings for row in checkpoint(tmp_path / "out").rows)
+
+
+def test_sizes_that_transformers_misreads_are_noted(tmp_path):
+    assert "200" not in str(export(nn.Linear(256, 128), tmp_path / "a"))
+    report = export(nn.Linear(256, 200), tmp_path / "b")
+    assert "no multiple of 128" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (nn.Linear(8, 8), {"format": "gguf"}, "format must be one of block-fp8, compressed"),
+        (nn.LayerNorm(8), {}, "must have a linear layer"),
+        (nn.Linear(8, 8), {"exclude": ["*"]}, "none that is not excluded"),
+        (nn.Linear(8, 8), {"max_shard_size": 0}, "must be positive"),
+        (nn.Linear(8, 8), {"recipe": recipes.Float8RowwiseScaling()},
+         "must be e4m3 by 128x128, tensor; weight is cast to e4m3 row fp32"),
+        (nn.Linear(8, 8), {"format": "compressed-tensors", "recipe": recipes.MXFP8BlockScaling()},
+         "choose format='float8lab', or give another recipe"),
+        (nn.Linear(8, 8, device="meta"), {}, "is on the meta device"),
+        (nn.ParameterList([float8lab.quantize(torch.ones(4, 4)), nn.Linear(8, 8).weight]), {},
+         "must have a linear layer"),
+    ],
+)  # fmt: skip
+def test_errors_come_before_anything_is_written(tmp_path, model, arguments, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        export(model, tmp_path / "out", **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stored_weights_outside_linear_layers_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8))
+    model[1].weight = nn.Parameter(float8lab.quantize(torch.ones(8, 8)), requires_grad=False)
+    with pytest.raises(ValueError, match="must be weights of linear layers"):
+        export(model, tmp_path / "out", "float8lab")
+
+
+def test_export_changes_nothing(tmp_path):
+    model = mlp()
+    float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    x = torch.randn(8, 256)
+    train(model, x)
+    before = {k: v.clone() for k, v in float8lab.nn.ScalingState(model).state_dict().items()}
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    export(model, tmp_path / "out")
+    after = float8lab.nn.ScalingState(model).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+    assert not any(isinstance(p, Float8Tensor) for p in model.parameters())

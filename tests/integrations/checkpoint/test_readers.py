@@ -1,0 +1,275 @@
+"""The libraries that others use, transformers and compressed-tensors: each reads the other's files.
+
+Neither is among the tools that are pinned for development; without them these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import recipes
+from float8lab.integrations import export, load_fp8
+from float8lab.tensor import Float8Tensor
+
+# Libraries of other releases warn of their own parts as they are imported and used.
+pytestmark = pytest.mark.filterwarnings("default")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("accelerate", reason="transformers loads FP8 with it")
+
+TIES = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
+
+
+def llama(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def trained(recipe, steps=2):
+    model = llama()
+    float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(64, (2, 32))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    return model.eval(), tokens
+
+
+def dequantized(path, model=None):
+    model = llama(1) if model is None else model
+    load_fp8(path, model, dequantize=True)
+    return model.state_dict()
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.Float8BlockScaling(), recipes.DelayedScaling()], ids=str
+)
+@pytest.mark.parametrize("most", [5_000_000_000, 300_000])
+def test_transformers_loads_block_fp8(tmp_path, recipe, most):
+    model, tokens = trained(recipe)
+    report = export(model, tmp_path / "out", "block-fp8", max_shard_size=most)
+    assert len(report.fp8) == 14
+    assert (len(report.files) > 1) == (most == 300_000)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    ours = dequantized(tmp_path / "out")
+    assert_same(theirs.state_dict(), ours)
+    # Near the FP8 model: both have its weights, and this one other activations.
+    with torch.no_grad():
+        y, expected = theirs(tokens).logits, model(tokens).logits
+    assert (y - expected).norm() < 0.1 * expected.norm()
+
+
+def test_transformers_files_load_here(tmp_path):
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    model = llama()
+    config = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
+    quantizer = transformers.quantizers.AutoHfQuantizer.from_config(config)
+    cast = Fp8Quantize(quantizer)
+    state = {}
+    for name, value in model.state_dict().items():
+        linear = name.endswith("_proj.weight")
+        state |= cast.convert({name: value}) if linear else {name: value}
+    model.config.quantization_config = config
+    model.config.save_pretrained(tmp_path / "theirs")
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(state, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "theirs", dtype=torch.float32
+    )
+    assert_same(theirs.state_dict(), dequantized(tmp_path / "theirs"))
+    # Stored in FP8: their very bytes.
+    mine = llama(1)
+    report = load_fp8(tmp_path / "theirs", mine)
+    assert len(report.fp8) == 14
+    for name, value in mine.state_dict().items():
+        if name in report.fp8:
+            assert isinstance(value, Float8Tensor)
+            assert torch.equal(value.qdata.view(torch.uint8), state[name].view(torch.uint8))
+            assert torch.equal(value.scale, state[f"{name}_scale_inv"])
+    tokens = torch.randint(64, (2, 32))
+    with torch.no_grad(), float8lab.count_gemms() as counts:
+        y, expected = mine.eval()(tokens).logits, theirs(tokens).logits
+    assert (y - expected).norm() < 0.1 * expected.norm()
+    assert counts.fp8 == 14
+
+
+SCHEMES = {
+    "tensor": recipes.Float8CurrentScaling(),
+    "static": recipes.DelayedScaling(),
+    "channel": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compressed_tensors_decompresses_ours(tmp_path, scheme):
+    ct = pytest.importorskip("compressed_tensors")
+    safetensors = pytest.importorskip("safetensors.torch")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    model, _ = trained(SCHEMES[scheme])
+    tie = TIES if scheme == "tensor" else ()
+    export(model, tmp_path / "out", "compressed-tensors", share_scales=tie)
+    content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert content.pop("quant_method") == "compressed-tensors"
+    config = QuantizationConfig.model_validate(content)
+    assert ct.__version__
+    (group,) = config.config_groups.values()
+    state = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    ours = dequantized(tmp_path / "out")
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    count = 0
+    for name in ours:
+        if f"{name}_scale" in state:
+            part = {"weight": state[name], "weight_scale": state[f"{name}_scale"]}
+            assert torch.equal(compressor.decompress(part, group)["weight"], ours[name])
+            count += 1
+    assert count == 14
+    static = [name for name in state if name.endswith("input_scale")]
+    assert len(static) == (14 if scheme == "static" else 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_transformers_loads_compressed_tensors(tmp_path, scheme):
+    pytest.importorskip("compressed_tensors")
+    model, _ = trained(SCHEMES[scheme])
+    export(model, tmp_path / "out", "compressed-tensors")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out",
+        dtype=torch.float32,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    ours = dequantized(tmp_path / "out")
+    found = theirs.state_dict()
+    assert_same({name: found[name] for name in ours}, ours)
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "channel", "block"])
+def test_compressed_tensors_files_load_here(tmp_path, scheme):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    model = llama()
+    blocks = {"block_structure": [128, 128]} if scheme == "block" else {}
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": scheme} | blocks
+    inputs = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "tensor",
+    }
+    if scheme != "tensor":
+        inputs |= {"dynamic": True, "strategy": "token"}
+    config = QuantizationConfig(
+        config_groups={
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+        ignore=["lm_head"],
+        format="float-quantized",
+    )
+    apply_quantization_config(model, config)
+    spec = {"tensor": (-1, -1), "channel": (1, -1), "block": (128, 128)}[scheme]
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme") and isinstance(module, nn.Linear):
+            scale = float8lab.quantize(module.weight.detach(), block=spec).scale
+            module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
+            if hasattr(module, "input_scale"):
+                module.input_scale.data.fill_(0.01)
+            module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path / "theirs")
+    compressor.update_config(tmp_path / "theirs")
+    ours = dequantized(tmp_path / "theirs")
+    mine = llama(1)
+    report = load_fp8(tmp_path / "theirs", mine)
+    compressor.decompress_model(model)
+    theirs = model.state_dict()
+    assert_same({name: theirs[name] for name in ours}, ours)
+    assert len(report.fp8) == 14
+    for name in report.fp8:
+        assert torch.equal(mine.get_parameter(name).dequantize(), theirs[name])
+    if scheme == "tensor":  # static scales of activations
+        layer = mine.model.layers[0].mlp.up_proj
+        state = float8lab.nn.ScalingState(layer).state_dict()
+        (scale,) = (value for name, value in state.items() if name.endswith("/scale"))
+        assert scale[0] == torch.tensor(0.01)
+
+
+def test_a_deepseek_model(tmp_path):
+    config = transformers.DeepseekV3Config(
+        hidden_size=256, intermediate_size=384, moe_intermediate_size=128, num_hidden_layers=2,
+        first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1, vocab_size=64,
+        q_lora_rank=128, kv_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, base, plain = (transformers.DeepseekV3ForCausalLM(config).eval() for _ in range(3))
+    report = export(model, tmp_path / "out", "block-fp8")
+    content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    # Its experts are one tensor each in transformers; on a GPU it would look for their scales.
+    assert content["modules_to_not_convert"] == ["lm_head", "model.layers.1.mlp.experts"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    )
+    assert_same(theirs.state_dict(), dequantized(tmp_path / "out", plain))
+    loaded = load_fp8(tmp_path / "out", base)
+    assert loaded.fp8.keys() == report.fp8.keys()
+    assert len(loaded.fp8) == 16
+    # A frozen base: gradients reach what is before it, and no weight of it.
+    embedded = torch.randn(1, 32, 256, requires_grad=True)
+    base(inputs_embeds=embedded).logits.square().mean().backward()
+    assert embedded.grad.isfinite().all()
+    assert embedded.grad.any()
+    assert all(base.get_parameter(name).grad is None for name in loaded.fp8)
+
+
+def test_share_scales_as_readers_fuse(tmp_path):
+    model, _ = trained(recipes.Float8CurrentScaling())
+    export(model, tmp_path / "out", "compressed-tensors", share_scales=TIES)
+    scales = {}
+    for row in float8lab.inspect.checkpoint(tmp_path / "out").rows:
+        if row.fp8:
+            scales[row.name] = row.measured.stats.scale_min
+    for layer in range(2):
+        for group in TIES:
+            part = "self_attn" if "q_proj" in group else "mlp"
+            assert len({scales[f"model.layers.{layer}.{part}.{n}.weight"] for n in group}) == 1
