@@ -79,7 +79,7 @@ class Launched:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         known = None
-        if ENABLED and not (has_hooks() or self.function.pre_run_hooks):
+        if ENABLED and self._known and not (has_hooks() or self.function.pre_run_hooks):
             device = current_device()
             known = self._known.get(_key_of(device, args, constants))
         if known is None:
