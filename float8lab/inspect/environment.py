@@ -38,8 +38,10 @@ __all__ = [
 
 EXTRAS = {
     "plot": ("matplotlib",),
-    "inspect": ("matplotlib", "rich", "safetensors"),
-    "examples": ("matplotlib", "tqdm"),
+    "report": ("plotly",),
+    "inspect": ("matplotlib", "plotly", "rich", "safetensors"),
+    "examples": ("matplotlib", "plotly", "tqdm"),
+    "lightning": ("lightning",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
 }
 """Optional parts of the package, and what each needs."""

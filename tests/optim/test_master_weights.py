@@ -982,9 +982,9 @@ def live_bytes() -> dict[tuple[int, int], int]:
     storages = {}
     for x in gc.get_objects():
         if type(x) in (Tensor, nn.Parameter):  # no wrappers, nor fakes that a compilation left
-            storage = x.untyped_storage()
-            # What a compilation left otherwise has no memory, and asking for its address raises.
+            # A sparse tensor has no storage; what a compilation left has one without an address.
             with contextlib.suppress(RuntimeError):
+                storage = x.untyped_storage()
                 storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
     return storages
 
