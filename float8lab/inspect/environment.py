@@ -42,6 +42,8 @@ EXTRAS = {
     "inspect": ("matplotlib", "plotly", "rich", "safetensors"),
     "examples": ("matplotlib", "plotly", "tqdm"),
     "lightning": ("lightning",),
+    "transformers": ("transformers", "accelerate"),
+    "peft": ("transformers", "accelerate", "peft"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
 }
 """Optional parts of the package, and what each needs."""
