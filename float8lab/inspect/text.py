@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from float8lab.inspect.optional import needs
 from float8lab.inspect.statistics import Histogram, TensorStats, stats
 
 __all__ = ["Grid", "aligned", "bars", "health", "summary", "table"]
@@ -85,17 +86,11 @@ def table(x: Tensor) -> Any:
     Raises:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
     """
-    try:
+    with needs("table", "rich", '"float8lab[inspect]"', "print summary(x)"):
         from rich.box import SIMPLE
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'table must have rich; it is not installed. pip install "float8lab[inspect]", or print '
-            "summary(x).",
-            name=error.name,
-        ) from error
 
     found = stats(x, local=True)
     result = Table(show_header=False, box=SIMPLE, title="Float8Tensor", title_justify="left")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from float8lab.formats import Float8Spec
 from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
+from float8lab.inspect.optional import needs
 
 __all__ = ["DTYPES", "SPECS_KEY", "open_safetensors"]
 
@@ -128,13 +129,8 @@ def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _entries(file: Path) -> list[Entry]:
-    try:
+    with needs(str(file), "safetensors", '"float8lab[inspect]"'):
         from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{file} needs safetensors; it is not installed. pip install "float8lab[inspect]".',
-            name=error.name,
-        ) from error
 
     with file.open("rb") as opened:  # for the usual errors, which the library words its own way
         opened.read(1)

@@ -45,7 +45,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def is_on_current_device(x: Tensor) -> bool:
-    """Whether Triton, which launches on the current GPU, can launch on this tensor as things are."""
+    """Whether Triton, which launches on the current GPU, can launch on this tensor now."""
     return not x.is_cuda or x.get_device() == current_device()
 
 
