@@ -8,7 +8,6 @@ graph shows nothing, so watched steps run what is compiled uncompiled.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import platform
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab.distributed.fsdp import MasterShard
+from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
+from float8lab.inspect.environment import package_version
 from float8lab.inspect.statistics import stored
 from float8lab.inspect.watch import views
 from float8lab.inspect.watch.measure import (
@@ -415,19 +415,13 @@ def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool
 
 
 def _path_of_rank(path: str) -> Path:
-    rank, world = _rank()
+    rank, world = rank_and_size()
     if world > 1 and "{rank}" not in path:
         raise ValueError(
             f"jsonl must have {{rank}} in it in a job of {world} ranks; got {path!r}. Write for "
             "example 'log.{rank}.jsonl', a file for each."
         )
     return Path(path.replace("{rank}", str(rank)))
-
-
-def _rank() -> tuple[int, int]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _about(model: nn.Module) -> dict[str, str]:
@@ -438,11 +432,11 @@ def _about(model: nn.Module) -> dict[str, str]:
         "model": type(model).__name__,
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "float8lab": importlib.import_module("float8lab").__version__,
+        "float8lab": package_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    rank, world = _rank()
+    rank, world = rank_and_size()
     if world > 1:
         about["rank"] = f"{rank} of {world}"
     return about
