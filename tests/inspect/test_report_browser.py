@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from benchmarks import browser
 from float8lab.inspect import report
 from float8lab.inspect.watch.records import Log, Record
-from tests.inspect import browser
 from tests.inspect.test_report import HOSTILE, record
 
 pytestmark = [
