@@ -268,7 +268,7 @@ def test_memory_is_bounded(tmp_path, kind):
     """Anonymous memory; the pages of a mapped file are the kernel's to drop."""
     saved = kind in ("torch.save", "dcp")
     paths = tmp_path / "small", tmp_path / "large"
-    sizes = [16, 512]  # MiB
+    sizes = [16, 192]  # MiB
     for path, megabytes in zip(paths, sizes, strict=True):
         rows, columns = megabytes * 256, 4096
         if not saved:
