@@ -228,8 +228,8 @@ start = time.process_time()
 import float8lab
 print(time.process_time() - start)
 """
-    # With bytecode, as an installed package has it; the first run writes it. In seconds of CPU time,
-    # which hardly depend on what else the machine does.
+    # With bytecode, as an installed package has it; the first run writes it. In CPU time, which
+    # hardly depends on what else the machine does.
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     _run_python(code, **bytecode)
     assert any(float(_run_python(code, **bytecode)) < 0.3 for _ in range(3))
