@@ -22,6 +22,7 @@ from tests.integrations.peft.models import (
     gradients,
     llama,
     mlp,
+    peft,
     with_lora,
 )
 
@@ -107,12 +108,13 @@ def rounding(fp8_dtype):
     [{}, {"use_rslora": True}, {"use_dora": True}, {"use_dora": True, "lora_dropout": 0.25}],
     ids=["lora", "rslora", "dora", "dora with dropout"],
 )
-def test_gradients_are_those_of_high_precision(recipe, freeze, fields):
+def test_gradients_are_those_of_high_precision(device, recipe, freeze, fields):
+    x = torch.randn(256, 64, device=device)
+
     def tune(recipe):
-        model = with_lora(convert(mlp(), recipe, freeze=freeze), **fields)
+        model = with_lora(convert(mlp().to(device), recipe, freeze=freeze), **fields)
         torch.manual_seed(3)  # of dropout
-        dx = run(model, torch.randn(256, 64, generator=torch.Generator().manual_seed(4)))
-        return dx, gradients(model)
+        return run(model, x), gradients(model)
 
     # DoRA's norm of W + BA needs W in high precision, on any base.
     with float8lab.fallback("silent" if "use_dora" in fields else "error"):
@@ -213,6 +215,27 @@ def test_compiled():
         x = torch.randn(16, 64)
         assert torch.equal(run(compiled, x), run(model, x))
         assert torch.equal(gradients(other), gradients(model))
+
+
+OTHERS = {
+    "IA3": {"feedforward_modules": ["down"]},
+    "LoHa": {"r": 4},
+    "Vera": {"r": 4},
+    "OFT": {"oft_block_size": 16},
+}
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_methods(method):
+    kind = getattr(peft, f"{method}Config")
+    targets = ["up"] if method == "Vera" else ["up", "down"]
+    config = kind(target_modules=targets, **OTHERS[method])
+    model = peft.get_peft_model(convert(mlp(), RECIPES["block"]), config)
+    with float8lab.count_gemms() as counts:
+        dx = run(model, torch.randn(8, 64))
+    assert counts.fp8 == 4
+    assert dx.any()
+    assert gradients(model).any()
 
 
 def test_lora_of_a_module_built_in_fp8():

@@ -49,13 +49,13 @@ def largest_error(weight):
 
 @each_recipe
 @pytest.mark.parametrize("safe", [False, True])
-def test_a_merge_rounds_once(recipe, safe):
-    model = with_lora(convert(mlp(), recipe), use_rslora=True)
+def test_a_merge_rounds_once(device, recipe, safe):
+    model = with_lora(convert(mlp().to(device), recipe), use_rslora=True)
     layers = base_layers(model)
     tuned = {name: model.get_submodule(name) for name in layers}
     before = {name: layer.weight.dequantize() for name, layer in layers.items()}
     deltas = {name: layer.get_delta_weight("default") for name, layer in tuned.items()}
-    x = torch.randn(64, 64)
+    x = torch.randn(64, 64, device=device)
     y = model.eval()(x)
     with float8lab.fallback("silent" if safe else "error"):  # isfinite looks at the values
         model.merge_adapter(safe_merge=safe)
@@ -171,7 +171,15 @@ def test_dora_merges(safe):
     with float8lab.fallback("silent"):
         model = with_lora(convert(mlp(), RECIPES["rowwise"]), use_dora=True).eval()
         before = model(x)
+        scaled = {}
+        for name, layer in base_layers(model).items():
+            tuned = model.get_submodule(name)
+            value = layer.weight.dequantize() + tuned.get_delta_weight("default")
+            factor = tuned.lora_magnitude_vector["default"].weight / value.norm(dim=1)
+            scaled[name] = requantized(layer.weight, factor[:, None] * value)
         model.merge_adapter(safe_merge=safe)
+        for name, layer in base_layers(model).items():
+            assert_same(layer.weight, scaled[name])
         merged = model(x)
         model.unmerge_adapter()
         after = model(x)
