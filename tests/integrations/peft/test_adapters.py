@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import float8lab
 from float8lab import recipes
@@ -215,6 +218,29 @@ def test_compiled():
         x = torch.randn(16, 64)
         assert torch.equal(run(compiled, x), run(model, x))
         assert torch.equal(gradients(other), gradients(model))
+
+
+def test_sharded():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model, whole = (with_lora(convert(mlp(), RECIPES["current"])) for _ in range(2))
+        for layer in (model.base_model.model.up, model.base_model.model.down, model):
+            fully_shard(layer, mesh=mesh)
+        x = torch.randn(40, 64)
+        torch.testing.assert_close(run(model, x), run(whole, x))
+        trained = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
+        expected = [p.grad for p in whole.parameters() if p.requires_grad]
+        for gradient, other in zip(trained, expected, strict=True):
+            torch.testing.assert_close(gradient, other)
+        for layer in base_layers(model).values():
+            assert isinstance(layer.weight.to_local(), Float8Tensor)
+        # What is sharded cannot be stored anew.
+        late = fully_shard(nn.Linear(64, 64), mesh=mesh)
+        report = float8lab.convert_to_float8(late, freeze_weights=True)
+        assert "it is sharded; convert before sharding" in str(report)
+    finally:
+        dist.destroy_process_group()
 
 
 OTHERS = {
