@@ -24,7 +24,11 @@ PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")
 MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 
 # Pages and modules that need another library, which may be absent, and whose advice is no error.
-NEEDS = {"docs/lightning.md": "lightning", "float8lab/integrations/lightning.py": "lightning"}
+NEEDS = {
+    "docs/lightning.md": "lightning",
+    "docs/peft.md": "peft",
+    "float8lab/integrations/lightning.py": "lightning",
+}
 
 BLOCK = re.compile(
     r"(?:^<!-- no-run(?P<why>.*?)-->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S
