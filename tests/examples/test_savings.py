@@ -35,7 +35,7 @@ def test_table_on_a_cpu_says_that_fp8_is_emulated():
 time a token        900.0 ms    1.80 s           2.00  -100 %
 saved for backward    1.0 MB  520.0 kB           0.52    48 %
 gathered                   -         -              -       -
-On a CPU, FP8 is emulated: the sizes are FP8's, the time is not.""",
+On a CPU, FP8 is emulated and bfloat16 often slow: the sizes are a GPU's, the times are not.""",
     )
 
 
