@@ -7,6 +7,7 @@ FP8's sizes, what it computes takes longer than it would without.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Mapping
@@ -51,6 +52,7 @@ class Meter:
         self.device = torch.device(device)
         self.seconds: list[float] = []
         if self.device.type == "cuda":
+            gc.collect()  # what runs before this one left behind
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _now(self) -> float:
