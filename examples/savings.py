@@ -70,10 +70,13 @@ class Meter:
     def cost(self, sizes: Mapping[str, int] | None = None) -> Cost:
         """The median step without the first quarter, which warms up; ``sizes``, and the peak."""
         settled = self.seconds[len(self.seconds) // 4 :]
-        found = dict(sizes or {})
-        if self.device.type == "cuda":
-            found["peak of GPU memory"] = torch.cuda.max_memory_allocated(self.device)
-        return Cost(statistics.median(settled), found)
+        return Cost(statistics.median(settled), {**(sizes or {}), **self.peak()})
+
+    def peak(self) -> dict[str, int]:
+        """Bytes under the name that they are printed with; empty on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        return {"peak of GPU memory": torch.cuda.max_memory_allocated(self.device)}
 
 
 def counted(
@@ -115,8 +118,9 @@ def savings(
     *,
     names: tuple[str, str] = ("bf16", "FP8"),
     unit: str = "step",
+    on_cpu: str = EMULATED,
 ) -> str:
-    """A table of two runs, with what the second saved, and a word on emulation if it was on a CPU.
+    """A table of two runs, with what the second saved.
 
     Args:
         base: the run in high precision.
@@ -124,6 +128,7 @@ def savings(
         device: where both ran.
         names: of the runs.
         unit: what the seconds are of.
+        on_cpu: goes below the table of a CPU: how to take its numbers.
 
     >>> print(savings(Cost(0.2, {"weights": 2000}), Cost(0.15, {"weights": 1040}), "cuda"))
                      bf16       FP8  FP8 / bf16  saved
@@ -140,5 +145,5 @@ def savings(
         rows.append((name, *map(bytes_text, sizes), *_shares(*sizes)))
     lines = aligned(rows)
     if torch.device(device).type == "cpu":
-        lines.append(EMULATED)
+        lines.append(on_cpu)
     return "\n".join(lines)
