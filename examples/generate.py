@@ -121,7 +121,7 @@ def run(
         cost = meter.cost(sizes)
         if forced is not None:
             logits = generate(model, prompt, options.new, cache, Meter("cpu"), forced)[1]
-    return Run(name, tokens, logits, cost)
+    return Run(name, tokens, logits.cpu(), cost)  # or the next run would have them in its peak
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -343,7 +343,8 @@ def describe_runs(runs: Sequence[Run]) -> str:
 def describe_savings(runs: Sequence[Run], device: torch.device) -> str:
     """What FP8 saved in a step, and in bytes."""
     baseline, fp8 = (Cost(run.step_ms / 1e3, run.sizes) for run in runs)
-    return savings(baseline, fp8, device, on_cpu=ON_CPU)
+    names = ("bf16" if device.type == "cuda" else "high precision", "FP8")
+    return savings(baseline, fp8, device, names=names, on_cpu=ON_CPU)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
