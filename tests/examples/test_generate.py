@@ -62,7 +62,11 @@ def test_example_prints_what_was_saved(monkeypatch, capsys):
     monkeypatch.setitem(generate.SIZES, "tiny", CONFIG)
     monkeypatch.setattr(generate, "load_text", small_text)
     monkeypatch.setattr(train_gpt, "tqdm", None)
-    runs = generate.main(["--train-steps", "2", "--batch", "2", "--prompt", "5", "--new", "4"])
+    sizes = ["--batch", "2", "--prompt", "5", "--new", "4"]
+    with float8lab.count_gemms() as counts:
+        runs = generate.main(["--train-steps", "2", *sizes])
+    # The last run: qkv, proj and two of the MLP, for 4 tokens, of its own and of the first run.
+    assert counts.fp8 == 4 * CONFIG.n_layer * 4 * 2
     printed = capsys.readouterr().out
     assert "trained for 2 steps" in printed
     assert "2 prompts of 5 tokens, 4 new ones each" in printed
