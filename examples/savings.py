@@ -53,6 +53,7 @@ class Meter:
         self.seconds: list[float] = []
         if self.device.type == "cuda":
             gc.collect()  # what runs before this one left behind
+            torch.cuda.init()  # a job may make its meter before its first tensor
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _now(self) -> float:
