@@ -22,15 +22,14 @@ with warnings.catch_warnings():
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+    from float8lab.integrations.transformers import SCALING_NAME, Float8Callback
+
 from tests.integrations.transformers.models import build
-
-DELAYED = recipes.DelayedScaling(
-    amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False
-)
+from tests.integrations.transformers.training import DELAYED, losses, same, trainer
 
 
-def accelerator_for(ranks: Ranks, **how: Any) -> Any:
-    """An Accelerator in processes that are connected already, as ``accelerate launch`` makes it."""
+def launched(ranks: Ranks) -> None:
+    """Have these processes, which are connected already, be as ``accelerate launch`` makes them."""
     # Of Accelerate, where it saves an optimizer.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     os.environ.update(
@@ -40,6 +39,10 @@ def accelerator_for(ranks: Ranks, **how: Any) -> Any:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def accelerator_for(ranks: Ranks, **how: Any) -> Any:
+    launched(ranks)
     on_cpu = ranks.device.type == "cpu"
     made = accelerate.Accelerator(cpu=on_cpu, **how)
     if on_cpu and "fsdp_plugin" in how:
@@ -132,6 +135,31 @@ def check_fsdp2_trains_as_ddp(ranks: Ranks) -> None:
     assert others == losses
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def check_trainer_under_ddp_resumes(ranks: Ranks) -> None:
+    """Amaxes are reduced over ranks, also where a checkpoint is written; one rank writes it."""
+
+    def fit(folder: Any, **how: Any) -> Any:
+        launched(ranks)
+        on_cpu = ranks.device.type == "cpu"
+        runner = trainer(
+            folder, 4, Float8Callback(DELAYED), save_steps=2, per_device_train_batch_size=2,
+            use_cpu=on_cpu, ddp_backend="gloo" if on_cpu else "nccl",
+        )  # fmt: skip
+        runner.train(**how)
+        return runner
+
+    whole = fit(ranks.tmp_path)
+    half = ranks.tmp_path / "checkpoint-2"
+    assert (half / SCALING_NAME).exists()
+    torch.distributed.barrier()
+    rest = fit(ranks.tmp_path, resume_from_checkpoint=str(half))
+    assert isinstance(rest.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    assert losses(rest) == losses(whole)
+    assert same(rest.model, whole.model)
+    for parameter in rest.model.parameters():
+        ranks.assert_same(parameter)
 
 
 outcome = ranks_fixture(__name__, 2)

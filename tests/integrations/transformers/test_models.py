@@ -80,9 +80,9 @@ def test_the_report_says_what_is_not_in_fp8() -> None:
     assert all(layer.note.startswith("excluded") for layer in report.skipped)
 
 
-@pytest.mark.parametrize("family", set(FAMILIES) - {"qwen3_moe", "qwen2_moe"})
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("moe")])
 def test_all_of_other_models_is_in_fp8(family: str) -> None:
-    """No module with a weight of two dimensions or more is left, but embeddings and convolutions."""
+    """No weight of two dimensions or more is left, but of embeddings and convolutions."""
     model, _ = build(family)
     report = float8lab.convert_to_float8(model, strict=True)
     assert not report.skipped
@@ -163,7 +163,9 @@ def test_generates_what_rounding_to_fp8_does(family: str, how: str) -> None:
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice about generation configs
-            found.append(each.generate(**batch, max_new_tokens=8, min_new_tokens=8, **GENERATE[how]))
+            found.append(
+                each.generate(**batch, max_new_tokens=8, min_new_tokens=8, **GENERATE[how])
+            )
     assert found[0].shape[1] >= 8
     assert torch.equal(*found)
 
@@ -218,8 +220,10 @@ def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize(
+    ("family", "reentrant"),
+    [("llama", False), ("llama", True), ("gpt2", False), ("bert", False), ("vit", False)],
+)
 def test_gradient_checkpointing_changes_no_bit(family: str, reentrant: bool) -> None:
     """Over steps whose delayed scales depend on those before.
 

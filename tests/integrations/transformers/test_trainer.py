@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import float8lab
-from float8lab import recipes
 from float8lab.nn.precision import precisions_below
 
 with warnings.catch_warnings():
@@ -24,43 +23,7 @@ with warnings.catch_warnings():
     from float8lab.integrations.transformers import SCALING_NAME, Float8Callback
 
 from tests.integrations.transformers.models import build
-
-# Scales that follow the whole history bit by bit: what a checkpoint forgets, shows.
-DELAYED = recipes.DelayedScaling(
-    amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False
-)
-
-
-def tokens() -> list[dict[str, torch.Tensor]]:
-    """Sequences that repeat themselves, which is quickly learned."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(3, 64, (4, 1), generator=generator) + torch.arange(8)
-    return [{"input_ids": row % 61 + 3, "labels": row % 61 + 3} for row in rows] * 4
-
-
-def trainer(folder: Path, steps: int, callback: Any, model: Any = None, **changed: Any) -> Any:
-    """With a fresh Llama; a checkpoint in the middle."""
-    arguments = {
-        "output_dir": folder, "max_steps": steps, "save_steps": 4, "logging_steps": 1,
-        "per_device_train_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
-        "use_cpu": True, "report_to": [], "disable_tqdm": True,
-    } | changed  # fmt: skip
-    return transformers.Trainer(
-        model=build("llama")[0] if model is None else model,
-        args=transformers.TrainingArguments(**arguments),
-        train_dataset=tokens(),
-        eval_dataset=tokens()[:4],
-        callbacks=[callback],
-    )
-
-
-def losses(runner: Any) -> list[float]:
-    return [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
-
-
-def same(a: Any, b: Any) -> bool:
-    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
-    return all(n == m and torch.equal(p, q) for (n, p), (m, q) in pairs)
+from tests.integrations.transformers.training import DELAYED, losses, same, trainer
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +32,9 @@ def whole(tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("whole")
     printed: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words))))
+        patch.setattr(
+            "builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words)))
+        )
         runner = trainer(folder, 8, Float8Callback(DELAYED, exclude=["lm_head"]))
         with float8lab.count_gemms() as counts:
             runner.train()
