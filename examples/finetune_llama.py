@@ -3,6 +3,8 @@
     python examples/finetune_llama.py                                   # CPU, seconds
     python examples/finetune_llama.py --device cuda --preset 1b         # one large GPU
     python examples/finetune_llama.py --device cuda --model FOLDER --output OUT
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/finetune_llama.py \\
+        --device cuda --preset 1b                                       # two large GPUs
 
 FP8 takes one argument of the Trainer, ``callbacks=[Float8Callback(...)]``. The text is Python's own
 manual. The model is what ``--model`` names, a folder or a name on the hub, with its tokenizer; or
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
 from text import docstrings, manual
 from train_fsdp import RECIPES
 
@@ -147,6 +150,8 @@ def main(argv: Sequence[str]) -> int:
 
     runs = {"bf16": train(options, None)}
     runs["FP8"] = train(options, Float8Callback(RECIPES[options.recipe], exclude=["lm_head"]))
+    if not PartialState().is_main_process:
+        return 0
     print(f"{'':6}" + "".join(f"{name:>20}" for name in runs["FP8"]))
     for name, run in runs.items():
         print(f"{name:6}" + "".join(f"{value:20.4g}" for value in run.values()))

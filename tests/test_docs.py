@@ -24,7 +24,12 @@ PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")
 MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 
 # Pages and modules that need another library, which may be absent, and whose advice is no error.
-NEEDS = {"docs/lightning.md": "lightning", "float8lab/integrations/lightning.py": "lightning"}
+NEEDS = {
+    "docs/lightning.md": "lightning",
+    "docs/transformers.md": "accelerate",
+    "float8lab/integrations/lightning.py": "lightning",
+    "float8lab/integrations/transformers.py": "transformers",
+}
 
 BLOCK = re.compile(
     r"(?:^<!-- no-run(?P<why>.*?)-->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,56 +20,54 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its dependencies are deprecated for
     pytest.importorskip("transformers", reason="needs the extra 'transformers'")
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils.launch import prepare_multi_gpu_env
 
     from float8lab.integrations.transformers import SCALING_NAME, Float8Callback
 
 from tests.integrations.transformers.models import build
 from tests.integrations.transformers.training import DELAYED, losses, same, trainer
 
+CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "accelerate"
 
-def launched(ranks: Ranks) -> None:
-    """Have these processes, which are connected already, be as ``accelerate launch`` makes them."""
+
+def launched(ranks: Ranks, config: str) -> None:
+    """Have these processes, which are connected, be as ``accelerate launch --config_file`` says."""
     # Of Accelerate, where it saves an optimizer.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-    os.environ.update(
-        RANK=str(ranks.rank), LOCAL_RANK=str(ranks.rank), WORLD_SIZE=str(ranks.world),
-        MASTER_ADDR="localhost", MASTER_PORT="0", OMP_NUM_THREADS="1",
-    )  # fmt: skip
+    command = ["--config_file", str(CONFIGS / config), "--mixed_precision", "no", "script.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    arguments.main_process_port = 0
     os.environ.pop("ACCELERATE_USE_FSDP", None)
+    os.environ.update(
+        prepare_multi_gpu_env(arguments), RANK=str(ranks.rank), LOCAL_RANK=str(ranks.rank),
+        WORLD_SIZE=str(ranks.world), MASTER_ADDR="localhost", MASTER_PORT="0", OMP_NUM_THREADS="1",
+    )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def accelerator_for(ranks: Ranks, **how: Any) -> Any:
-    launched(ranks)
+def accelerator_for(ranks: Ranks, config: str) -> Any:
+    launched(ranks, config)
     on_cpu = ranks.device.type == "cpu"
-    made = accelerate.Accelerator(cpu=on_cpu, **how)
-    if on_cpu and "fsdp_plugin" in how:
-        # Accelerate heeds the plugin on accelerators only; what it then does is the same here.
-        made.state.fsdp_plugin = how["fsdp_plugin"]
+    made = accelerate.Accelerator(cpu=on_cpu)
+    if on_cpu and config == "fsdp2.yaml":
+        # Accelerate heeds FSDP on accelerators only; what it then does is the same here.
+        made.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # of the configuration
         made.state.distributed_type = DistributedType.FSDP
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     return made
 
 
-def fsdp2() -> dict[str, Any]:
-    """As a configuration of ``accelerate`` with fsdp_version 2 says it."""
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"], state_dict_type="SHARDED_STATE_DICT",
-    )  # fmt: skip
-    return {"fsdp_plugin": plugin}
-
-
 class Run:
     """A model, its optimizer and its scales, prepared by an Accelerator."""
 
-    def __init__(self, ranks: Ranks, recipe: Any, **how: Any) -> None:
+    def __init__(self, ranks: Ranks, recipe: Any, config: str) -> None:
         self.ranks = ranks
-        self.accelerator = accelerator_for(ranks, **how)
-        model, _ = build("qwen3")
+        self.accelerator = accelerator_for(ranks, config)
+        model, _ = build("llama", tie_word_embeddings=False)
         self.report = float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -89,15 +88,15 @@ class Run:
         return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
 
 
-def resumes(ranks: Ranks, how: Any) -> Run:
+def resumes(ranks: Ranks, config: str) -> Run:
     """Four steps, and two more from a checkpoint after two: the same bytes."""
-    whole = Run(ranks, DELAYED, **how())
+    whole = Run(ranks, DELAYED, config)
     losses = [whole.step(index) for index in range(2)]
     whole.accelerator.save_state(ranks.tmp_path / "half")
     losses += [whole.step(index) for index in range(2, 4)]
     expected = whole.parameters()
 
-    rest = Run(ranks, DELAYED, **how())
+    rest = Run(ranks, DELAYED, config)
     rest.step(7)  # of which nothing may remain
     rest.accelerator.load_state(ranks.tmp_path / "half")
     assert [rest.step(index) for index in range(2, 4)] == losses[2:]
@@ -110,12 +109,12 @@ def resumes(ranks: Ranks, how: Any) -> Run:
 
 
 def check_ddp_resumes(ranks: Ranks) -> None:
-    run = resumes(ranks, dict)
+    run = resumes(ranks, "ddp.yaml")
     assert isinstance(run.model, torch.nn.parallel.DistributedDataParallel)
 
 
 def check_fsdp2_resumes_and_gathers_in_fp8(ranks: Ranks) -> None:
-    run = resumes(ranks, fsdp2)
+    run = resumes(ranks, "fsdp2.yaml")
     assert any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
     with Collectives() as seen:
         run.step(9)
@@ -127,8 +126,8 @@ def check_fsdp2_resumes_and_gathers_in_fp8(ranks: Ranks) -> None:
 def check_fsdp2_trains_as_ddp(ranks: Ranks) -> None:
     """The gathered bytes are those that one process casts; sums over ranks have one order."""
     found = []
-    for how in (dict, fsdp2):
-        run = Run(ranks, recipes.Float8CurrentScaling(), **how())
+    for config in ("ddp.yaml", "fsdp2.yaml"):
+        run = Run(ranks, recipes.Float8CurrentScaling(), config)
         losses = [run.step(index) for index in range(3)]
         found.append((losses, run.parameters()))
     (losses, expected), (others, got) = found
@@ -141,7 +140,7 @@ def check_trainer_under_ddp_resumes(ranks: Ranks) -> None:
     """Amaxes are reduced over ranks, also where a checkpoint is written; one rank writes it."""
 
     def fit(folder: Any, **how: Any) -> Any:
-        launched(ranks)
+        launched(ranks, "ddp.yaml")
         on_cpu = ranks.device.type == "cpu"
         runner = trainer(
             folder, 4, Float8Callback(DELAYED), save_steps=2, per_device_train_batch_size=2,
