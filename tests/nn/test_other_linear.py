@@ -66,8 +66,8 @@ def twins() -> tuple[nn.Linear, Transposed]:
 @pytest.mark.parametrize("recipe", [*RECIPES, recipes.DelayedScaling()], ids=repr)
 def test_runs_as_torchs_linear_does(recipe, device):
     linear, layer = (module.to(device) for module in twins())
-    for module in (linear, layer):
-        float8lab.convert_to_float8(module, recipe)
+    for module in (linear, layer):  # called by itself, each call is a step of its scales
+        float8lab.convert_to_float8(nn.Sequential(module), recipe)
     assert isinstance(layer, Transposed)
     gemms = (0, 3) if recipe == recipes.MXFP8BlockScaling() else (3, 0)  # it is dequantized
     for step in range(3):  # delayed scales come from the steps before
