@@ -103,9 +103,8 @@ class Float8Callback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
         scaling = ScalingState(kwargs["model"]).state_dict()
-        if scaling and args.should_save:
-            folder = _folder(args, state)
-            folder.mkdir(parents=True, exist_ok=True)
+        folder = _folder(args, state)
+        if scaling and args.should_save and folder.is_dir():  # a search has other folders
             save_file(scaling, folder / SCALING_NAME, metadata={"run": self._run})
 
     def _convert(self, model: nn.Module | None, state: Any) -> None:

@@ -26,7 +26,7 @@ from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
-from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class
+from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class, sizes
 from float8lab.nn.precision import Precision, precisions, precisions_below
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
@@ -432,13 +432,7 @@ def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, ...], int]:
     if names := _own_matrices(layer):
         own = [p for p in layer._parameters.values() if p is not None]
         return tuple(layer.get_parameter(names[0]).shape), sum(_size(p) for p in own)
-    shape: Any
-    if isinstance(layer, LayerNormMLP):
-        shape = layer.fc1_weight.shape
-    elif isinstance(layer, (nn.Linear, FusedModule)):
-        shape = (layer.out_features, layer.in_features)
-    else:
-        shape = load_float8_class(known_linear(type(layer))).matrix(layer).shape
+    shape = layer.fc1_weight.shape if isinstance(layer, LayerNormMLP) else sizes(layer)
     return tuple(shape), sum(_size(p) for p in layer.parameters())
 
 

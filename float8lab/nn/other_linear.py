@@ -17,7 +17,7 @@ from float8lab.nn.operands import plain
 from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear"]
+__all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear", "sizes"]
 
 
 class OtherLinear(nn.Module):
@@ -94,6 +94,15 @@ def known_linear(cls: type) -> Any:
 def load_float8_class(known: type) -> type[OtherLinear]:
     """The FP8 class of a registered class."""
     return _LOADERS[_name(known)]()
+
+
+def sizes(layer: Any) -> tuple[int, int]:
+    """``(out_features, in_features)`` of a linear layer of any class, converted or not."""
+    known = known_linear(type(layer))
+    if known is None or known is nn.Linear:
+        return layer.out_features, layer.in_features
+    out_features, in_features = load_float8_class(known).matrix(layer).shape
+    return out_features, in_features
 
 
 def _name(cls: type) -> str:

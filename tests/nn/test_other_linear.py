@@ -183,3 +183,14 @@ def test_the_recipe_auto_predicts_it():
     assert [row.converted for row in report.layers] == [True, True]
     assert report.layers[0].note == report.layers[1].note
     assert report.layers[1].shape == (8192, 8192)
+
+
+def test_sensitivity_and_advice_include_it():
+    """They leave the layer as it was, and ask for its sizes then."""
+    model = nn.Sequential(Transposed(16, 48), nn.Linear(48, 16))
+    x = torch.randn(8, 16)
+    (first, second) = float8lab.inspect.advise(model, x).layers
+    assert (first.N, first.K) == (second.K, second.N) == (48, 16)
+    rows = float8lab.inspect.sensitivity(model, x).rows
+    assert 0 < max(row.damage for row in rows if row.layer == "0") < 0.2
+    assert type(model[0]) is Transposed
