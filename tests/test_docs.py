@@ -27,7 +27,9 @@ MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 NEEDS = {
     "docs/lightning.md": "lightning",
     "docs/peft.md": "peft",
+    "docs/transformers.md": "accelerate",
     "float8lab/integrations/lightning.py": "lightning",
+    "float8lab/integrations/transformers.py": "transformers",
 }
 
 BLOCK = re.compile(

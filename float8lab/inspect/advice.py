@@ -42,6 +42,7 @@ from float8lab.nn.convert import unambiguous
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
+from float8lab.nn.other_linear import sizes
 from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import MODES, Parts, Prediction, Times, choose, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
@@ -350,7 +351,7 @@ class _Case(NamedTuple):
         layer: Any = self.layer
         if isinstance(layer, LayerNormMLP):
             return [(w.shape[0], w.shape[1]) for w in (layer.fc1_weight, layer.fc2_weight)]
-        return [(layer.out_features, layer.in_features)]
+        return [sizes(layer)]
 
 
 def _cases(calls: Mapping[str, Sequence[_Case]]) -> list[_Case]:

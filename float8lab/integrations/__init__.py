@@ -9,6 +9,7 @@ from float8lab.integrations.hf_weights import (
     transformer_layers,
 )
 from float8lab.integrations.onnx import onnx_export
+from float8lab.nn.other_linear import register_linear
 
 if TYPE_CHECKING:
     from float8lab.integrations.checkpoint import (
@@ -33,7 +34,7 @@ __all__ = [
     "transformer_layers",
 ]
 
-_ADAPTERS = ("lightning",)
+_ADAPTERS = ("lightning", "transformers")
 """Modules that import another library at their top, loaded on their first use."""
 
 _CHECKPOINT = (
@@ -45,6 +46,13 @@ _CHECKPOINT = (
     "load_te_scaling",
 )
 """Names of ``checkpoint``, which few programs use: the first use of one loads it."""
+
+
+def _load_conv1d() -> Any:
+    return importlib.import_module("float8lab.integrations.transformers").Float8Conv1D
+
+
+register_linear("transformers.pytorch_utils.Conv1D", _load_conv1d)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 
 A layer is converted by changing the class of the very object, ``torch.nn.Linear`` to
 ``float8lab.Linear``: parameters, hooks, attributes, parametrizations and every reference to the
-layer stay as they are.
+layer stay as they are. Other libraries' linear layers are converted to classes of their own
+(``other_linear.py``).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.dot_product import DotProductAttention
@@ -25,6 +27,7 @@ from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
+from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class, sizes
 from float8lab.nn.precision import Precision, precisions, precisions_below
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
@@ -48,8 +51,8 @@ class LayerReport:
     """What became of one candidate layer."""
 
     name: str
-    shape: tuple[int, int]
-    """(out_features, in_features)"""
+    shape: tuple[int, ...]
+    """(out_features, in_features); of matrices that are stacked, with their number before it."""
     converted: bool
     note: str
     """Converted: the recipe. Skipped: why. With predicted times where the recipe was chosen."""
@@ -84,7 +87,7 @@ class ConversionReport:
     def __str__(self) -> str:
         rows = [("layer", "out x in", "", "", "share")]
         for layer in self.layers:
-            shape = f"{layer.shape[0]} x {layer.shape[1]}"
+            shape = " x ".join(map(str, layer.shape))
             state = "FP8" if layer.converted else "skipped"
             rows.append((layer.name or "(model)", shape, state, layer.note, self._share(layer)))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
@@ -163,6 +166,9 @@ _Choice = Recipe | Auto
 _ADAPTERS = ("lora_A", "lora_B")
 _TRAINED_COPIES = "modules_to_save"
 
+_CONVERTED = (Linear, OtherLinear, FusedModule)
+"""Modules that have a recipe of their own."""
+
 
 def convert_to_float8(  # each is a keyword that users set on its own
     model: nn.Module,
@@ -177,7 +183,11 @@ def convert_to_float8(  # each is a keyword that users set on its own
 ) -> ConversionReport:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place.
 
-    Modules of this library, such as ``Linear`` and ``LayerNormMLP``, take the recipe as their own.
+    Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted likewise. Modules that
+    multiply by parameters of their own, such as stacked experts, a router or ``torch.nn.LSTM``, are
+    reported and left alone. Modules of this library, such as ``Linear`` and ``LayerNormMLP``, take
+    the recipe as their own.
+
     Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
     state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
     ``autocast(recipe=...)`` by that recipe, and in high precision under
@@ -190,7 +200,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
         model: converted in place; may itself be a linear layer.
         recipe: None is ``Float8CurrentScaling()``. ``"auto"``, which is ``recipes.Auto()``, chooses
             for each layer what is predicted to be fastest, high precision included.
-        filter_fn: ``filter_fn(layer, name)`` returns False for layers to leave alone.
+        filter_fn: ``filter_fn(layer, name)`` returns False for layers to leave alone. It is asked
+            about every candidate of the report, whatever its class.
         exclude: layers to leave alone: whole path components (``"lm_head"``, ``"blocks.0"``) or
             globs (``"*.router"``).
         overrides: recipes of single layers by the same patterns; they win over ``recipe`` and over
@@ -228,7 +239,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     plans = [
         _plan_layer(layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=choices)
         for name, layer in model.named_modules()
-        if isinstance(layer, (nn.Linear, FusedModule)) or _is_opaque_linear(layer)
+        if known_linear(type(layer)) or isinstance(layer, FusedModule) or _own_matrices(layer)
     ]
     plans, predicted = _choose_recipes(plans)
     attention = [
@@ -304,9 +315,34 @@ def _checked(name: str, asked: Any) -> _Choice:
     )
 
 
-def _is_opaque_linear(layer: nn.Module) -> bool:
-    """Modules that hold a linear's weight but multiply it in a fused function of their own."""
-    return isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None
+_NO_MATRICES = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    _ConvNd,
+    ParametrizationList,
+)
+"""Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
+
+
+def _own_matrices(module: nn.Module) -> list[str]:
+    """Parameters of a module that is no linear layer, but seems to multiply by them like one.
+
+    They are those with three dimensions, as the experts of a mixture are stacked, and those with
+    two that are called a weight, as a router's is or those of torch.nn.MultiheadAttention. Tables
+    of positions have other names and sizes.
+    """
+    if known_linear(type(module)) is not None or isinstance(module, (FusedModule, *_NO_MATRICES)):
+        return []
+    return [
+        name
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+        and not isinstance(parameter, UninitializedParameter)
+        and (parameter.ndim == 3 or (parameter.ndim == 2 and "weight" in name))
+        and min(parameter.shape) > 1
+    ]
 
 
 def _plan_layer(
@@ -409,16 +445,12 @@ def _attention_notes(base: _Choice, found: Sequence[Recipe | None]) -> tuple[str
     return ()
 
 
-def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, int], int]:
-    if isinstance(layer, nn.MultiheadAttention):
-        weight = layer.in_proj_weight
-        count = weight.numel() + (0 if layer.in_proj_bias is None else layer.in_proj_bias.numel())
-        return (weight.shape[0], weight.shape[1]), count
-    if isinstance(layer, LayerNormMLP):
-        shape = tuple(layer.fc1_weight.shape)
-    else:
-        shape = (layer.out_features, layer.in_features)  # type: ignore[assignment]  # ints
-    return shape, sum(_size(p) for p in layer.parameters())  # type: ignore[return-value]  # ints
+def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, ...], int]:
+    if names := _own_matrices(layer):
+        own = [p for p in layer._parameters.values() if p is not None]
+        return tuple(layer.get_parameter(names[0]).shape), sum(_size(p) for p in own)
+    shape = layer.fc1_weight.shape if isinstance(layer, LayerNormMLP) else sizes(layer)
+    return tuple(shape), sum(_size(p) for p in layer.parameters())
 
 
 def _size(parameter: Tensor) -> int:
@@ -426,19 +458,22 @@ def _size(parameter: Tensor) -> int:
     return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel()
 
 
-def _obstacle(layer: nn.Module, *, told: bool) -> str | None:
+def _obstacle(layer: Any, *, told: bool) -> str | None:
     """Why a layer cannot be converted, or None."""
     if isinstance(layer, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies in a fused function"
+    if names := _own_matrices(layer):
+        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        return f"no linear layer: {type(layer).__name__} multiplies by its {listed} itself"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "its weight is used by torch.nn.MultiheadAttention directly"
     if any(isinstance(p, UninitializedParameter) for p in layer.parameters()):
         return "not initialised yet; run one batch first"
-    if isinstance(layer, (Linear, FusedModule)):
+    if isinstance(layer, _CONVERTED):
         return None
     if "forward" in vars(layer):
         return "forward was replaced on the layer itself"
-    if type(layer).forward is not nn.Linear.forward and not told:
+    if type(layer).forward is not known_linear(type(layer)).forward and not told:
         return f"{type(layer).__name__} has a forward of its own; name it in overrides to convert"
     dtype = layer.weight.dtype
     if dtype not in HIGH_PRECISION_DTYPES:
@@ -478,7 +513,7 @@ def _emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
 
 def _set_recipe(plan: _LayerPlan) -> None:
     layer: Any = plan.layer  # its class changes below
-    if plan.report.converted and not isinstance(layer, (Linear, FusedModule)):
+    if plan.report.converted and not isinstance(layer, _CONVERTED):
         layer.__class__ = _class_of(layer, _float8_class)
         layer._fp8 = Precision(key=f"name {plan.report.name}")
     for part, precision in precisions(layer):
@@ -512,19 +547,25 @@ _CLASSES: dict[type, type] = {nn.Linear: Linear}
 
 def _float8_class(original: type) -> type:
     if original not in _CLASSES:
-        # Everything but forward is the original's; Linear comes between it and nn.Linear.
-        namespace = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "forward": Linear.forward,
-        }
-        _CLASSES[original] = type(original.__name__, (original, Linear), namespace)
+        known = known_linear(original)
+        float8: Any = Linear if known is nn.Linear else load_float8_class(known)
+        if original is not known:
+            # Everything but forward is the original's; the FP8 class comes after it.
+            namespace = {
+                "__module__": original.__module__,
+                "__qualname__": original.__qualname__,
+                "forward": float8.forward,
+            }
+            float8 = type(original.__name__, (original, float8), namespace)
+        _CLASSES[original] = float8
     return _CLASSES[original]
 
 
 def _plain_class(converted: type) -> type:
+    # A layer that was unpickled may have an FP8 class that nothing has asked for yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
-    return originals.get(converted, converted)
+    default = converted.original if issubclass(converted, OtherLinear) else converted
+    return originals.get(converted, default)
 
 
 def _class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
@@ -655,15 +696,15 @@ def to_high_precision(model: nn.Module) -> nn.Module:
     >>> type(float8lab.to_high_precision(model))
     <class 'torch.nn.modules.linear.Linear'>
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear))]
     for layer in layers:
-        if layer.return_bias or layer._split is not None:
+        if isinstance(layer, Linear) and (layer.return_bias or layer._split is not None):
             raise NotImplementedError(
                 "to_high_precision must find layers that torch.nn.Linear can express; got one with "
                 "return_bias or parameters_split. Run it under autocast(enabled=False) instead."
             )
     for module in model.modules():
-        if isinstance(module, (Linear, FusedModule)):
+        if isinstance(module, _CONVERTED):
             _dequantize_parameters(module)
         if isinstance(module, (FusedModule, DotProductAttention)):
             for _, precision in precisions(module):

@@ -241,6 +241,59 @@ def test_multihead_attention_is_reported_not_converted():
     model(torch.randn(3, 2, 16)).sum().backward()
 
 
+class Experts(nn.Module):
+    """Stacked weights, a router's and what only looks like a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1, 7, 16))
+        self.table = nn.Parameter(torch.randn(7, 16))
+        self.up = nn.Parameter(torch.randn(4, 32, 16))
+        self.down = nn.Parameter(torch.randn(4, 16, 32))
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16))
+
+
+def test_modules_that_multiply_by_their_own_parameters_are_reported():
+    model = nn.ModuleDict(
+        {
+            "experts": Experts(),
+            "router": Router(),
+            "lstm": nn.LSTM(16, 16),
+            "bilinear": nn.Bilinear(4, 5, 6),
+            "separate": nn.MultiheadAttention(16, 2, kdim=8, vdim=8),
+            "conv": nn.Conv1d(4, 5, 3),
+            "norm": nn.LayerNorm([3, 4]),
+            "embed": nn.Embedding(5, 6),
+        }
+    )
+    report = float8lab.convert_to_float8(model)
+    assert {layer.name: (layer.shape, layer.note) for layer in report.skipped} == {
+        "experts": ((4, 32, 16), "no linear layer: Experts multiplies by its up, down itself"),
+        "router": ((4, 16), "no linear layer: Router multiplies by its weight itself"),
+        "lstm": (
+            (64, 16),
+            "no linear layer: LSTM multiplies by its weight_ih_l0, weight_hh_l0 itself",
+        ),
+        "bilinear": ((6, 4, 5), "no linear layer: Bilinear multiplies by its weight itself"),
+        "separate": ((16, 16), "torch.nn.MultiheadAttention multiplies in a fused function"),
+        "separate.out_proj": (
+            (16, 16),
+            "its weight is used by torch.nn.MultiheadAttention directly",
+        ),
+    }
+    assert not report.converted
+    assert "4 x 32 x 16" in str(report)
+    with pytest.raises(ValueError, match=r"(?s)experts: no linear layer.*router"):
+        float8lab.convert_to_float8(model, strict=True)
+    names = [layer.name for layer in report.skipped]
+    float8lab.convert_to_float8(model, exclude=names, strict=True)
+
+
 def test_lazy_and_integer_layers_are_skipped_with_the_reason():
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64))
     report = float8lab.convert_to_float8(model)

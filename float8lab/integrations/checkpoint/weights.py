@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from float8lab.formats import Float8Spec
 from float8lab.nn.convert import matches
 from float8lab.nn.operands import cast
+from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.ops import cast_unrecorded_op
 from float8lab.recipes.delayed import DelayedSlots
@@ -74,9 +75,14 @@ class Weight:
 
 
 def products(model: nn.Module) -> list[Product]:
-    """The linear products of a model, in its order; a module that is used twice comes once."""
+    """The linear products of a model, in its order; a module that is used twice comes once.
+
+    Not those of other libraries' layers, such as Conv1D, for which no reader has an FP8 form.
+    """
     found = []
     for name, module in model.named_modules():
+        if isinstance(module, OtherLinear):
+            continue
         parts = [(part, p) for part, p in precisions(module) if _names(module, part)]
         found += [Product(module, name, _names(module, part), p) for part, p in parts]
         if not parts and isinstance(module, nn.Linear):

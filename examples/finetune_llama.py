@@ -1,0 +1,167 @@
+"""Fine-tune a Llama with Transformers' Trainer, in bfloat16 and in FP8, and compare the two.
+
+    python examples/finetune_llama.py                                   # CPU, seconds
+    python examples/finetune_llama.py --device cuda --preset 1b         # one large GPU
+    python examples/finetune_llama.py --device cuda --model FOLDER --output OUT
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/finetune_llama.py \\
+        --device cuda --preset 1b                                       # two large GPUs
+
+FP8 takes one argument of the Trainer, ``callbacks=[Float8Callback(...)]``. The text is Python's own
+manual. The model is what ``--model`` names, a folder or a name on the hub, with its tokenizer; or
+else random weights of a preset's shape, and bytes for tokens. FP8 saves time in large layers on a
+GPU that has it; on a CPU it is emulated, exactly but slowly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from text import docstrings, manual
+from train_fsdp import RECIPES
+
+from float8lab.inspect import memory_report
+from float8lab.integrations.transformers import Float8Callback
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+    "1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "8b-4-layers": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+"""Shapes of Llama 3.2 1B and of four layers of Llama 3 8B, with a vocabulary of bytes."""
+
+
+class Clock(transformers.TrainerCallback):
+    """Seconds of each step, optimizer included, as a user of the Trainer waits for them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._start = self._now()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds.append(self._now() - self._start)
+
+
+def model_and_tokens(options: argparse.Namespace) -> tuple[Any, list[int]]:
+    """What to train, with float32 weights, and the text to train on."""
+    text = "\n\n".join(manual() or docstrings(Path(sysconfig.get_path("stdlib"))))
+    length = options.context * options.batch * options.steps
+    transformers.set_seed(0)
+    if options.model is None:
+        config = transformers.LlamaConfig(
+            vocab_size=256, max_position_embeddings=options.context, tie_word_embeddings=False,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, **PRESETS[options.preset],
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config), list(text.encode()[:length])
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    return model, tokenizer(text[: 8 * length])["input_ids"][:length]
+
+
+def train(options: argparse.Namespace, fp8: Float8Callback | None) -> dict[str, float]:
+    """Train once; the loss at the end, the median step and memory."""
+    cuda = options.device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    model, tokens = model_and_tokens(options)
+    rows = torch.tensor(tokens).split(options.context)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = transformers.Trainer(
+            model=model,
+            args=transformers.TrainingArguments(
+                output_dir=folder,
+                bf16=True,  # autocast, for everything that is not in FP8, too
+                use_cpu=not cuda,
+                max_steps=options.steps,
+                per_device_train_batch_size=options.batch,
+                learning_rate=options.lr,
+                lr_scheduler_type="constant",
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=data,
+            callbacks=[clock, *([] if fp8 is None else [fp8])],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    result = {
+        "loss": statistics.mean(losses[-5:]),
+        "ms a step": 1e3 * statistics.median(clock.seconds[len(clock.seconds) // 4 :]),
+    }
+    if cuda:
+        result["GiB at peak"] = torch.cuda.max_memory_allocated() / 2**30
+    batch = torch.stack(rows[: options.batch]).to(model.device)
+    with torch.autocast(options.device, torch.bfloat16):
+        report = memory_report(model, {"input_ids": batch, "labels": batch})
+    result["MB of activations"] = report.sum("activations") / 1e6
+    if fp8 is not None and options.output is not None:
+        trainer.save_model(options.output)  # the plain model's checkpoint
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train twice and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--preset", default="tiny", choices=list(PRESETS))
+    parser.add_argument("--model", help="a folder with a model and its tokenizer, or a name")
+    parser.add_argument("--output", help="folder for the model that was trained in FP8")
+    parser.add_argument("--recipe", default="current", choices=list(RECIPES))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, help="sequences; 2, or 4 on a GPU")
+    parser.add_argument("--context", type=int, help="tokens of a sequence; 32, or 2048 on a GPU")
+    parser.add_argument("--lr", type=float, help="1e-2 for the tiny preset, else 1e-4")
+    options = parser.parse_args(argv)
+    tiny = options.preset == "tiny" and options.model is None
+    options.batch = options.batch or (4 if options.device == "cuda" else 2)
+    options.context = options.context or (2048 if options.device == "cuda" else 32)
+    options.lr = options.lr or (1e-2 if tiny else 1e-4)
+
+    runs = {"bf16": train(options, None)}
+    runs["FP8"] = train(options, Float8Callback(RECIPES[options.recipe], exclude=["lm_head"]))
+    if not PartialState().is_main_process:
+        return 0
+    print(f"{'':6}" + "".join(f"{name:>20}" for name in runs["FP8"]))
+    for name, run in runs.items():
+        print(f"{name:6}" + "".join(f"{value:20.4g}" for value in run.values()))
+    base, fp8 = runs.values()
+    shares = [f"{100 * (1 - fp8[what] / base[what]):.0f} % of {what}" for what in list(base)[1:]]
+    print("FP8 saved " + ", ".join(shares))
+    if options.device == "cpu":
+        print("On a CPU FP8 is emulated: its time says nothing about a GPU.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""Hugging Face Transformers: its Conv1D in FP8, and FP8 in its Trainer.
+
+Needs ``pip install float8lab[transformers]``; ``import float8lab`` does not load this module.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from float8lab.nn.convert import ConversionReport, convert_to_float8
+from float8lab.nn.other_linear import OtherLinear
+from float8lab.nn.precision import precisions_below
+from float8lab.nn.scaling_state import ScalingState
+from float8lab.recipes import Auto, Recipe
+
+try:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from transformers import TrainerCallback
+    from transformers.pytorch_utils import Conv1D
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"float8lab.integrations.transformers needs Transformers; got: {error}. Install it with "
+        "`pip install float8lab[transformers]`."
+    ) from error
+
+__all__ = ["SCALING_NAME", "Float8Callback", "Float8Conv1D"]
+
+SCALING_NAME = "float8_scaling.safetensors"
+"""The file of a Trainer's checkpoint that holds the state of delayed scaling."""
+
+_KEY = "float8lab"
+"""Of what the callback keeps in a Trainer's state."""
+
+
+class Float8Conv1D(OtherLinear, Conv1D):
+    """The Conv1D of GPT-2, a linear layer with its weight transposed, in FP8.
+
+    ``convert_to_float8`` makes it of a Conv1D: the weight stays ``[in, out]``, in the same
+    parameter. Scales are those of the matrix ``[out, in]``, as for any linear layer. FSDP2 gathers
+    the weight in its own dtype, not in FP8.
+    """
+
+    original = Conv1D
+
+    @staticmethod
+    def matrix(layer: Any) -> Tensor:
+        """The weight as ``[out, in]``."""
+        return layer.weight.t()
+
+
+class Float8Callback(TrainerCallback):
+    """FP8 in Transformers' Trainer: ``Trainer(..., callbacks=[Float8Callback(recipe)])``.
+
+    Converts the Trainer's model when the Trainer is made, before it is sharded or compiled, and
+    prints the report. Of a Trainer that exists, ``add_callback`` converts when training starts. A
+    model that has FP8 layers already is left as it is.
+
+    With a delayed recipe the state of its scales is in every checkpoint, as a file of its own, and
+    ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
+    ``args.output_dir`` and in ``args.resume_from_checkpoint``.
+
+    Args:
+        recipe: as of ``convert_to_float8``.
+        options: its other arguments, such as ``exclude=["lm_head"]``.
+
+    Attributes:
+        report: of the conversion; None if there was none.
+
+    >>> from float8lab.integrations.transformers import Float8Callback
+    >>> callback = Float8Callback(float8lab.recipes.DelayedScaling(), exclude=["lm_head"])
+    """
+
+    def __init__(
+        self, recipe: Recipe | Auto | Literal["auto"] | None = None, **options: Any
+    ) -> None:
+        self.recipe, self.options = recipe, options
+        self.report: ConversionReport | None = None
+        self._run = ""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Convert the model."""
+        self._convert(kwargs.get("model"), state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
+        model = kwargs["model"]
+        self._convert(model, state)
+        found = [precision.recipe for precision in precisions_below(model)]
+        if not any(recipe is not None and recipe.linear.delayed for recipe in found):
+            return
+        if state.global_step:
+            self._load(model, args, state)
+        # Checkpoints of one number, of several runs in one folder, are told apart by this.
+        self._run = uuid.uuid4().hex
+        state.stateful_callbacks[_KEY] = {"run": self._run}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
+        scaling = ScalingState(kwargs["model"]).state_dict()
+        folder = _folder(args, state)
+        if scaling and args.should_save and folder.is_dir():  # a search has other folders
+            save_file(scaling, folder / SCALING_NAME, metadata={"run": self._run})
+
+    def _convert(self, model: nn.Module | None, state: Any) -> None:
+        if model is None or any(precisions_below(model)):
+            return
+        self.report = convert_to_float8(model, self.recipe, **self.options)
+        if state.is_world_process_zero:
+            print(f"Float8Callback:\n{self.report}")
+
+    def _load(self, model: nn.Module, args: Any, state: Any) -> None:
+        wanted = state.stateful_callbacks.get(_KEY)
+        if wanted is None:
+            if state.is_world_process_zero:
+                print("Float8Callback: the checkpoint has no scales; they start from the tensors")
+            return
+        folders = [_folder(args, state)]
+        if isinstance(args.resume_from_checkpoint, str):
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        for file in [folder / SCALING_NAME for folder in folders]:
+            if not file.exists():
+                continue
+            with safe_open(file, "pt") as opened:
+                if opened.metadata() == wanted:
+                    scaling = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+                    ScalingState(model).load_state_dict(scaling)
+                    return
+        raise FileNotFoundError(
+            f"resume_from_checkpoint must have {SCALING_NAME}, the state of delayed scaling; found "
+            f"none of this checkpoint in {', '.join(map(str, folders))}. Say in "
+            "TrainingArguments(resume_from_checkpoint=...), too, where the checkpoint is."
+        )
+
+
+def _folder(args: Any, state: Any) -> Path:
+    """Of the checkpoint of the present step."""
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -1,0 +1,109 @@
+"""Linear layers of other libraries that are no torch.nn.Linear, and their FP8 classes.
+
+``convert_to_float8`` recognises such a layer by the qualified name of its class, so that nobody
+imports the library for it; what knows the library registers the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.linear_function import linear
+from float8lab.nn.operands import plain
+from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear", "sizes"]
+
+
+class OtherLinear(nn.Module):
+    """Base of the FP8 class of another library's linear layer.
+
+    Such a class comes before the library's: ``class Float8Conv1D(OtherLinear, Conv1D)``. The layer
+    has a parameter ``weight``, in whatever layout, and a ``bias``, ``[out]`` or None.
+
+    Attributes:
+        original: the library's class, which ``to_high_precision`` gives back.
+    """
+
+    original: ClassVar[type]
+    _fp8: Precision
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def matrix(layer: Any) -> Tensor:
+        """The weight of a layer, converted or not, as ``[out, in]``: a view."""
+        raise NotImplementedError
+
+    @property
+    def out_features(self) -> int:
+        """Size of the last dimension of the output."""
+        return self.matrix(self).shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last dimension of the input."""
+        return self.matrix(self).shape[1]
+
+    @eager_while_calibrating
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to ``[..., in]``; returns ``[..., out]``."""
+        weight = self.matrix(self)
+        x = x.dequantize() if isinstance(x, Float8Tensor) else x
+        call = self._fp8.begin(x, training=self.training)
+        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
+            weight = plain(weight)
+            self._fp8.calibrate(x, weight)
+            return nn.functional.linear(x, weight, self.bias)
+        y = linear(x, weight, self.bias, call)
+        self._fp8.end(call, y)
+        return y
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._fp8.to(self.weight.device)
+        return result
+
+
+_LOADERS: dict[str, Callable[[], type[OtherLinear]]] = {}
+"""How to get the FP8 class of a class, by the latter's qualified name."""
+
+
+def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:
+    """Have ``convert_to_float8`` convert layers of a class.
+
+    Args:
+        name: module and name of the class, as in ``"transformers.pytorch_utils.Conv1D"``.
+        load: returns its FP8 class. Called when a model has such a layer.
+    """
+    _LOADERS[name] = load
+
+
+def known_linear(cls: type) -> Any:
+    """The class of linear layers, torch's or a registered one, that ``cls`` is or derives from."""
+    if issubclass(cls, nn.Linear):
+        return nn.Linear
+    return next((base for base in cls.__mro__ if _name(base) in _LOADERS), None)
+
+
+def load_float8_class(known: type) -> type[OtherLinear]:
+    """The FP8 class of a registered class."""
+    return _LOADERS[_name(known)]()
+
+
+def sizes(layer: Any) -> tuple[int, int]:
+    """``(out_features, in_features)`` of a linear layer of any class, converted or not."""
+    known = known_linear(type(layer))
+    if known is None or known is nn.Linear:
+        return layer.out_features, layer.in_features
+    out_features, in_features = load_float8_class(known).matrix(layer).shape
+    return out_features, in_features
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

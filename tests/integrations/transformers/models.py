@@ -1,0 +1,152 @@
+"""Tiny Hugging Face models with random weights, built from configs, and FP8 in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+__all__ = ["FAMILIES", "build", "emulated", "flat_gradients"]
+
+TEXT = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {
+    **TEXT, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS = {
+    **DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1, "mlp_only_layers": [1],
+}  # fmt: skip
+SPEECH = {
+    **TEXT, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+def _tokens() -> dict[str, Tensor]:
+    tokens = torch.randint(3, 64, (2, 9))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _image() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 1, 2])}
+
+
+def _speech() -> dict[str, Tensor]:
+    return {"input_features": torch.randn(2, 8, 20), "labels": torch.randint(3, 64, (2, 7))}
+
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**DECODER, "tie_word_embeddings": True}, _tokens),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER, _tokens),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS, _tokens),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "shared_expert_intermediate_size": 40},
+        _tokens,
+    ),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            **TEXT, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        },
+        _tokens,
+    ),
+    "bert": (
+        "BertConfig",
+        "BertForMaskedLM",
+        {
+            **TEXT, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 64,
+            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+        },
+        _tokens,
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            **TEXT, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4,
+            "dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu",
+        },
+        _tokens,
+    ),
+    "vit": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        {
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "image_size": 8, "patch_size": 4, "num_labels": 3,
+        },
+        _image,
+    ),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", SPEECH, _speech),
+}  # fmt: skip
+"""Config, model, arguments of the config, and a maker of a batch."""
+
+
+def build(family: str, **changed: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A model in training mode, without dropout, and a batch with labels."""
+    config, model, arguments, batch = FAMILIES[family]
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**{**arguments, **changed}))
+    return made.train(), batch()
+
+
+def flat_gradients(model: nn.Module) -> Tensor:
+    """All gradients as one vector; parameters without one have none in any run."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+# Float8CurrentScaling, written anew: tensors are rounded to FP8 and the GEMMs run on the rounded.
+
+
+def _rounded(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    amax = x.abs().amax().float() if x.numel() else torch.zeros(())
+    scale = 1 / (torch.finfo(fp8_dtype).max / amax) if amax > 0 else torch.ones(())
+    return (x.float() * (1 / scale)).to(fp8_dtype).float() * scale
+
+
+class _EmulatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        x_q, w_q = (_rounded(t, torch.float8_e4m3fn) for t in (flat, weight))
+        ctx.save_for_backward(x_q, w_q)
+        ctx.x_shape = x.shape
+        y = x_q @ w_q.t()
+        return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_q, w_q = ctx.saved_tensors
+        flat = dy.reshape(-1, dy.shape[-1])
+        dy_q = _rounded(flat, torch.float8_e5m2)
+        db = flat.sum(0) if ctx.needs_input_grad[2] else None
+        return (dy_q @ w_q).view(ctx.x_shape), dy_q.t() @ x_q, db
+
+
+def emulated(model: Any, names: list[str]) -> Any:
+    """A copy of a model whose named layers compute on tensors that are rounded to FP8."""
+    made = copy.deepcopy(model)
+    for name in names:
+        layer = made.get_submodule(name)
+        assert isinstance(layer, (nn.Linear, Conv1D))
+
+        def forward(x: Tensor, layer: Any = layer) -> Tensor:
+            weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+            return _EmulatedLinear.apply(x, weight, layer.bias)
+
+        layer.forward = forward
+    return made

@@ -1,0 +1,152 @@
+"""Float8Callback in a real Trainer: conversion, report, checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import float8lab
+from float8lab.nn.precision import precisions_below
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
+    pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
+    from float8lab.integrations.transformers import SCALING_NAME, Float8Callback
+
+from tests.integrations.transformers.models import build
+from tests.integrations.transformers.training import DELAYED, losses, same, trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: Any) -> Any:
+    """A run of eight steps with delayed scaling, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    printed: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words)))
+        )
+        runner = trainer(folder, 8, Float8Callback(DELAYED, exclude=["lm_head"]))
+        with float8lab.count_gemms() as counts:
+            runner.train()
+    return runner, counts.fp8, printed
+
+
+def test_trains_and_reports(whole: Any) -> None:
+    runner, gemms, printed = whole
+    (callback,) = (c for c in runner.callback_handler.callbacks if isinstance(c, Float8Callback))
+    assert gemms == 8 * 14 * 3  # seven layers in each of two blocks
+    assert losses(runner)[-1] < 0.7 * losses(runner)[0]
+    assert printed[0] == f"Float8Callback:\n{callback.report}"
+    assert "14 of 15 linear layers in FP8" in printed[0]
+    assert sum(line.startswith("Float8Callback") for line in printed) == 1
+
+
+def test_resumes_bit_for_bit(whole: Any, tmp_path: Path) -> None:
+    runner, _, _ = whole
+    half = Path(runner.args.output_dir) / "checkpoint-4"
+    shutil.copytree(half, tmp_path / "checkpoint-4")
+    model = build("llama")[0]
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    rest = trainer(tmp_path, 8, Float8Callback(DELAYED, exclude=["lm_head"]), model)
+    rest.train(resume_from_checkpoint=True)
+    assert losses(rest) == losses(runner)
+    assert same(rest.model, runner.model)
+
+    # The file of scales is what does it.
+    (tmp_path / "checkpoint-4" / SCALING_NAME).unlink()
+    forgetful = trainer(tmp_path, 8, Float8Callback(DELAYED, exclude=["lm_head"]))
+    with pytest.raises(FileNotFoundError, match=SCALING_NAME):
+        forgetful.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    state = tmp_path / "checkpoint-4" / "trainer_state.json"
+    told = json.loads(state.read_text())
+    del told["stateful_callbacks"]["float8lab"]
+    state.write_text(json.dumps(told))
+    forgetful.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert losses(forgetful)[:4] == losses(runner)[:4]
+    assert not same(forgetful.model, runner.model)
+
+
+def test_a_checkpoint_elsewhere_is_told_from_one_of_the_same_number(
+    whole: Any, tmp_path: Path
+) -> None:
+    runner, _, _ = whole
+    half = str(Path(runner.args.output_dir) / "checkpoint-4")
+    other = trainer(tmp_path, 4, Float8Callback(DELAYED, exclude=["lm_head"]), learning_rate=1e-3)
+    other.train()  # has a checkpoint-4, too
+    callback = Float8Callback(DELAYED, exclude=["lm_head"])
+    with pytest.raises(FileNotFoundError, match=r"TrainingArguments\(resume_from_checkpoint="):
+        trainer(tmp_path, 8, callback).train(resume_from_checkpoint=half)
+    rest = trainer(tmp_path, 8, callback, resume_from_checkpoint=half)
+    rest.train(resume_from_checkpoint=half)
+    assert losses(rest) == losses(runner)
+    assert same(rest.model, runner.model)
+
+
+def test_checkpoints_are_the_plain_models(whole: Any) -> None:
+    runner, _, _ = whole
+    half = Path(runner.args.output_dir) / "checkpoint-8"
+    loaded = transformers.LlamaForCausalLM.from_pretrained(half)
+    assert same(loaded, runner.model)
+    assert not any(precisions_below(loaded))
+
+
+def test_two_lines_without_the_callback_train_alike(tmp_path: Path) -> None:
+    """``convert_to_float8`` before the Trainer; where nothing is delayed there is no state."""
+    model = build("llama")[0]
+    float8lab.convert_to_float8(model)
+    before = Float8Callback(DELAYED)
+    one = trainer(tmp_path / "a", 4, before, model)
+    one.train()
+    assert before.report is None  # has FP8 layers already
+    other = trainer(tmp_path / "b", 4, Float8Callback())
+    other.train()
+    assert losses(one) == losses(other)
+    assert not (tmp_path / "b" / "checkpoint-4" / SCALING_NAME).exists()
+
+
+def test_other_features_of_the_trainer(tmp_path: Path) -> None:
+    """Accumulated gradients, checkpointed activations, bfloat16, a callback that comes late."""
+    runner = trainer(
+        tmp_path, 4, transformers.TrainerCallback(), bf16=True, gradient_accumulation_steps=2,
+        activation_checkpointing=True, save_total_limit=1, eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
+    callback = Float8Callback(DELAYED)
+    runner.add_callback(callback)
+    runner.train()
+    assert callback.report is not None
+    assert losses(runner)[-1] < losses(runner)[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert (tmp_path / "checkpoint-4" / SCALING_NAME).exists()
+
+
+def test_a_checkpoint_of_high_precision_goes_on_in_fp8(tmp_path: Path, capsys: Any) -> None:
+    trainer(tmp_path, 4, transformers.TrainerCallback()).train()
+    runner = trainer(tmp_path, 6, Float8Callback(DELAYED))
+    runner.train(resume_from_checkpoint=True)
+    assert "the checkpoint has no scales" in capsys.readouterr().out
+
+
+def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.pytorch_utils", None)
+    file = sys.modules[Float8Callback.__module__].__file__
+    spec = importlib.util.spec_from_file_location("without_transformers", file)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ModuleNotFoundError, match=r"pip install float8lab\[transformers\]"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_found_by_attribute() -> None:
+    assert float8lab.integrations.transformers.Float8Callback is Float8Callback
+    assert "transformers" in dir(float8lab.integrations)

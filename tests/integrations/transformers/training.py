@@ -1,0 +1,51 @@
+"""A Trainer for tests: a small Llama, which learns sequences that repeat themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from float8lab import recipes
+from tests.integrations.transformers.models import build
+
+__all__ = ["DELAYED", "losses", "same", "tokens", "trainer"]
+
+# Scales that follow the whole history bit by bit: what a checkpoint forgets, shows.
+DELAYED = recipes.DelayedScaling(
+    amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False
+)
+
+
+def tokens() -> list[dict[str, torch.Tensor]]:
+    """Sixteen sequences, of which four differ."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(3, 64, (4, 1), generator=generator) + torch.arange(8)
+    return [{"input_ids": row % 61 + 3, "labels": row % 61 + 3} for row in rows] * 4
+
+
+def trainer(folder: Path, steps: int, callback: Any, model: Any = None, **changed: Any) -> Any:
+    """With a fresh Llama; a checkpoint in the middle."""
+    arguments = {
+        "output_dir": folder, "max_steps": steps, "save_steps": 4, "logging_steps": 1,
+        "per_device_train_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+        "use_cpu": True, "report_to": [], "disable_tqdm": True,
+    } | changed  # fmt: skip
+    return transformers.Trainer(
+        model=build("llama")[0] if model is None else model,
+        args=transformers.TrainingArguments(**arguments),
+        train_dataset=tokens(),
+        eval_dataset=tokens()[:4],
+        callbacks=[callback],
+    )
+
+
+def losses(runner: Any) -> list[float]:
+    return [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    return all(n == m and torch.equal(p, q) for (n, p), (m, q) in pairs)
