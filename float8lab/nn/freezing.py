@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.nn.linear import stored_for
+from float8lab.nn.other_linear import OtherLinear
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
 
@@ -67,7 +68,13 @@ class Freezing:
         for places, recipe in self._weights:
             weight = getattr(*places[0])
             if not isinstance(weight, Float8Tensor):
-                weight = nn.Parameter(stored_for(weight, recipe))
+                weight = nn.Parameter(_stored(places[0][0], weight, recipe))
                 for place in places:
                     setattr(*place, weight)
             weight.requires_grad_(False)
+
+
+def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
+    if isinstance(layer, OtherLinear):  # blocks are those of [out, in]
+        return layer.from_matrix(stored_for(layer.matrix(layer), recipe))
+    return stored_for(weight, recipe)
