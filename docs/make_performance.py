@@ -166,15 +166,18 @@ def _number(cell: str) -> float | None:
     return float(found[0]) if found else None
 
 
-_BAR, _GAP, _LEFT, _WIDTH, _RIGHT = 20, 6, 320, 380, 70
+_BAR, _GAP, _LEFT, _WIDTH, _RIGHT = 20, 6, 350, 380, 70
 _STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #222; }
+  .value { paint-order: stroke; stroke: #fff; stroke-width: 4px; }
   .group { font-weight: 600; }
   .base { fill: #9aa5b1; }
   .fp8 { fill: #00796b; }
-  .line { stroke: #9aa5b1; stroke-dasharray: 3 3; }
+  .line { stroke: #222; stroke-dasharray: 3 3; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e0e0e0; }
+    .line { stroke: #e0e0e0; }
+    .value { stroke: #1e2129; }
     .fp8 { fill: #26a69a; }
     .base { fill: #78828c; }
   }
@@ -190,23 +193,28 @@ def draw(chart: Chart, groups: Sequence[Table]) -> str:
         if len(groups) > 1:
             shapes.append(f'<text class="group" x="8" y="{y + 15}">{escape(group.caption)}</text>')
             y += _BAR + _GAP
+        bars: list[str] = []
+        texts: list[str] = []
+        base = ""
         top = y
-        base: float | None = None
         for row in group.rows:
             label, cell = row[chart.label], row[chart.value]
             width = (_number(cell) or 0.0) / largest * _WIDTH
+            right = f"{_LEFT + width:.1f}"
             is_base = label.startswith(chart.baseline)
-            base = width if is_base and base is None else base
-            kind = "base" if is_base else "fp8"
-            shapes += [
+            base = right if is_base and not base else base
+            bars.append(
+                f'<rect class="{"base" if is_base else "fp8"}" x="{_LEFT}" y="{y}" '
+                f'width="{width:.1f}" height="{_BAR}"/>'
+            )
+            texts += [
                 f'<text x="{_LEFT - 8}" y="{y + 15}" text-anchor="end">{escape(label)}</text>',
-                f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}"/>',
-                f'<text x="{_LEFT + width + 6:.1f}" y="{y + 15}">{escape(cell)}</text>',
+                f'<text class="value" x="{right}" dx="6" y="{y + 15}">{escape(cell)}</text>',
             ]
             y += _BAR + _GAP
-        if base is not None:
-            x = f"{_LEFT + base:.1f}"
-            shapes.append(f'<line class="line" x1="{x}" y1="{top}" x2="{x}" y2="{y - _GAP}"/>')
+        if base:
+            bars.append(f'<line class="line" x1="{base}" y1="{top}" x2="{base}" y2="{y - _GAP}"/>')
+        shapes += bars + texts
         y += _GAP
     size = f"{_LEFT + _WIDTH + _RIGHT} {y}"
     return (

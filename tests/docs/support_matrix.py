@@ -41,7 +41,7 @@ DEVICES = {
     "SM 8.0 (A100)": ((8, 0), "12.9"),
     "SM 8.9 (L40S)": ((8, 9), "12.9"),
     "SM 9.0 (H100, H200), CUDA 12.8": ((9, 0), "12.8"),
-    "SM 9.0, CUDA 12.9": ((9, 0), "12.9"),
+    "SM 9.0 (H100, H200), CUDA 12.9": ((9, 0), "12.9"),
     "SM 10.0 (B200)": ((10, 0), "12.9"),
 }
 """Compute capability, and the CUDA version that torch was built for."""
@@ -277,7 +277,7 @@ PAGE_TEXT = """\
 What `python -m float8lab env` says on each. *Native*: all three GEMMs of a linear layer run in FP8.
 *Emulated*: operands are quantized, with the same bytes, then dequantized and multiplied in high
 precision. *Missing*: the GPU cannot cast to FP8. The tests run on CPUs and on Hopper GPUs (H200);
-the other rows are what the library decides there, and were not run.
+the other columns are what the library decides there, and were not run.
 
 {devices}
 
@@ -326,8 +326,11 @@ def render() -> str:
     ]
     return PAGE_TEXT.format(
         devices=table(
-            ["device", *columns, "FP8 attention"],
-            [[device, *map(found.get, shown)] for device, (found, _) in devices.items()],
+            ["recipe", *DEVICES],
+            [
+                [title, *(found[name] for found, _ in devices.values())]
+                for title, name in zip([*columns, "FP8 attention"], shown, strict=True)
+            ],
         ),
         reasons="\n".join(
             f"- {device}: {'; '.join(group(why))}" for device, (_, why) in devices.items() if why
