@@ -78,8 +78,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for library in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(library, reason="needs the extra 'dev'")
     out = tmp_path_factory.mktemp("site")
-    run = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", out],
+    run = subprocess.run(  # without --quiet, which hides warnings from --strict, too
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", out],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
