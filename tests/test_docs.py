@@ -1,12 +1,14 @@
 """What the documentation shows is true: examples run, links lead to files.
 
 The pages are README.md and docs/**/*.md. The ```python blocks of a page run in order and share one
-namespace, in an empty working directory. ``<!-- no-run: reason -->`` on the line above a block
-skips it. Docstring examples find ``torch`` and ``float8lab`` imported.
+namespace, in an empty working directory. On the line above a block ``<!-- no-run: reason -->``
+skips it; ``<!-- raises: ValueError -->`` says that it must raise that, with the message that the
+heading above it quotes. Docstring examples find ``torch`` and ``float8lab`` imported.
 """
 
 from __future__ import annotations
 
+import builtins
 import doctest
 import importlib
 import re
@@ -27,14 +29,19 @@ MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 NEEDS = {
     "docs/lightning.md": "lightning",
     "docs/peft.md": "peft",
+    "docs/quickstart/training.md": "transformers",
     "docs/transformers.md": "accelerate",
     "float8lab/integrations/lightning.py": "lightning",
     "float8lab/integrations/transformers.py": "transformers",
 }
 
 BLOCK = re.compile(
-    r"(?:^<!-- no-run(?P<why>.*?)-->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S
+    r"^#+ (?P<heading>[^\n]*)$|"
+    r"(?:^<!-- (?:no-run(?P<why>.*?)|raises: (?P<raises>\w+) )-->\n+)?"
+    r"^```python\n(?P<code>.*?)^```$",
+    re.M | re.S,
 )
+FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
 
 
@@ -55,21 +62,60 @@ def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
     namespace: dict[str, object] = {"__name__": "__main__"}
+    heading = ""
     for block in BLOCK.finditer(text):
+        if block["heading"] is not None:
+            heading = block["heading"]
+            continue
         line = text.count("\n", 0, block.start("code"))
         if block["why"] is not None:
             assert block["why"].strip(" :"), f"{page}:{line}: say why: <!-- no-run: reason -->"
             continue
         code = compile("\n" * line + block["code"], str(page), "exec")  # the page's line numbers
-        exec(code, namespace)
+        if block["raises"] is None:
+            exec(code, namespace)
+        else:
+            kind = getattr(builtins, block["raises"])
+            with pytest.raises(kind, match=_quoted(heading)) as raised:
+                exec(code, namespace)
+            assert raised.type is kind, f"{page}:{line}: {raised.type}"
+
+
+def _quoted(heading: str) -> str:
+    """A pattern of the message in a heading, ``...`` being anything."""
+    parts = (r"\s+".join(map(re.escape, part.split())) for part in heading.strip("`").split("..."))
+    return r"^\s*" + r"\s*(?s:.*?)\s*".join(parts)
+
+
+def test_troubleshooting_quotes_only_messages_that_are_raised():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^### `", text, re.M)
+    raised = re.findall(r"^### `[^\n]*\n(?:(?!^#).*\n)*?<!-- raises: ", text, re.M)
+    assert len(quoted) == len(raised) > 30
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_page_links_lead_to_files(page: Path):
-    for link in LINK.finditer(page.read_text()):
-        target = link["target"].split("#")[0]
-        if target and not re.match(r"[a-z]+:", target):
-            assert (page.parent / target).exists(), f"{page}: no file {target}"
+    for link in LINK.finditer(FENCED.sub("", page.read_text())):
+        target, _, anchor = link["target"].partition("#")
+        if re.match(r"[a-z]+:", target):  # elsewhere: no test asks the network
+            assert re.match(r"https://[\w.-]+\.[a-z]+(/|$)", target), f"{page}: {target}"
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page}: no file {target}"
+        if anchor:
+            assert anchor in _anchors(file), f"{page}: {file.name} has no heading #{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them; mkdocs.yml has the site make the same."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.M):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        assert slug not in found, f"{page}: two headings #{slug}, which links cannot tell apart"
+        found.add(slug)
+    return found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
@@ -88,8 +134,8 @@ def test_docstring_examples_run(path: Path):
 
 
 def test_pictures_are_shown_and_made():
-    """All by ``docs/make_pictures.py``, each on a page with an alternative text, none too large."""
-    script = (ROOT / "docs" / "make_pictures.py").read_text()
+    """All by a script in docs/, each on a page with an alternative text, none too large."""
+    script = "".join(path.read_text() for path in ROOT.glob("docs/make_*.py"))
     shown = set()
     for page in PAGES:
         for picture in re.finditer(r"!\[(?P<text>[^\]]*)\]\((?P<path>[^)]+)\)", page.read_text()):

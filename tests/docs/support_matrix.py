@@ -1,0 +1,363 @@
+"""Try every recipe with every module, feature and kind of device, and write docs/support.md.
+
+    python -m tests.docs.support_matrix
+
+Devices: ``inspect.environment`` is asked as on a GPU of each kind. Modules and features: each cell
+is a run on the CPU, which takes the same decisions as a Hopper GPU, and a comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import float8lab
+from float8lab import recipes
+from float8lab.inspect.environment import environment
+from float8lab.integrations import export, load_fp8
+from float8lab.ops import gemm
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
+
+RECIPES = (
+    recipes.DelayedScaling,
+    recipes.Float8CurrentScaling,
+    recipes.Float8RowwiseScaling,
+    recipes.Float8BlockScaling,
+    recipes.MXFP8BlockScaling,
+)
+
+DEVICES = {
+    "CPU": None,
+    "SM 8.0 (A100)": ((8, 0), "12.9"),
+    "SM 8.9 (L40S)": ((8, 9), "12.9"),
+    "SM 9.0 (H100, H200), CUDA 12.8": ((9, 0), "12.8"),
+    "SM 9.0 (H100, H200), CUDA 12.9": ((9, 0), "12.9"),
+    "SM 10.0 (B200)": ((10, 0), "12.9"),
+}
+"""Compute capability, and the CUDA version that torch was built for."""
+
+WIDTH = 64
+
+
+def _attention_inputs() -> tuple[Tensor, ...]:
+    return tuple(torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
+
+
+def _tokens() -> tuple[Tensor, ...]:
+    return (torch.randn(2, 8, WIDTH, requires_grad=True),)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "`torch.nn.Linear`, converted": (lambda: nn.Linear(WIDTH, WIDTH), _tokens),
+    "`Linear`": (lambda: float8lab.Linear(WIDTH, WIDTH, device="cpu"), _tokens),
+    "`LayerNormLinear`": (lambda: float8lab.LayerNormLinear(WIDTH, WIDTH, device="cpu"), _tokens),
+    "`LayerNormMLP`": (lambda: float8lab.LayerNormMLP(WIDTH, WIDTH, device="cpu"), _tokens),
+    "`DotProductAttention`": (
+        lambda: float8lab.DotProductAttention(4, 16, qkv_format="bshd"),
+        _attention_inputs,
+    ),
+    "`MultiheadAttention`": (
+        lambda: float8lab.MultiheadAttention(
+            WIDTH, 4, fuse_qkv_params=True, attention_dropout=0.0, qkv_format="bshd", device="cpu"
+        ),
+        _tokens,
+    ),
+    "`TransformerLayer`": (
+        lambda: float8lab.TransformerLayer(
+            WIDTH, WIDTH, 4, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0,
+            attn_input_format="bshd", device="cpu",
+        ),
+        _tokens,
+    ),
+}  # fmt: skip
+
+Recipe = recipes.Recipe
+Case = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]
+Run = Callable[..., Tensor]
+
+
+def build(case: Case, recipe: Recipe) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A module and its inputs, the same each time."""
+    torch.manual_seed(0)
+    module = case[0]()
+    if type(module) is nn.Linear:
+        float8lab.convert_to_float8(module, recipe)
+    return module, case[1]()
+
+
+def step(
+    module: nn.Module, inputs: tuple[Tensor, ...], recipe: Recipe, run: Run | None = None
+) -> list[Tensor]:
+    """Output and all gradients of one forward and backward; by ``run(module, *inputs)``."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    with float8lab.autocast(recipe=recipe):
+        y = run(module, *leaves) if run else module(*leaves)
+    module.zero_grad()
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in (*leaves, *module.parameters()))]
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def count_gemms(case: Case, recipe: Recipe) -> str:
+    """Of the GEMMs of one forward and backward, those that a Hopper GPU runs in FP8."""
+    module, inputs = build(case, recipe)
+    with float8lab.count_gemms() as counts:
+        step(module, inputs, recipe)
+    return f"{counts.fp8} of {counts.fp8 + counts.high_precision}"
+
+
+# --- features: True, False, or None where a module has no use for it -----------------------------
+
+
+def attends_in_fp8(case: Case, recipe: Recipe) -> bool | None:
+    module, inputs = build(case, recipe)
+    if not any(isinstance(m, float8lab.DotProductAttention) for m in module.modules()):
+        return None
+    plain = step(copy.deepcopy(module), inputs, recipe)
+    rounded = step(module, inputs, replace(recipe, fp8_dpa=True))
+    return not torch.equal(plain[0], rounded[0])
+
+
+def stores_weights(case: Case, recipe: Recipe) -> bool | None:
+    torch.manual_seed(0)
+    with float8lab.fp8_model_init(recipe=recipe):
+        module = case[0]()
+    stored = [p for p in module.parameters() if isinstance(p, float8lab.Float8Tensor)]
+    if not stored:
+        return None
+    before = [p.dequantize() for p in stored]
+    optimizer = float8lab.optim.MasterWeights(module.parameters(), torch.optim.SGD, lr=0.1)
+    with float8lab.autocast(recipe=recipe):
+        module(*case[1]()).square().sum().backward()
+    optimizer.step()
+    assert all(p.qdata.element_size() == 1 for p in stored)
+    return not any(torch.equal(a, p.dequantize()) for a, p in zip(before, stored, strict=True))
+
+
+def compiles(case: Case, recipe: Recipe) -> bool | None:
+    module, inputs = build(case, recipe)
+    if type(module) is not float8lab.Linear or case is MODULES["`torch.nn.Linear`, converted"]:
+        return None  # tests/nn/ compiles the others, which takes long
+    eager = step(copy.deepcopy(module), inputs, recipe)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    return same(step(module, inputs, recipe, lambda _, *x: compiled(*x)), eager)
+
+
+def checkpoints(case: Case, recipe: Recipe) -> bool:
+    module, inputs = build(case, recipe)
+    plain = step(copy.deepcopy(module), inputs, recipe)
+    return same(step(module, inputs, recipe, float8lab.checkpoint), plain)
+
+
+def keeps_casts(case: Case, recipe: Recipe) -> bool | None:
+    module, inputs = build(case, recipe)
+    if not list(module.parameters()):
+        return None
+    plain = copy.deepcopy(module)
+    return all(
+        same(
+            step(module, inputs, recipe, functools.partial(_microbatch, first)),
+            step(plain, inputs, recipe),
+        )
+        for first in (True, False)
+    )
+
+
+def _microbatch(first: bool, module: nn.Module, x: Tensor) -> Tensor:
+    return module(x, is_first_microbatch=first)
+
+
+def calibrates(case: Case, recipe: Recipe) -> bool | None:
+    module, inputs = build(case, recipe)
+    if not recipe.linear.delayed or not list(module.parameters()):
+        return None
+    with float8lab.autocast(enabled=False, calibrating=True, recipe=recipe):
+        module(*inputs)
+    return bool(float8lab.nn.ScalingState(module).state_dict())
+
+
+def exports(format: str, recipe: Recipe) -> bool:
+    """Of all modules with weights, as one model."""
+    model, frozen, plain = (nn.ModuleDict() for _ in range(3))
+    for number, case in enumerate(MODULES.values()):
+        module, inputs = build(case, recipe)
+        step(module, inputs, recipe)  # delayed scaling needs its scales
+        model[str(number)] = module
+        frozen[str(number)], plain[str(number)] = case[0](), case[0]()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            export(model, f"{directory}/out", format, recipe=recipe)
+        except ValueError:
+            return False  # the format has no layout for the recipe's blocks
+        load_fp8(f"{directory}/out", frozen)
+        load_fp8(f"{directory}/out", plain, dequantize=True)
+    parameters, weights = dict(model.named_parameters()), dict(plain.named_parameters())
+    stored = {n: p for n, p in frozen.named_parameters() if isinstance(p, float8lab.Float8Tensor)}
+    assert all(torch.equal(p.dequantize(), weights[name]) for name, p in stored.items())
+    assert all(float8lab.inspect.compare(p, parameters[n]).sqnr > 30 for n, p in stored.items())
+    return len(stored) == sum(p.dim() == 2 for p in parameters.values())
+
+
+FEATURES: dict[str, Callable[[Case, Recipe], bool | None]] = {
+    "FP8 attention, `fp8_dpa=True`": attends_in_fp8,
+    "weights stored in FP8, trained by `MasterWeights`": stores_weights,
+    "`torch.compile(fullgraph=True)` of `Linear`": compiles,
+    "`checkpoint`": checkpoints,
+    "`is_first_microbatch`": keeps_casts,
+    "`autocast(calibrating=True)`": calibrates,
+}
+
+FORMATS = ("block-fp8", "compressed-tensors", "float8lab")
+
+
+def try_feature(feature: Callable[[Case, Recipe], bool | None], recipe: Recipe) -> str:
+    """``yes``, ``no``, ``-``, or the modules that differ."""
+    found = {name: feature(case, recipe) for name, case in MODULES.items()}
+    has = {name: result for name, result in found.items() if result is not None}
+    if not has:
+        return "-"
+    failing = [name for name, result in has.items() if not result]
+    if len(failing) == len(has):
+        return "no"
+    return "yes" if not failing else f"not {', '.join(failing)}"
+
+
+@contextlib.contextmanager
+def gpu(capability: tuple[int, int], cuda: str) -> Iterator[None]:
+    """torch says that it has such a GPU."""
+    caches = (gemm.capability_of, gemm._cuda_version)
+    for cache in caches:
+        cache.cache_clear()
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        mock.patch.object(torch.version, "cuda", cuda),
+    ):
+        yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def support(device: str) -> tuple[dict[str, str], list[str]]:
+    """Of a kind of device: how each recipe runs, and why not all in FP8."""
+    if DEVICES[device] is None:
+        found = environment("cpu").support
+    else:
+        with gpu(*DEVICES[device]):
+            found = environment("cuda").support
+    why = [f"{one.name}: {one.reason}" for one in found if one.reason]
+    return {one.name: one.status for one in found}, why
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+PAGE_TEXT = """\
+# What runs where
+
+<!-- Made by `python -m tests.docs.support_matrix`; do not edit. -->
+
+## Recipes and devices
+
+What `python -m float8lab env` says on each. *Native*: all three GEMMs of a linear layer run in FP8.
+*Emulated*: operands are quantized, with the same bytes, then dequantized and multiplied in high
+precision. *Missing*: the GPU cannot cast to FP8. The tests run on CPUs and on Hopper GPUs (H200);
+the other columns are what the library decides there, and were not run.
+
+{devices}
+
+Why:
+
+{reasons}
+
+## Recipes and modules
+
+GEMMs of one forward and backward pass that a Hopper GPU runs in FP8, of all linear layers' GEMMs.
+
+{modules}
+
+## Recipes and features
+
+*Yes*: it ran with every module above that can have it, and gave what it promises: the same bits as
+without (`torch.compile`, `checkpoint`, `is_first_microbatch`), weights of one byte that an
+optimizer changes, a checkpoint that loads as it was written. *No*: it is refused, and the error
+says why. A dash: there is nothing to do.
+
+{features}
+
+Several processes: [distributed](distributed.md). CUDA graphs, and compiling the other modules:
+[compile](compile.md). ONNX: [around the layers](services.md). Ops on a `Float8Tensor`:
+[dispatch table](dispatch_table.md).
+"""
+
+
+def render() -> str:
+    """The page."""
+    names = [kind.__name__ for kind in RECIPES]
+    columns = [f"`{name}`" for name in names]
+    devices = {device: support(device) for device in DEVICES}
+    shown = [*names, "FP8 attention"]
+    modules = {name: case for name, case in MODULES.items() if "DotProduct" not in name}
+    features = [
+        [name, *(try_feature(feature, kind()) for kind in RECIPES)]
+        for name, feature in FEATURES.items()
+    ]
+    features += [
+        [
+            f'`export` as `"{format}"`, `load_fp8`',
+            *("yes" if exports(format, kind()) else "no" for kind in RECIPES),
+        ]
+        for format in FORMATS
+    ]
+    return PAGE_TEXT.format(
+        devices=table(
+            ["recipe", *DEVICES],
+            [
+                [title, *(found[name] for found, _ in devices.values())]
+                for title, name in zip([*columns, "FP8 attention"], shown, strict=True)
+            ],
+        ),
+        reasons="\n".join(
+            f"- {device}: {'; '.join(group(why))}" for device, (_, why) in devices.items() if why
+        ),
+        modules=table(
+            ["module", *columns],
+            [
+                [name, *(count_gemms(case, kind()) for kind in RECIPES)]
+                for name, case in modules.items()
+            ],
+        ),
+        features=table(["feature", *columns], features),
+    )
+
+
+def group(reasons: Sequence[str]) -> list[str]:
+    """Names with one reason together.
+
+    >>> group(["A: old", "B: old", "C: new"])
+    ['old (A, B)', 'new (C)']
+    """
+    names: dict[str, list[str]] = {}
+    for reason in reasons:
+        name, text = reason.split(": ", 1)
+        names.setdefault(text, []).append(name)
+    return [f"{text} ({', '.join(who)})" for text, who in names.items()]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

@@ -1,0 +1,46 @@
+"""docs/migration/transformer_engine.md has every parameter of what it lists."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import float8lab
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "migration" / "transformer_engine.md").read_text()
+SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+
+# Public names that Transformer Engine has nothing like.
+OWN = {
+    "Float8Tensor", "convert_to_float8", "count_gemms", "distributed", "fallback", "inspect",
+    "integrations", "nn", "optim", "quantize", "recipes", "selfcheck", "to_high_precision",
+}  # fmt: skip
+
+
+def parameters(value) -> set[str]:
+    """Of a class's constructor and forward, or of a function."""
+    found = set(inspect.signature(value).parameters)
+    if inspect.isclass(value) and hasattr(value, "forward"):
+        found |= set(inspect.signature(value.forward).parameters) - {"self"}
+    return found
+
+
+def test_every_name_of_that_api_has_a_section():
+    recipes = {name for name in float8lab.recipes.__all__ if name not in float8lab.__all__}
+    expected = set(float8lab.__all__) - OWN | recipes - {"Auto", "LinearPlan", "Recipe"}
+    assert set(SECTIONS) == expected
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_section_names_every_parameter(name: str):
+    value = getattr(float8lab, name, None) or getattr(float8lab.recipes, name)
+    if name == "Format":
+        missing = {member.name for member in value} - set(re.findall(r"`(\w+)`", SECTIONS[name]))
+    else:
+        named = set(re.findall(r"`(\w+)[`(]", SECTIONS[name]))
+        calls = re.findall(r"`\w+\(([\w, ]*)\)`", SECTIONS[name])
+        named |= {part.strip() for call in calls for part in call.split(",")}
+        missing = parameters(value) - named
+    assert not missing, f"'### `{name}`' must say what became of {sorted(missing)}"

@@ -1,0 +1,58 @@
+"""docs/performance.md and its plots are what the tables of RESULTS.md say."""
+
+import xml.etree.ElementTree as ElementTree
+
+from docs import make_performance
+
+TEXT = """
+## First
+
+<!-- begin benchmarks.linear -->
+
+- GPU: one
+- torch: 2.11
+- commit: abc
+
+up: 1 x 2
+
+| implementation | x bf16 | GPU ms |
+| :------------- | -----: | -----: |
+| bfloat16       |   1.00 |  2 (1) |
+| delayed        |   1.50 |      - |
+
+## Second
+
+### By hand
+
+| run | loss |
+| :-- | ---: |
+| one |  0.7 |
+"""
+
+
+def test_tables_of_a_page():
+    linear, hand = make_performance.tables(TEXT)
+    assert (linear.section, linear.caption, linear.facts["commit"]) == (
+        "linear",
+        "up: 1 x 2",
+        "abc",
+    )
+    assert linear.rows[1] == {"implementation": "delayed", "x bf16": "1.50", "GPU ms": "-"}
+    assert (hand.section, hand.facts, hand.rows) == ("By hand", {}, [{"run": "one", "loss": "0.7"}])
+
+
+def test_page_and_plots_are_those_of_results():
+    for path, text in make_performance.make().items():
+        assert path.read_text() == text, "run python -m docs.make_performance"
+
+
+def test_plots_draw_each_row_to_scale():
+    for chart in make_performance.CHARTS:
+        groups = chart.groups(make_performance.tables(make_performance.RESULTS.read_text()))
+        root = ElementTree.fromstring(make_performance.draw(chart, groups))
+        bars = root.findall("{http://www.w3.org/2000/svg}rect")
+        values = [float(row[chart.value]) for group in groups for row in group.rows]
+        assert len(bars) == len(values)
+        scale = max(float(bar.get("width")) for bar in bars) / max(values)
+        for bar, value in zip(bars, values, strict=True):
+            assert abs(float(bar.get("width")) - scale * value) < 0.1

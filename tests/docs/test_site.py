@@ -1,0 +1,108 @@
+"""The documentation as a site: complete, built without a warning, and without a network."""
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(ROOT.glob("docs/api/*.md"))
+DIRECTIVES = {
+    name: page for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
+}
+LIGHTNING = "float8lab.integrations.lightning."
+"""Takes seconds to import, and has tests of its own."""
+MODULES = (
+    "float8lab",
+    "float8lab.recipes",
+    "float8lab.nn",
+    "float8lab.inspect",
+    "float8lab.optim",
+    "float8lab.integrations",
+    "float8lab.distributed",
+)
+
+
+def find(dotted: str):
+    """An object by its dotted name."""
+    found = importlib.import_module("float8lab")
+    for part in dotted.split(".")[1:]:
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_in_the_reference(module: str):
+    documented = {id(find(name)) for name in DIRECTIVES if LIGHTNING not in name}
+    for name in find(module).__all__:
+        value = find(f"{module}.{name}")
+        if inspect.ismodule(value):
+            assert (ROOT / "docs" / "api" / f"{name}.md").exists()
+        else:
+            assert id(value) in documented, f"docs/api/ must have a line '::: {module}.{name}'"
+
+
+@pytest.mark.parametrize("name", [name for name in DIRECTIVES if LIGHTNING not in name])
+def test_what_the_reference_shows_exists_and_has_a_docstring(name: str):
+    assert inspect.getdoc(find(name))
+
+
+class References(HTMLParser):
+    """Files that a browser loads to show a page, and the anchors of the page."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        if "id" in values:
+            self.anchors.add(values["id"])
+        if tag in ("script", "img", "iframe", "source") and values.get("src"):
+            self.loaded.append(values["src"])
+        if tag == "link" and values.get("rel") not in ("next", "prev", "canonical"):
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for library in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(library, reason="needs the extra 'dev'")
+    out = tmp_path_factory.mktemp("site")
+    run = subprocess.run(  # without --quiet, which hides warnings from --strict, too
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", out],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return out
+
+
+def test_built_pages_load_nothing_from_elsewhere(site: Path):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        for target in References(page).loaded:
+            file = page.parent / unquote(re.sub(r"[?#].*", "", target))
+            missing = page.name == "404.html" and target.startswith("/")  # wherever it is served
+            assert missing or file.is_file(), f"{page.relative_to(site)} loads {target}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//|@import", style.read_text()), style
+
+
+def test_built_reference_shows_what_it_should(site: Path):
+    anchors = {page: References(site / "api" / f"{page.stem}.html").anchors for page in PAGES}
+    for name, page in DIRECTIVES.items():
+        assert name in anchors[page], f"{page.name} lacks {name}"
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in (site / "api" / "float8lab.html").read_text()
