@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 import sysconfig
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is fetched
 
 import torch
 from peft import LoraConfig, get_peft_model
+from savings import Cost, Meter, savings
 from text import docstrings, manual
 from train_fsdp import RECIPES
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,9 +61,10 @@ def batches(options: argparse.Namespace) -> list[torch.Tensor]:
     return [torch.stack([data[i : i + length] for i in row.tolist()]) for row in starts]
 
 
-def tune(options: argparse.Namespace, recipe: float8lab.recipes.Recipe | None) -> dict[str, float]:
-    """Tune once: memory in MB by what it is for, the last loss, and the median step."""
-    cuda = options.device == "cuda"
+def tune(
+    options: argparse.Namespace, recipe: float8lab.recipes.Recipe | None
+) -> tuple[Cost, float]:
+    """Tune once: what a step took, and the mean loss of the last quarter."""
     config = LlamaConfig(
         **SIZES[options.preset], vocab_size=VOCABULARY, tie_word_embeddings=False,
         max_position_embeddings=LENGTH[options.preset], use_cache=False,
@@ -80,42 +81,30 @@ def tune(options: argparse.Namespace, recipe: float8lab.recipes.Recipe | None) -
     model = get_peft_model(model, lora)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-
-    losses, seconds = [], []
+    meter = Meter(options.device)
+    losses = []
     data = batches(options)
     for tokens in data:
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        with torch.autocast(options.device, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with meter:
+            with torch.autocast(options.device, torch.bfloat16):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
 
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    peak = meter.peak()
     with torch.autocast(options.device, torch.bfloat16):
         memory = memory_report(model, {"input_ids": data[0]}, optimizer=optimizer)
-    base = [layer for layer in memory.layers if ".lora_" not in layer.name]
-    adapters = [layer for layer in memory.layers if ".lora_" in layer.name]
-    result = {
-        "MB of base": sum(layer.weights + layer.scales for layer in base) / 1e6,
-        "MB of adapters": sum(layer.weights for layer in adapters) / 1e6,
-        "MB of optimizer": memory.sum("optimizer") / 1e6,
-        "MB of activations": memory.sum("activations") / 1e6,
+    adapters = sum(layer.weights for layer in memory.layers if ".lora_" in layer.name)
+    sizes = {
+        "base": memory.sum("weights") + memory.sum("scales") - adapters,
+        "adapters": adapters,
+        "optimizer": memory.sum("optimizer"),
+        "saved for backward": memory.sum("activations"),
     }
-    if cuda:
-        result["MB at peak"] = peak / 1e6
     last = losses[-max(1, len(losses) // 4) :]
-    return {
-        **result,
-        "ms a step": 1e3 * statistics.median(seconds[len(seconds) // 4 :]),
-        "loss": statistics.mean(last),
-    }
+    return Cost(meter.cost().seconds, {**sizes, **peak}), statistics.mean(last)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,14 +120,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message=".*is deprecated", module="transformers")
 
-    runs = {"bf16": tune(options, None), "FP8": tune(options, RECIPES[options.recipe])}
-    print(f"{'':18}" + "".join(f"{name:>10}" for name in runs))
-    for what in runs["bf16"]:
-        print(f"{what:18}" + "".join(f"{run[what]:10.5g}" for run in runs.values()))
-    high, fp8 = runs.values()
-    shown = ("MB of base", "MB at peak" if "MB at peak" in high else "MB of activations")
-    shares = [f"{100 * (1 - fp8[w] / high[w]):.0f} % of {w}" for w in (*shown, "ms a step")]
-    print("FP8 saved " + ", ".join(shares))
+    base, base_loss = tune(options, None)
+    fp8, fp8_loss = tune(options, RECIPES[options.recipe])
+    print(savings(base, fp8, options.device))
+    print(f"loss in the last quarter: bf16 {base_loss:.4f}, FP8 {fp8_loss:.4f}")
     return 0
 
 
