@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import float8lab
-from benchmarks import common
-from tests.inspect import browser
+from benchmarks import browser, common
 
 __all__ = ["Opening", "lines", "main", "measure"]
 

@@ -38,8 +38,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import float8lab
+from benchmarks import browser
 from float8lab import inspect, recipes
-from tests.inspect import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -11,23 +11,27 @@ from gpt import GPT, GPTConfig
 from llama import Llama, LlamaConfig
 from torch import Tensor, nn
 
+import float8lab
 from float8lab import TransformerLayer
+from float8lab.recipes import Recipe
 
-__all__ = ["use_transformer_layers"]
+__all__ = ["store_in_fp8", "use_transformer_layers"]
 
 
-def _layer(config: GPTConfig | LlamaConfig, dtype: torch.dtype) -> TransformerLayer:
+def _layer(config: GPTConfig | LlamaConfig, number: int, dtype: torch.dtype) -> TransformerLayer:
     if isinstance(config, LlamaConfig):
         return TransformerLayer(
             config.dim, config.ffn, config.n_head, config.n_group,
             hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd",
-            normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=dtype,
+            normalization="RMSNorm", activation="swiglu", bias=False, layer_number=number,
+            params_dtype=dtype,
         )  # fmt: skip
     if not config.bias:
         raise ValueError("bias must be True; got False. The LayerNorm of a layer has one.")
     return TransformerLayer(
         config.dim, 4 * config.dim, config.n_head,
-        hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd", params_dtype=dtype,
+        hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd", layer_number=number,
+        params_dtype=dtype,
     )  # fmt: skip
 
 
@@ -61,6 +65,16 @@ def use_transformer_layers(model: GPT | Llama) -> None:
     weight = model.lm_head.weight
     for i, block in enumerate(model.blocks):
         with torch.device(weight.device):
-            layer = _layer(model.config, weight.dtype)
+            layer = _layer(model.config, i + 1, weight.dtype)
         layer.load_state_dict(_weights(block), strict=True)
-        model.blocks[i] = layer
+        model.blocks[i] = layer.train(block.training)
+
+
+def store_in_fp8(model: GPT | Llama, recipe: Recipe) -> None:
+    """Store the matrices of ``TransformerLayer`` blocks in FP8 alone, by the recipe's blocks."""
+    weight = model.lm_head.weight
+    for i, block in enumerate(model.blocks):
+        with torch.device(weight.device), float8lab.fp8_model_init(recipe=recipe):
+            layer = _layer(model.config, i + 1, weight.dtype)
+        layer.load_state_dict(block.state_dict(), strict=True)
+        model.blocks[i] = layer.train(block.training)

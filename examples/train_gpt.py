@@ -37,6 +37,7 @@ from gpt import GPT, PRESETS, GPTConfig
 from layers import use_transformer_layers
 from llama import PRESETS as LLAMA_PRESETS
 from llama import Llama, LlamaConfig
+from savings import Cost, Meter, counted, savings
 from text import Text, load_text
 from torch import Tensor, nn
 
@@ -64,6 +65,9 @@ WARM_UP = 0.1
 """Share of the steps in which the learning rate rises to its peak."""
 FINAL_RATE = 0.1
 """Learning rate at the end, as a share of the peak; a cosine leads there."""
+ON_CPU = (
+    "On a CPU: bytes as under bfloat16 autocast on a GPU; times of float32 and of emulated FP8."
+)
 WATCHED = 200
 """Steps of the FP8 run that ``--report`` shows, about, evenly spread."""
 
@@ -122,6 +126,8 @@ class Run:
     """Wall time of the run, validation included."""
     step_ms: float = 0.0
     """Wall time of a training step: the median over the intervals between validations."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes by what they hold; on CUDA also the peak of memory while it trained."""
 
 
 class Progress:
@@ -256,6 +262,7 @@ class Job:
         held_out = self.batches(self.text.validation)
         optimizer = make_optimizer(model, training)
         losses: list[Tensor] = []
+        meter = Meter(self.device)
         interval_ms: list[float] = []
         progress.begin(name)
         began = interval_began = time.perf_counter()
@@ -276,7 +283,13 @@ class Job:
             interval_began = time.perf_counter()
         run.seconds = time.perf_counter() - began
         run.step_ms = statistics.median(interval_ms)
+        run.sizes = meter.peak()
         return run
+
+    def count_bytes(self, model: nn.Module) -> dict[str, int]:
+        """What a training step holds under bfloat16 autocast, on any device; no optimizer."""
+        batch = next(self.batches(self.text.train).random(self.training))
+        return counted(model, batch, autocast=True)
 
     def count_gemms(self, model: nn.Module) -> Any:
         """The matrix products of one training step, as float8lab counts them."""
@@ -325,6 +338,13 @@ def describe_runs(runs: Sequence[Run]) -> str:
         loss = f"{run.validation_loss[-1]:.4f}"
         lines.append(f"{run.name:<16}{loss:>16}{run.step_ms:>13.1f}{run.seconds:>10.1f}")
     return "\n".join(lines)
+
+
+def describe_savings(runs: Sequence[Run], device: torch.device) -> str:
+    """What FP8 saved in a step, and in bytes."""
+    baseline, fp8 = (Cost(run.step_ms / 1e3, run.sizes) for run in runs)
+    names = ("bf16" if device.type == "cuda" else "high precision", "FP8")
+    return savings(baseline, fp8, device, names=names, on_cpu=ON_CPU)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -390,7 +410,9 @@ def compare(
 ) -> tuple[list[Run], Any, Any, Any]:
     """Both runs, the conversion report, the GEMM counts of one FP8 step, the FP8 run's log."""
     progress = Progress(2 * job.training.steps)
-    baseline = job.train("high precision", job.initial_model(), progress)
+    model = job.initial_model()
+    baseline = job.train("high precision", model, progress)
+    baseline.sizes = job.count_bytes(model) | baseline.sizes
     model = job.initial_model()
     if job.fused:
         use_transformer_layers(model)
@@ -403,6 +425,7 @@ def compare(
         fp8 = job.train("FP8", model, progress, watcher)
     progress.close()
     log = watcher.log if watched else None
+    fp8.sizes = job.count_bytes(model) | fp8.sizes
     return [baseline, fp8], report, job.count_gemms(model), log
 
 
@@ -419,6 +442,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     gap = gap_percent(runs[1], runs[0])
     print(f"\n{report}\n\nGEMMs of one training step:\n{gemms}\n\n{describe_runs(runs)}")
     print(f"gap {gap:+.3f} % ({args.recipe}; positive: FP8 is worse)")
+    print(f"\n{describe_savings(runs, job.device)}\n")
 
     args.out.mkdir(parents=True, exist_ok=True)
     png = args.out / "train_gpt.png"

@@ -11,24 +11,20 @@ on a CPU it is emulated.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import lightning
 import torch
-from gpt import GPT, PRESETS, GPTConfig
+from gpt import GPT, GPTConfig
+from savings import Cost, Meter, counted, savings
 from torch.utils.data import DataLoader
-from train_fsdp import RECIPES, tokens
+from train_fsdp import RECIPES, SIZES, tokens
 
 import float8lab
 from float8lab.integrations.lightning import Float8Precision
-
-SIZES = {**PRESETS, "wide": GPTConfig(context=2048, n_layer=8, n_head=32, dim=4096)}
-"""What a GPU is good for is ``wide``: layers large enough for FP8 to pay."""
 
 
 class Module(lightning.LightningModule):
@@ -54,38 +50,31 @@ class Module(lightning.LightningModule):
 class Clock(lightning.Callback):
     """Seconds of each step, optimizer included, as a user of the Trainer waits for them."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self._start = self._now()
+        self.meter.__enter__()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.seconds.append(self._now() - self._start)
+        self.meter.__exit__()
 
 
-def train(options: argparse.Namespace, precision: Float8Precision | None) -> dict[str, float]:
-    """Train once; the loss at the end, the median step and, on a GPU, the peak of memory."""
-    cuda = options.device == "cuda"
+def train(options: argparse.Namespace, precision: Float8Precision | None) -> tuple[float, Cost]:
+    """Train once; the loss at the end, and what it cost."""
     config = SIZES[options.preset]
-    module, clock = Module(config), Clock()
+    meter = Meter(options.device)
+    module = Module(config)
     if precision is not None:  # the plugin alone would convert the output layer, too
         report = float8lab.convert_to_float8(module, precision.recipe, exclude=["lm_head"])
         float8lab.nn.convert_norms(module)
         print(str(report).splitlines()[-1])
     data = [tokens(0, i, options.batch, config.context) for i in range(options.steps)]
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     trainer = lightning.Trainer(
         accelerator=options.device,
         devices=1,
         max_epochs=1,
-        callbacks=[clock],
+        callbacks=[Clock(meter)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -93,13 +82,13 @@ def train(options: argparse.Namespace, precision: Float8Precision | None) -> dic
         **({"precision": "bf16-mixed"} if precision is None else {"plugins": [precision]}),
     )
     trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]  # a list will do
-    result = {
-        "loss": torch.stack(module.losses[-5:]).mean().item(),
-        "ms a step": 1e3 * statistics.median(clock.seconds[len(clock.seconds) // 4 :]),
-    }
-    if cuda:
-        result["GiB at peak"] = torch.cuda.max_memory_allocated() / 2**30
-    return result
+    cost = meter.cost()  # before anything else runs
+    loss = torch.stack(module.losses[-5:]).mean().item()
+    inputs, targets = data[0][:, :-1], data[0][:, 1:]
+    model = module.model.to(options.device)
+    batch = (inputs.to(options.device), targets.to(options.device))
+    held = counted(model, batch, optimizer=trainer.optimizers[0], autocast=True)
+    return loss, Cost(cost.seconds, {**held, **cost.sizes})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,13 +107,9 @@ def main(argv: Sequence[str]) -> int:
         fallback_compute_dtype=torch.bfloat16,
         recipe=RECIPES[options.recipe],
     )
-    runs = {"bf16-mixed": train(options, None), "FP8": train(options, precision)}
-    print(f"{'':12}" + "".join(f"{name:>14}" for name in runs["FP8"]))
-    for name, run in runs.items():
-        print(f"{name:12}" + "".join(f"{value:14.4g}" for value in run.values()))
-    base, fp8 = runs.values()
-    shares = [f"{100 * (1 - fp8[what] / base[what]):.0f} % of {what}" for what in list(base)[1:]]
-    print("FP8 saved " + ", ".join(shares))
+    (loss, bf16), (fp8_loss, fp8) = train(options, None), train(options, precision)
+    print(f"loss of the last steps: bf16-mixed {loss:.4f}, FP8 {fp8_loss:.4f}\n")
+    print(savings(bf16, fp8, options.device, names=("bf16-mixed", "FP8")))
     return 0
 
 

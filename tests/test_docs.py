@@ -26,6 +26,7 @@ MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 # Pages and modules that need another library, which may be absent, and whose advice is no error.
 NEEDS = {
     "docs/lightning.md": "lightning",
+    "docs/peft.md": "peft",
     "docs/transformers.md": "accelerate",
     "float8lab/integrations/lightning.py": "lightning",
     "float8lab/integrations/transformers.py": "transformers",

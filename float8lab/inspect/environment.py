@@ -31,6 +31,7 @@ __all__ = [
     "Environment",
     "Support",
     "environment",
+    "package_version",
     "why_attention_is_emulated",
     "why_casts_are_missing",
     "why_gemm_is_emulated",
@@ -172,11 +173,17 @@ def environment(device: torch.device | str | None = None) -> Environment:
     )
 
 
+def package_version() -> str:
+    """float8lab's own."""
+    # Not imported by name: layers import downwards, and the package has imported them all.
+    version: str = importlib.import_module("float8lab").__version__
+    return version
+
+
 def _versions() -> dict[str, str]:
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
     return {
-        # Not imported by name: layers import downwards, and the package has imported them all.
-        "float8lab": importlib.import_module("float8lab").__version__,
+        "float8lab": package_version(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.inspect.text import aligned
+from float8lab.inspect.text import aligned, bytes_text
 from float8lab.inspect.trial import LossFn, call, loss_of, on_trial, tensors_in
 from float8lab.nn.precision import precisions
 from float8lab.optim import MasterWeights
@@ -95,29 +95,19 @@ class MemoryReport:
         kinds = [kind for kind in KINDS if self.sum(kind)]
         rows = [("layer", *kinds, "total")]
         for layer in self.layers:
-            sizes = [_show(getattr(layer, kind)) for kind in kinds]
-            rows.append((layer.name or "(model)", *sizes, _show(layer.total)))
-        rows.append(("total", *(_show(self.sum(kind)) for kind in kinds), _show(self.total)))
+            sizes = [bytes_text(getattr(layer, kind)) for kind in kinds]
+            rows.append((layer.name or "(model)", *sizes, bytes_text(layer.total)))
+        rows.append(
+            ("total", *(bytes_text(self.sum(kind)) for kind in kinds), bytes_text(self.total))
+        )
         lines = aligned(rows)
         if len(self.by_device) > 1:
-            lines += [f"{_show(size)} on {device}" for device, size in self.by_device.items()]
+            lines += [f"{bytes_text(size)} on {device}" for device, size in self.by_device.items()]
         if not self.ran:
             lines.append("without activations: pass an example batch")
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def _show(size: int) -> str:
-    """Bytes in a decimal unit.
-
-    >>> _show(0), _show(999), _show(123_456), _show(2_500_000_000)
-    ('-', '999 B', '123.5 kB', '2.50 GB')
-    """
-    for unit, factor, digits in (("GB", 10**9, 2), ("MB", 10**6, 1), ("kB", 10**3, 1)):
-        if size >= factor:
-            return f"{size / factor:.{digits}f} {unit}"
-    return f"{size} B" if size else "-"
 
 
 def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from float8lab.distributed.ranks import rank_and_size
+from float8lab.inspect.trial import call
 from float8lab.nn.precision import precisions_below
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.region import STATE, in_backward
@@ -106,13 +107,14 @@ def find_nan(
         raise ValueError(f"steps must be at least 1; got {steps}. 1 runs the batch once.")
     model = getattr(model, "_orig_mod", model)
     look = _Look(model)
+    others_wait = rank_and_size()[1] > 1  # in collectives: this process cannot stop early
     with _as_before(model, optimizer), torch.compiler.set_stance("force_eager"):
         for step in range(steps):
             look.step = step
             look.at_parameters("before" if step == 0 else "optimizer")
             if look.found is None:
-                _run(model, batch, loss_fn, look)
-            if look.found is not None and not _has_ranks():
+                _run(model, batch, loss_fn, look, to_the_end=others_wait)
+            if look.found is not None and not others_wait:
                 break
             if optimizer is not None:
                 optimizer.step()
@@ -123,26 +125,23 @@ def find_nan(
 
 
 def _run(
-    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None, look: _Look
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[Any], Tensor] | None,
+    look: _Look,
+    *,
+    to_the_end: bool,
 ) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     with torch.enable_grad(), look.attached():
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        else:
-            output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        output = call(model, batch)
         loss = _default_loss(output) if loss_fn is None else loss_fn(output)
         look.at(loss, "(loss)", "loss")
         look.suspect = None
-        if loss.requires_grad and (look.found is None or _has_ranks()):
+        if loss.requires_grad and (look.found is None or to_the_end):
             loss.sum().backward()
             look.at_gradients()
-
-
-def _has_ranks() -> bool:
-    """Whether others wait for this process in collectives, so that it cannot stop early."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _default_loss(output: Any) -> Tensor:

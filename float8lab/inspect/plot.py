@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from float8lab.inspect.optional import needs
 from float8lab.inspect.statistics import blocks, stats
 
 __all__ = ["plot"]
@@ -27,14 +28,9 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
         ModuleNotFoundError: matplotlib is not installed (``pip install "float8lab[plot]"``).
     """
     # Figure, not pyplot: no window, no backend, no state.
-    try:
+    with needs("plot", "matplotlib", '"float8lab[plot]"'):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'plot must have matplotlib; it is not installed. pip install "float8lab[plot]".',
-            name=error.name,
-        ) from error
 
     class Shown(Figure):
         """A figure that a notebook draws, whether or not pyplot has been imported there."""

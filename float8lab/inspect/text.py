@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from float8lab.inspect.optional import needs
 from float8lab.inspect.statistics import Histogram, TensorStats, stats
 
-__all__ = ["Grid", "aligned", "bars", "health", "summary", "table"]
+__all__ = ["Grid", "aligned", "bars", "bytes_text", "health", "summary", "table"]
 
 
 class Grid(NamedTuple):
@@ -85,17 +86,11 @@ def table(x: Tensor) -> Any:
     Raises:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
     """
-    try:
+    with needs("table", "rich", '"float8lab[inspect]"', "print summary(x)"):
         from rich.box import SIMPLE
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'table must have rich; it is not installed. pip install "float8lab[inspect]", or print '
-            "summary(x).",
-            name=error.name,
-        ) from error
 
     found = stats(x, local=True)
     result = Table(show_header=False, box=SIMPLE, title="Float8Tensor", title_justify="left")
@@ -113,6 +108,19 @@ def _trimmed(found: Histogram) -> list[tuple[str, int]]:
     if found.by == "code":
         return [row for row in rows if row[1]]
     return rows[used[0] : used[-1] + 1] if used else []
+
+
+def bytes_text(size: int) -> str:
+    """Bytes in a decimal unit.
+
+    >>> from float8lab.inspect.text import bytes_text
+    >>> bytes_text(0), bytes_text(999), bytes_text(123_456), bytes_text(2_500_000_000)
+    ('-', '999 B', '123.5 kB', '2.50 GB')
+    """
+    for unit, factor, digits in (("GB", 10**9, 2), ("MB", 10**6, 1), ("kB", 10**3, 1)):
+        if size >= factor:
+            return f"{size / factor:.{digits}f} {unit}"
+    return f"{size} B" if size else "-"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

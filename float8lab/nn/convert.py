@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
+from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
@@ -163,6 +164,11 @@ _Choice = Recipe | Auto
 _CONVERTED = (Linear, OtherLinear, FusedModule)
 """Modules that have a recipe of their own."""
 
+# What PEFT calls the linear layers of low-rank adapters and the copies of layers that it trains.
+# Names, for the library need not be there, and others use them too.
+_ADAPTERS = ("lora_A", "lora_B")
+_TRAINED_COPIES = "modules_to_save"
+
 
 def convert_to_float8(  # each is a keyword that users set on its own
     model: nn.Module,
@@ -173,6 +179,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     overrides: Mapping[str, Recipe | Auto | Literal["auto"] | None] | None = None,
     strict: bool = False,
     fp8_all_gather: bool = True,
+    freeze_weights: bool = False,
 ) -> ConversionReport:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place.
 
@@ -205,6 +212,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
         fp8_all_gather: if FSDP2 shards the model later, gather the weights in FP8, one byte an
             element, in place of the parameters' dtype. A weight that is shared with a layer in
             high precision, or that a GEMM needs in high precision, is gathered as usual.
+        freeze_weights: store the weights of the converted layers in FP8, one byte an element, and
+            freeze them: a base for adapters (docs/peft.md), or a model to serve. These are then new
+            parameters, so make optimizers after.
 
     Returns:
         A printable report of each candidate: converted or skipped, and why.
@@ -254,13 +264,17 @@ def convert_to_float8(  # each is a keyword that users set on its own
         ),
     )
     undone = [plan.report for plan in plans if plan.failed]
-    if strict and (undone or unmatched):
-        raise ValueError(
-            "convert_to_float8(strict=True) must do all that was asked; got\n"
-            + "\n".join([f"  {r.name}: {r.note}" for r in undone])
-            + "\n".join([f"  no layer is called {name!r}" for name in unmatched])
-            + "\nExclude these layers, correct the names, or pass strict=False."
-        )
+    freezing = Freezing(model, _to_freeze(plans) if freeze_weights else ())
+    report = replace(report, notes=(*report.notes, *freezing.obstacles))
+    if strict and (undone or unmatched or freezing.obstacles):
+        lines = [
+            "convert_to_float8(strict=True) must do all that was asked; got",
+            *[f"  {r.name}: {r.note}" for r in undone],
+            *[f"  no layer is called {name!r}" for name in unmatched],
+            *[f"  {obstacle}" for obstacle in freezing.obstacles],
+            "Exclude these layers, correct the names, or pass strict=False.",
+        ]
+        raise ValueError("\n".join(lines))
     for plan in plans:
         if plan.report.converted or plan.stays:
             _set_recipe(plan)
@@ -268,6 +282,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
         precision = module._fp8
         precision.recipe, precision.pinned, precision.name = found, pinned, name
     _choose_all_gather(model, plans, fp8_all_gather)
+    freezing.run()
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
         _make_region_of_calls(model)
     return report
@@ -355,6 +370,8 @@ def _plan_layer(
         return plan("left out by filter_fn")
     if choice is None:
         return plan("high precision by overrides", stays=True)
+    if not named and any(part in _ADAPTERS for part in name.split(".")):
+        return plan("low rank, in which FP8 saves nothing; name it in overrides to convert")
     if obstacle is not None:
         return plan(obstacle, failed=True)
     if isinstance(choice, Auto):
@@ -504,19 +521,23 @@ def _set_recipe(plan: _LayerPlan) -> None:
         precision.name = ".".join(filter(None, (plan.report.name, part)))
 
 
+def _to_freeze(plans: Sequence[_LayerPlan]) -> list[tuple[str, nn.Module, Recipe]]:
+    return [
+        (plan.report.name, plan.layer, plan.recipe)
+        for plan in plans
+        if plan.recipe is not None and _TRAINED_COPIES not in plan.report.name.split(".")
+    ]
+
+
 def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> None:
     """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree."""
-    users: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append(module)
+    users = users_of(model)
     recipes = {id(plan.layer): plan.recipe for plan in plans if plan.report.converted}
     for plan in plans:
         layer: Any = plan.layer
         if plan.report.converted and isinstance(layer, Linear):
             others = users.get(id(layer._parameters.get("weight")), [])
-            agree = all(recipes.get(id(other)) == plan.recipe for other in others)
+            agree = all(recipes.get(id(other)) == plan.recipe for other, _ in others)
             layer._fp8.fp8_all_gather = wanted and agree
 
 

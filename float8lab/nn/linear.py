@@ -15,6 +15,7 @@ from float8lab.nn.linear_function import linear
 from float8lab.nn.operands import plain
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
 
@@ -25,6 +26,7 @@ __all__ = [
     "keep_initial_values",
     "sizes_of_split",
     "store_in_fp8",
+    "stored_for",
 ]
 
 
@@ -44,6 +46,15 @@ def _default_device_was_set() -> bool:
     )
 
 
+def stored_for(weight: Tensor, recipe: Recipe) -> Float8Tensor:
+    """A weight as the forward of a recipe takes it, without gradient."""
+    spec = recipe.linear.w
+    return quantize(
+        weight.detach(), spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule,
+        amax_epsilon=recipe.linear.amax_epsilon,
+    )  # fmt: skip
+
+
 def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
     """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
 
@@ -52,14 +63,9 @@ def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
     init = STATE.init
     if init is None:
         return False
-    spec = init.recipe.linear.w
     for name in names:
         value = getattr(module, name).detach()
-        stored = quantize(
-            value, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule,
-            amax_epsilon=init.recipe.linear.amax_epsilon,
-        )  # fmt: skip
-        parameter = nn.Parameter(stored)
+        parameter = nn.Parameter(stored_for(value, init.recipe))
         if init.preserve_high_precision_init_val:
             _keep_initial_value(parameter, value)
         setattr(module, name, parameter)

@@ -10,7 +10,7 @@ nobody but the implementation would see the call, it is called without the dispa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -153,12 +153,12 @@ def _direct(
     return call
 
 
-def _requires_grad(args: tuple[Any, ...]) -> bool:
+def _requires_grad(args: Sequence[Any]) -> bool:
     """Of a tensor among the arguments, or in a list there."""
     for arg in args:
         if isinstance(arg, Tensor):
             if arg.requires_grad:
                 return True
-        elif (type(arg) is list or type(arg) is tuple) and _requires_grad(tuple(arg)):
+        elif (type(arg) is list or type(arg) is tuple) and _requires_grad(arg):
             return True
     return False

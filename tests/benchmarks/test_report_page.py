@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks import report_page
-from tests.inspect import browser
+from benchmarks import browser, report_page
 
 
 @pytest.mark.slow

@@ -422,6 +422,7 @@ def test_distribute_saved_activations(monkeypatch):
     assert x.grad is not None
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group or 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     arguments = {"distribute_saved_activations": True}
     with pytest.raises(NotImplementedError, match="got a group of 4"):
         float8lab.checkpoint(layer, x, **arguments)

@@ -55,6 +55,9 @@ def test_job_prints_and_writes_everything(tmp_path, capsys):
     assert "skipped  excluded by 'lm_head'" in printed
     assert "GEMMs of one training step" in printed
     assert "gap " in printed
+    saved = printed[printed.index("time a step") :].splitlines()
+    assert [line.split("  ")[0] for line in saved[1:3]] == ["weights", "saved for backward"]
+    assert saved[3] == train_gpt.ON_CPU
     png = tmp_path / "out" / "train_gpt.png"
     assert f"curves: {png}" in printed
     assert png.read_bytes().startswith(PNG_SIGNATURE)
@@ -66,6 +69,14 @@ def test_job_prints_and_writes_everything(tmp_path, capsys):
         assert all(0 < loss < 2 * math.log(256) for loss in measured["validation_loss"])
         assert measured["step_ms"] > 0
         assert measured["seconds"] > 0
+    assert fp8["sizes"]["weights"] == baseline["sizes"]["weights"]
+    # A byte in place of two: inputs of qkv and up, of down (four times as wide), all weights. The
+    # input of proj is a byte more: in bfloat16 it is attention's output, which is kept anyway.
+    tokens, dim = 2 * CONFIG.context, CONFIG.dim
+    fewer = CONFIG.n_layer * (tokens * (1 + 1 + 4 - 1) * dim + 12 * dim * dim)
+    scales = LAYERS * 2 * 4
+    kept = [run["sizes"]["saved for backward"] for run in (baseline, fp8)]
+    assert kept[0] - kept[1] == fewer - scales
     assert fp8["train_loss"] != baseline["train_loss"]
     assert abs(results["gap_percent"]) < 5
     assert results["gemms"]["fp8"] == 3 * LAYERS

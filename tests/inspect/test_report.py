@@ -12,11 +12,11 @@ from html import unescape
 
 import pytest
 
+from benchmarks.browser import sample
 from float8lab.inspect import report
 from float8lab.inspect.report import data as embedding
 from float8lab.inspect.report.page import _unwrapped
 from float8lab.inspect.watch.records import Log, Record, Step
-from tests.inspect.browser import sample
 
 SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.S)
 HOSTILE = "</script><script>alert(1)</script><!-- <b>&amp;"

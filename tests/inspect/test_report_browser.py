@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from benchmarks import browser
 from float8lab.inspect import report
 from float8lab.inspect.watch.records import Log, Record
-from tests.inspect import browser
 from tests.inspect.test_report import HOSTILE, record
 
 pytestmark = [
@@ -335,12 +335,12 @@ def test_empty_one_step_and_partial_logs(reader, tmp_path):
 
 
 def test_a_large_report_opens_whole(reader, tmp_path):
-    """``python -m benchmarks.report_page`` measures how fast; here a minute is the limit."""
-    reader.open(browser.sample(blocks=50, steps=1000), tmp_path / "large.html")
+    """``python -m benchmarks.report_page`` opens 1000 steps, and measures how fast."""
+    reader.open(browser.sample(blocks=50, steps=300), tmp_path / "large.html")
     cells = reader.values("map")[0]
-    assert (len(cells), len(cells[0])) == (200, 1000)
+    assert (len(cells), len(cells[0])) == (200, 300)
     reader.search("blocks.49.mlp")
     assert len(reader.values("map")[0]) == 2
-    reader.click_map(1, 500)
+    reader.click_map(1, 150)
     assert reader.title() == "blocks.49.mlp.down, " + reader.title().split(", ", 1)[1]
-    assert reader.title().endswith(", step 500")
+    assert reader.title().endswith(", step 150")

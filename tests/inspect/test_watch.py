@@ -1,5 +1,6 @@
 """watch: what is recorded is true, of every layer, once; and nothing happens where it is off."""
 
+import functools
 import importlib
 import io
 import json
@@ -105,6 +106,36 @@ def test_numbers_by_hand():
         fp8_dtype="e4m3",
     )
     assert w.log.steps == [Step(0, None, {"(model)": {"fprop": 1}})]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("asks", [False, True], ids=["not asked for", "asked for"])
+def test_attention_in_fp8(asks, recompute):
+    attention = float8lab.DotProductAttention(4, 16, attention_dropout=0.0)
+    recipe = recipes.DelayedScaling(fp8_dpa=asks)
+    q, k, v = (torch.randn(5, 2, 4, 16, requires_grad=True) for _ in range(3))
+    model = nn.ModuleDict({"core": attention, "proj": float8lab.Linear(64, 8, device="cpu")})
+    with watch(model) as w:
+        for _ in range(2):
+            with float8lab.autocast(recipe=recipe):
+                call = functools.partial(attention, attn_mask_type="no_mask")
+                y = float8lab.checkpoint(call, q, k, v) if recompute else call(q, k, v)
+                model["proj"](y).sum().backward()
+            w.step()
+    found = by_operand(w, step=1)
+    assert w.log.layers == (["core", "proj"] if asks else ["proj"])
+    assert [key for key in found if key[0] == "core"] == [("core", o) for o in "qkv" if asks]
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if asks:
+            record = found["core", name]
+            assert record.amax == x.abs().max()
+            assert record.elements == x.numel()
+            assert record.scale_max == 2.0 ** math.ceil(math.log2(record.amax / 448))
+            assert record.staleness == pytest.approx(
+                math.log2(record.amax / 448 / record.scale_max)
+            )
+            assert record.sqnr > 25
+    assert w.log.steps[1].gemms == {"proj": {"fprop": 1, "dgrad": 1, "wgrad": 1}}
 
 
 def test_values_that_are_not_finite():

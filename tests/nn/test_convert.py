@@ -15,6 +15,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import convert
 from float8lab.nn.convert import matches
+from float8lab.tensor import Float8Tensor
 
 BLOCK = recipes.Float8BlockScaling()
 
@@ -503,6 +504,85 @@ def test_auto_needs_an_fp8_gemm(monkeypatch):
     assert {layer.note for layer in report.layers} == {
         "bfloat16: no recipe has FP8 GEMMs on its device"
     }
+
+
+EVERY = [
+    recipes.Float8CurrentScaling(),
+    recipes.DelayedScaling(),
+    recipes.Float8RowwiseScaling(),
+    BLOCK,
+    recipes.MXFP8BlockScaling(),
+]
+
+
+@pytest.mark.parametrize("recipe", EVERY, ids=str)
+def test_frozen_weights_are_what_the_forward_took(recipe):
+    model = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 33, bias=False))
+    float8lab.convert_to_float8(model, recipe)
+    x = torch.randn(5, 96)
+    expected = model.eval()(x)
+    bias = model[0].bias
+    float8lab.convert_to_float8(model, recipe, freeze_weights=True, strict=True)
+    for layer in model:
+        assert layer.weight.spec == recipe.linear.w
+        assert layer.weight.qdata.nbytes == layer.weight.numel()
+        assert not layer.weight.requires_grad
+    assert model[0].bias is bias
+    assert bias.requires_grad
+    with float8lab.count_gemms() as counts:
+        assert torch.equal(model(x), expected)
+    assert counts.fp8 == (0 if "MX" in str(recipe) else 2)
+    before = [layer.weight for layer in model]
+    float8lab.convert_to_float8(model, recipe, freeze_weights=True)
+    assert all(layer.weight is weight for layer, weight in zip(model, before, strict=True))
+
+
+def test_frozen_weights_of_fused_modules_and_parts():
+    model = nn.ModuleDict(
+        {
+            "mlp": float8lab.LayerNormMLP(32, 64, device="cpu"),
+            "qkv": float8lab.Linear(32, 96, parameters_split=["q", "k", "v"], device="cpu"),
+        }
+    )
+    float8lab.convert_to_float8(model, freeze_weights=True)
+    stored = {name for name, p in model.named_parameters() if isinstance(p, Float8Tensor)}
+    assert stored == {
+        *("mlp.fc1_weight", "mlp.fc2_weight", "qkv.q_weight", "qkv.k_weight", "qkv.v_weight")
+    }
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == stored
+
+
+def test_shared_weights_are_frozen_once_or_not_at_all():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.Embedding(32, 32))
+    model[1].weight, model[2].weight = model[0].weight, model[4].weight
+    weight = model[2].weight
+    weight_norm(model[3])
+    report = float8lab.convert_to_float8(model, freeze_weights=True)
+    assert isinstance(model[0].weight, Float8Tensor)
+    assert model[1].weight is model[0].weight
+    assert model[2].weight is model[4].weight is weight
+    assert weight.requires_grad
+    assert report.notes == (
+        "2: weight not stored in FP8: another module has it, too",
+        "3: weight not stored in FP8: it is parametrized",
+    )
+    with pytest.raises(ValueError, match="2: weight not stored in FP8: another module has it"):
+        float8lab.convert_to_float8(model, freeze_weights=True, strict=True)
+    float8lab.convert_to_float8(model, exclude=["2", "3"], freeze_weights=True, strict=True)
+
+
+def test_low_rank_adapters_stay_in_high_precision_unless_named():
+    def build():
+        adapter = {"lora_A": nn.Linear(32, 4), "lora_B": nn.Linear(4, 32)}
+        return nn.ModuleDict({"base": nn.Linear(32, 32), **adapter})
+
+    model = build()
+    report = float8lab.convert_to_float8(model, strict=True)
+    assert converted(report) == ["base"]
+    assert {layer.note.split(",")[0] for layer in report.skipped} == {"low rank"}
+    assert type(model["lora_A"]) is type(model["lora_B"]) is nn.Linear
+    report = float8lab.convert_to_float8(build(), overrides={"lora_A": BLOCK})
+    assert converted(report) == ["base", "lora_A"]
 
 
 def test_strict_raises_and_changes_nothing():

@@ -94,14 +94,14 @@ def check_quantize() -> None:
         ((1, 96), "fp32", 0.0, 16, matrix(5, 100)),
         ((5, -1), "fp32", 0.0, 1, matrix(7, 9)),
     ]
-    for block, rule, eps, align, x in cases:
-        for fp8_dtype in (E4M3, E5M2):
-            arguments = (fp8_dtype, block, rule, eps, align)
-            all_same(kernels.quantize(x, *arguments), reference.quantize(x, *arguments))
-            *got, sums = pair.quantize_pair(x, *arguments, True)
-            *want, sums_wanted = reference.quantize_pair(x, *arguments, True)
-            all_same(got, want)
-            sums_close(sums, sums_wanted)
+    for index, (block, rule, eps, align, x) in enumerate(cases):
+        # Indices do not depend on the format: in turn, each with every block and rule elsewhere.
+        arguments = ((E4M3, E5M2)[index % 2], block, rule, eps, align)
+        all_same(kernels.quantize(x, *arguments), reference.quantize(x, *arguments))
+        *got, sums = pair.quantize_pair(x, *arguments, True)
+        *want, sums_wanted = reference.quantize_pair(x, *arguments, True)
+        all_same(got, want)
+        sums_close(sums, sums_wanted)
     for shape in ((0, 5), (5, 0), (0, 0)):
         for block in ((-1, -1), (1, -1), (1, 128)):
             arguments = (E4M3, block, "fp32", 0.0, 16)
@@ -326,7 +326,7 @@ def check_norm() -> None:
 
 def check_fp8_norm() -> None:
     blocks = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (-1, 1), (3, 5))
-    for rows, columns in ((5, 140), (130, 33), (3, 8200), (0, 4)):
+    for rows, columns in ((5, 140), (67, 33), (3, 8200), (0, 4)):
         weight, dy = torch.randn(columns), matrix(rows, columns, FP32)
         for block in blocks:
             q = matrix(columns, rows, FP32).t().clamp(-400, 400).to(E5M2)

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
+from float8lab.inspect.checkpoint.source import (
+    Box,
+    CheckpointError,
+    Entry,
+    Place,
+    Source,
+    dtype_name,
+)
 from float8lab.inspect.checkpoint.torch_source import entries_of, load_safely
 from float8lab.tensor import Float8Tensor
 
@@ -54,14 +61,6 @@ class _Shard(NamedTuple):
     length: int
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-class _Place(NamedTuple):
-    """Where the elements of a shard are in its file."""
-
-    start: int
-    dtype: torch.dtype
-    strides: tuple[int, ...]
 
 
 def open_dcp(path: Path) -> Source:
@@ -190,7 +189,7 @@ def _of(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[_Sha
 def _read(
     dtype: torch.dtype,
     shards: tuple[_Shard, ...],
-    place_of: Callable[[_Shard], _Place | None],
+    place_of: Callable[[_Shard], Place | None],
     box: Box,
 ) -> Tensor:
     result = torch.zeros([s.stop - s.start for s in box], dtype=torch.uint8).to(dtype)
@@ -205,7 +204,7 @@ def _read(
     return result
 
 
-def _place(shard: _Shard) -> _Place | None:
+def _place(shard: _Shard) -> Place | None:
     """Where a shard's elements are; None if it is no plain tensor of its sizes."""
     with FakeTensorMode():  # torch.load then reads no data, and says where they lie
         fake = _load(shard)
@@ -213,29 +212,20 @@ def _place(shard: _Shard) -> _Place | None:
         return None
     start = fake.untyped_storage()._checkpoint_offset
     start += shard.offset + fake.storage_offset() * fake.dtype.itemsize
-    return _Place(start, fake.dtype, tuple(fake.stride()))
+    return Place(shard.file, start, fake.dtype, tuple(fake.stride()))
 
 
-def _read_shard(shard: _Shard, place: _Place | None, dtype: torch.dtype, box: Box) -> Tensor:
-    """A box of a shard; only the bytes from its first to its last element are read."""
-    if place is None:
-        value = _load(shard)
-        value = value.dequantize() if isinstance(value, Float8Tensor) else value
-        if not isinstance(value, Tensor) or tuple(value.shape) != shard.sizes:
-            raise CheckpointError(
-                f"{shard.file} must hold a tensor of shape {shard.sizes} at byte {shard.offset}; "
-                f"it holds another {type(value).__name__}. It is damaged."
-            )
-        return value[box].to(dtype)
-    first = sum(s.start * stride for s, stride in zip(box, place.strides, strict=True))
-    last = sum((s.stop - 1) * stride for s, stride in zip(box, place.strides, strict=True))
-    data = bytearray((last - first + 1) * place.dtype.itemsize)
-    with shard.file.open("rb") as file:
-        file.seek(place.start + first * place.dtype.itemsize)
-        if file.readinto(data) != len(data):
-            raise CheckpointError(f"{shard.file} must not end at {file.tell()}. It is truncated.")
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(place.dtype)
-    return flat.as_strided([s.stop - s.start for s in box], place.strides).to(dtype)
+def _read_shard(shard: _Shard, place: Place | None, dtype: torch.dtype, box: Box) -> Tensor:
+    if place is not None:
+        return place.read(box).to(dtype)
+    value = _load(shard)
+    value = value.dequantize() if isinstance(value, Float8Tensor) else value
+    if not isinstance(value, Tensor) or tuple(value.shape) != shard.sizes:
+        raise CheckpointError(
+            f"{shard.file} must hold a tensor of shape {shard.sizes} at byte {shard.offset}; "
+            f"it holds another {type(value).__name__}. It is damaged."
+        )
+    return value[box].to(dtype)
 
 
 def _load(shard: _Shard) -> Any:

@@ -268,7 +268,7 @@ def _other(entry: Entry, entries: Mapping[str, Entry], weights: Mapping[str, Ite
         return Item(
             name, entry, is_scale=True, findings=() if owner else (_orphan(stem, "tensor"),)
         )
-    if last.endswith("weight_scale_inv") or name.endswith("_scale_inv"):
+    if name.endswith("_scale_inv"):
         return _unowned(entry, name.removesuffix("_scale_inv"), entries)
     if last.endswith("weight_scale"):
         # Packed and integer weights have scales of that name as well.

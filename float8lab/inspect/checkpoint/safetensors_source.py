@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
+from float8lab.inspect.checkpoint.source import (
+    Box,
+    CheckpointError,
+    Entry,
+    Place,
+    Source,
+    dtype_name,
+)
+from float8lab.inspect.optional import needs
 
 __all__ = ["DTYPES", "SPECS_KEY", "open_safetensors"]
 
@@ -128,18 +136,13 @@ def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _entries(file: Path) -> list[Entry]:
-    try:
+    with needs(str(file), "safetensors", '"float8lab[inspect]"'):
         from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{file} needs safetensors; it is not installed. pip install "float8lab[inspect]".',
-            name=error.name,
-        ) from error
 
     with file.open("rb") as opened:  # for the usual errors, which the library words its own way
-        opened.read(1)
+        head = opened.read(8)
     try:
-        handle = safe_open(file, "pt")
+        handle = safe_open(file, "np")  # which maps read-only; its tensors are not asked for
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 no mapping
         specs = _specs(file, handle.metadata() or {})
     except SafetensorError as error:
@@ -147,10 +150,18 @@ def _entries(file: Path) -> list[Entry]:
             f"{file} must be a whole safetensors file; it is not: {error}. Download or write it "
             "again."
         ) from error
+    with file.open("rb") as opened:
+        start = 8 + int.from_bytes(head, "little")
+        header = json.loads(opened.read(start)[8:])  # which the library has found to be right
     result = []
     for name, part in slices.items():
         kind, shape = part.get_dtype(), tuple(part.get_shape())
         dtype = DTYPES.get(kind)
+        offset = start + header[name]["data_offsets"][0]
+        if dtype is None:
+            read: Callable[[Box], Tensor] = functools.partial(_unknown, f"{file}: {name}", kind)
+        else:
+            read = Place(file, offset, dtype, _strides(shape)).read
         result.append(
             Entry(
                 name=name,
@@ -159,7 +170,7 @@ def _entries(file: Path) -> list[Entry]:
                 shape=shape,
                 nbytes=math.prod(shape) * (1 if dtype is None else dtype.itemsize),
                 file=file.name,
-                read=functools.partial(_read, handle, name, shape),
+                read=read,
                 spec=specs.get(name.removesuffix(".qdata")),
             )
         )
@@ -182,7 +193,10 @@ def _specs(file: Path, metadata: Mapping[str, str]) -> dict[str, Float8Spec]:
         ) from error
 
 
-def _read(handle: Any, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
-    if not shape or 0 in shape:
-        return handle.get_tensor(name)
-    return handle.get_slice(name)[box]
+def _unknown(name: str, kind: str, box: Box) -> Tensor:
+    raise CheckpointError(f"{name} must have a dtype that torch has; it has {kind}.")
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from float8lab.formats import Float8Spec
 
-__all__ = ["BOX", "Box", "CheckpointError", "Entry", "Source", "boxes", "dtype_name"]
+__all__ = ["BOX", "Box", "CheckpointError", "Entry", "Place", "Source", "boxes", "dtype_name"]
 
 BOX = 1 << 20
 """Most elements that are read at once, but where a single block is larger."""
@@ -26,6 +27,42 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the elements of a tensor are in a file.
+
+    Read, not mapped: torch maps files so that they could be written, which a system refuses for one
+    that is larger than its memory.
+    """
+
+    file: Path
+    start: int
+    """Byte of the first element."""
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    def read(self, box: Box) -> Tensor:
+        """A box; only the bytes from its first to its last element are read.
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
+        sizes = [s.stop - s.start for s in box]
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=self.dtype)
+        first = sum(s.start * stride for s, stride in zip(box, self.strides, strict=True))
+        last = sum((s.stop - 1) * stride for s, stride in zip(box, self.strides, strict=True))
+        data = bytearray((last - first + 1) * self.dtype.itemsize)
+        with self.file.open("rb") as file:
+            file.seek(self.start + first * self.dtype.itemsize)
+            if file.readinto(data) != len(data):
+                raise CheckpointError(
+                    f"{self.file} must not end at {file.tell()}. It is truncated."
+                )
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
+        return flat.as_strided(sizes, self.strides)
 
 
 @dataclass(frozen=True)

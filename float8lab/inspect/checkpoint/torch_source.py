@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +27,16 @@ def open_torch_save(path: Path) -> Source:
         CheckpointError: the file is damaged, or holds more than tensors and plain data.
     """
     mapped = zipfile.is_zipfile(path)
-    # The format before torch 1.6 cannot be mapped: it is read whole.
-    content = load_safely(path, str(path), mmap=mapped)
+    try:
+        # The format before torch 1.6 cannot be mapped: it is read whole.
+        content = load_safely(path, str(path), mmap=mapped)
+    except CheckpointError as error:
+        if not mapped or "unable to mmap" not in str(error.__cause__):
+            raise
+        # Larger than the memory, which a mapping that could be written needs as room for that. A
+        # shared one needs none; nothing here writes to it.
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            content = load_safely(path, str(path), mmap=True)
     entries = [
         entry
         for name, value in _leaves(content, "")
@@ -135,4 +144,5 @@ def entries_of(name: str, value: Any, file: str) -> list[Entry]:
 
 
 def _read(value: Tensor, box: Box) -> Tensor:
-    return value[box].cpu()
+    part = value[box]
+    return part.cpu() if part.is_cuda else part.clone()  # never what the file is mapped to

@@ -65,7 +65,7 @@ def embed(log: Log) -> Data:
     """Everything that the page of a log needs."""
     layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
     found = {record.operand for record in log.records}
-    usual = ("x", "w", "dy")
+    usual = ("x", "w", "dy", "q", "k", "v")
     operands = [*filter(found.__contains__, usual), *sorted(found.difference(usual))]
     steps = sorted({record.step for record in log.records})
     # How many steps share a cell.

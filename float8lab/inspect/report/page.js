@@ -7,7 +7,9 @@ const data = JSON.parse($("data").textContent);
 const { layers, operands, cells, histograms, summary } = data;
 const count = cells.first.length;
 const centers = cells.first.map((first, i) => (first + cells.last[i]) / 2);
-const names = { x: "x, input", w: "w, weight", dy: "dy, gradient" };
+const names = {
+  x: "x, input", w: "w, weight", dy: "dy, gradient", q: "q, queries", k: "k, keys", v: "v, values",
+};
 const DASH = "\u2013", MINUS = "\u2212";
 const SHOWN = 10;      // rows of the table before "show all"
 const FLOOR = -6;      // log10 of the smallest share that has a color of its own
@@ -491,8 +493,10 @@ async function drawDrill() {
     type: "scatter", mode: count === 1 ? "markers" : "lines", x: centers, y: Array.from(y, (v) => (Number.isFinite(v) ? v : null)),
     name: escaped(name), line: { color, width: 1.6 }, marker: { color }, ...more,
   });
-  draw("sqnr", sqnrs.map((values, i) => lines(row(values), operands[i], colors[i % 3], {
-    line: { color: colors[i % 3], width: operands[i] === at ? 2.4 : 1 }, opacity: operands[i] === at ? 1 : 0.55,
+  // A layer has some of the operands: those of a linear layer, or those of attention.
+  const recorded = operands.map((name, i) => [name, row(sqnrs[i])]).filter(([name, values]) => name === at || values.some(Number.isFinite));
+  draw("sqnr", recorded.map(([name, values], i) => lines(values, name, colors[i % 3], {
+    line: { color: colors[i % 3], width: name === at ? 2.4 : 1 }, opacity: name === at ? 1 : 0.55,
     hovertemplate: "%{y:.1f} dB" })), { shapes, showlegend: true, yaxis: axis({ ticksuffix: " dB" }) });
   const [tickvals, ticktext] = METRICS.flushed.ticks;
   draw("shares", [["flushed", "underflow"], ["saturated", "saturation"], ["subnormal", "subnormal"]].map(([name, label], i) =>

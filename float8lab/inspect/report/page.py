@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from float8lab.inspect.optional import needs
 from float8lab.inspect.report.data import embed
 from float8lab.inspect.watch.records import Log
 
@@ -32,13 +33,8 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     Raises:
         ModuleNotFoundError: plotly is not installed (``pip install "float8lab[report]"``).
     """
-    try:
+    with needs("report", "plotly", '"float8lab[report]"'):
         from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'report must have plotly; it is not installed. pip install "float8lab[report]".',
-            name=error.name,
-        ) from error
 
     data = embed(log)
     parts = {

@@ -17,12 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.formats import (
-    FP8_DTYPES,
-)
-from float8lab.inspect.environment import (
-    why_casts_are_missing,
-)
+from float8lab.formats import FP8_DTYPES
+from float8lab.inspect.environment import why_casts_are_missing
 
 __all__ = [
     "BF16",

@@ -28,7 +28,7 @@ class Record:
     layer: str
     """The module's qualified name in the model."""
     operand: str
-    """``"x"``, ``"w"`` or ``"dy"``."""
+    """``"x"``, ``"w"`` or ``"dy"`` of a linear layer, ``"q"``, ``"k"`` or ``"v"`` of attention."""
     amax: float
     """Largest magnitude before the cast."""
     scale_min: float

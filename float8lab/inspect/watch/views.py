@@ -6,6 +6,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from float8lab.inspect.optional import needs
 from float8lab.inspect.watch.records import Log, Record
 
 __all__ = ["table", "to_pandas", "to_tensorboard"]
@@ -23,16 +24,10 @@ def table(log: Log, step: int | None = None) -> Any:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
         ValueError: nothing was recorded in the step.
     """
-    try:
+    with needs("table", "rich", '"float8lab[inspect]"', "look at log.records"):
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'table must have rich; it is not installed. pip install "float8lab[inspect]", or look '
-            "at log.records.",
-            name=error.name,
-        ) from error
 
     watched = list(dict.fromkeys(record.step for record in log.records))
     if step is None and watched:
@@ -94,14 +89,8 @@ def to_pandas(log: Log) -> Any:
     Raises:
         ModuleNotFoundError: pandas is not installed (``pip install pandas``).
     """
-    try:
+    with needs("to_pandas", "pandas", "pandas", "write to_jsonl(path)"):
         import pandas
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "to_pandas must have pandas; it is not installed. pip install pandas, or write "
-            "to_jsonl(path).",
-            name=error.name,
-        ) from error
 
     losses = {step.step: step.loss for step in log.steps}
     rows = [{**asdict(record), "loss": losses.get(record.step)} for record in log.records]

@@ -8,7 +8,6 @@ graph shows nothing, so watched steps run what is compiled uncompiled.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import platform
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab.distributed.fsdp import MasterShard
+from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
+from float8lab.inspect.environment import package_version
 from float8lab.inspect.statistics import stored
 from float8lab.inspect.watch import views
 from float8lab.inspect.watch.measure import (
@@ -35,7 +35,7 @@ from float8lab.inspect.watch.measure import (
     record_of,
 )
 from float8lab.inspect.watch.records import Log, Step
-from float8lab.nn.attention.fp8 import AttentionPrecision
+from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
 from float8lab.nn.convert import matches
 from float8lab.nn.operands import Operand, plain, stored_as
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
@@ -49,6 +49,7 @@ from float8lab.tensor.fsdp import MasterGather
 __all__ = ["watch"]
 
 _OPERANDS = {X: "x", W: "w", DY: "dy"}
+_OF_ATTENTION = {Q: "q", K: "k", V: "v"}
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile's and checkpoint_wrapper's
 _ROOT = "(model)"
 
@@ -58,11 +59,12 @@ Layers = str | Sequence[str] | Callable[[str], bool]
 class watch:
     """Record what each FP8 layer of a model casts inside the ``with`` block.
 
-    Of x, w and dy of each layer, in each watched step: amax, scales, shares of elements that
-    saturated, became subnormal or zero, SQNR, staleness of a delayed scale, NaNs and infinities;
-    and how many GEMMs ran. Several casts of one operand in a step, as in gradient accumulation, are
-    taken together. A recomputation by activation checkpointing is no cast of its own. Layers in
-    ``eval`` mode are left out of the watch of a model that is in training mode.
+    Of x, w and dy of each layer, and of q, k and v of attention in FP8, in each watched step: amax,
+    scales, shares of elements that saturated, became subnormal or zero, SQNR, staleness of a
+    delayed scale, NaNs and infinities; and how many GEMMs of linear layers ran. Several casts of
+    one operand in a step, as in gradient accumulation, are taken together. A recomputation by
+    activation checkpointing is no cast of its own. Layers in ``eval`` mode are left out of the
+    watch of a model that is in training mode.
 
     A step ends when ``w.step(loss)`` is called. Until the first such call, one ends with each
     ``step`` of the optimizer that has parameters of the model. What is left at the end of the block
@@ -118,6 +120,7 @@ class watch:
         self._file: TextIO | None = None
         self._written = [0, 0]  # steps and records
         self._names: dict[Precision, str] = {}
+        self._recorded: set[Precision] = set()
         self._modules: dict[Precision, nn.Module] = {}
         self._gathers: dict[Precision, MasterGather] = {}
         self._find_layers()
@@ -130,7 +133,7 @@ class watch:
         self.log = Log(
             conversion="" if report is None else str(report),
             about=_about(self._model),
-            layers=list(self._names.values()),
+            layers=self._listed(),
         )
         self._recipes: dict[str, None] = {}
         self._seen: dict[tuple[Precision, int, torch.dtype, bool], Measurement] = {}
@@ -228,8 +231,6 @@ class watch:
             meant = [meant]
         for path, module in self._model.named_modules():
             for part, precision in precisions(module):
-                if isinstance(precision, AttentionPrecision):
-                    continue
                 parts = [p for p in (*path.split("."), part) if p and p not in _WRAPPERS]
                 name = ".".join(parts) or _ROOT
                 if meant is not None and not (
@@ -240,6 +241,14 @@ class watch:
                 local = getattr(module._parameters.get("weight"), "_local_tensor", None)
                 if isinstance(local, MasterShard):
                     self._gathers[precision] = local.how
+
+    def _listed(self) -> list[str]:
+        """The layers; attention, which few recipes want in FP8, once it was seen in FP8."""
+        return [
+            name
+            for precision, name in self._names.items()
+            if not isinstance(precision, AttentionPrecision) or precision in self._recorded
+        ]
 
     # What the layers show.
 
@@ -315,7 +324,9 @@ class watch:
         for (precision, index, *_), found, numbers in zip(
             keys, measurements, numbers_of(measurements), strict=True
         ):
-            name, operand = self._names[precision], _OPERANDS[index]
+            of_attention = isinstance(precision, AttentionPrecision)
+            name = self._names[precision]
+            operand = (_OF_ATTENTION if of_attention else _OPERANDS)[index]
             record = record_of(found, numbers, step=self._step, layer=name, operand=operand)
             self.log.records.append(record)
         losses, self._losses = self._losses, []
@@ -325,7 +336,8 @@ class watch:
             in_order = {name: gemms[name] for name in self._names.values() if name in gemms}
             self.log.steps.append(Step(self._step, _number(loss), in_order))
         self.log.recipe = "; ".join(self._recipes)
-        self.log.layers = list(self._names.values())
+        self._recorded.update(key[0] for key in keys)
+        self.log.layers = self._listed()
         self._write()
 
     def _keep_loss(self, step: int, loss: float | Tensor | None) -> None:
@@ -415,19 +427,13 @@ def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool
 
 
 def _path_of_rank(path: str) -> Path:
-    rank, world = _rank()
+    rank, world = rank_and_size()
     if world > 1 and "{rank}" not in path:
         raise ValueError(
             f"jsonl must have {{rank}} in it in a job of {world} ranks; got {path!r}. Write for "
             "example 'log.{rank}.jsonl', a file for each."
         )
     return Path(path.replace("{rank}", str(rank)))
-
-
-def _rank() -> tuple[int, int]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _about(model: nn.Module) -> dict[str, str]:
@@ -438,11 +444,11 @@ def _about(model: nn.Module) -> dict[str, str]:
         "model": type(model).__name__,
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "float8lab": importlib.import_module("float8lab").__version__,
+        "float8lab": package_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    rank, world = _rank()
+    rank, world = rank_and_size()
     if world > 1:
         about["rank"] = f"{rank} of {world}"
     return about

@@ -137,11 +137,7 @@ def export(
             f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
             f"{', '.join(stray[:5])}. Dequantize them, or do not exclude them."
         )
-    others = [
-        product.name
-        for product in products(model)
-        if not any(_path(product.name, name) in in_fp8 for name in product.parameters)
-    ]
+    others = [product.name for product in products(model) if not in_fp8.intersection(product.paths)]
     # Experts whose weights are one tensor: readers that know them would look for scales.
     others += [
         name
@@ -163,10 +159,6 @@ def export(
         high_precision=tuple(others),
         notes=tuple(_notes(weights, found)),
     )
-
-
-def _path(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -185,9 +185,7 @@ class _Targets:
         for name, value in self.state.items():
             self.names.setdefault(id(value), []).append(name)
         self.products: dict[str, Product] = {
-            f"{product.name}.{local}" if product.name else local: product
-            for product in products(model)
-            for local in product.parameters
+            path: product for product in products(model) for path in product.paths
         }
 
     def tensor(self, name: str) -> Tensor:
@@ -363,7 +361,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     chosen: dict[str, Recipe] = {}
     kept, notes = [], []
     for product in products(model):
-        names = [f"{product.name}.{p}" if product.name else p for p in product.parameters]
+        names = product.paths
         specs = {item.spec for name in names if (item := by_name.get(name)) is not None}
         if not specs:
             continue
@@ -387,7 +385,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     for product in products(model):
         if product.precision is not None:
             product.precision.prepare(device)
-            names = [f"{product.name}.{p}" if product.name else p for p in product.parameters]
+            names = product.paths
             if _set_input_scale(product.precision, names, by_name, plan.input_scales):
                 used |= {_stem(name) for name in names}
     unused = [f"{stem}input_scale" for stem in plan.input_scales if stem not in used]

@@ -49,6 +49,11 @@ class Product(NamedTuple):
     precision: Precision | None
     """None of a plain ``torch.nn.Linear``."""
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Qualified names of the parameters."""
+        return tuple(f"{self.name}.{p}" if self.name else p for p in self.parameters)
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -157,10 +162,6 @@ def _recipe(precision: Precision | None, asked: Recipe | None, default: Recipe) 
     return asked or precision.recipe or sole or default
 
 
-def _path(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
-
-
 def _as_stored(product: Product, index: int) -> Weight:
     name = product.parameters[index]
     weight: Any = getattr(product.module, name)
@@ -175,7 +176,7 @@ def _as_stored(product: Product, index: int) -> Weight:
         return [Stored(own.qdata, own.scale, own.amax)]
 
     spec, shape = weight.spec, tuple(weight.shape)
-    names = (_path(product.name, name),)
+    names = (product.paths[index],)
     recipe = None if product.precision is None else product.precision.recipe
     activations, scale = None, None
     if recipe is not None and product.precision is not None:
@@ -202,8 +203,7 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
         amaxes = block_amax(whole, plan.w.block) if amax else None
         return _split(Stored(codes, scales, amaxes), shapes, plan.w)
 
-    names = tuple(_path(product.name, name) for name in product.parameters)
-    found = Weight(names, shapes, product.name, plan.w, plan.x, make, scale)
+    found = Weight(product.paths, shapes, product.name, plan.w, plan.x, make, scale)
     rows = plan.w.block[0]
     if rows > 1 and any(shape[0] % rows for shape in shapes[:-1]):
         raise ValueError(

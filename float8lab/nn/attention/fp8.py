@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from float8lab.formats import Float8Spec
 from float8lab.nn.attention.backends import Problem, zero_blind
 from float8lab.nn.in_graph import cast_in_graph
+from float8lab.nn.operands import observe_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, quantize_op
 from float8lab.recipes.recipe import LinearPlan, Recipe
@@ -91,6 +93,9 @@ def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Te
         q, scale, _ = quantize_op(
             rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
         )
+    if not in_backward():  # there it is a repetition, by activation checkpointing
+        spec = Float8Spec(fp8_dtype, (-1, -1), plan.x.scale_rule)
+        observe_cast(rows, (q, scale), spec, index, call)
     return q.view(laid_out.shape).permute(order), scale
 
 

@@ -41,6 +41,10 @@ class _Store:
         if self.dtype in FP8_DTYPES:
             self.scale = torch.ones(*shape[:3], 1, dtype=torch.float32, device=like.device)
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
     def write(self, index: tuple[Tensor | slice, ...], x: Tensor) -> None:
         """Put head vectors ``[..., D]`` where ``index``, into ``[B, G, S]``, says."""
         if self.scale is None:
@@ -135,6 +139,11 @@ class InferenceParams:
         self.sequence_len_offset = self.batch_size_offset = 0
         self.step = None
         self._slots = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What the caches of all layers take, scales included; 0 before the first call."""
+        return sum(store.nbytes for pair in self.key_value_memory_dict.values() for store in pair)
 
     def pre_step(self, tokens: Mapping[Hashable, int]) -> Step:
         """Say which sequences the next call of the model holds, and how many tokens of each.

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._launch import current_device
+from float8lab.ops.kernels._launch import is_on_current_device
 
 __all__ = [
     "FLOAT32_MAX",
@@ -120,11 +120,11 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a launcher on the GPU of its first argument: triton launches on the current one."""
+    """Run a launcher on the GPU of its first argument."""
 
     @functools.wraps(launcher)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not x.is_cuda or x.get_device() == current_device():
+        if is_on_current_device(x):
             return launcher(x, *args, **kwargs)
         with torch.cuda.device(x.device):
             return launcher(x, *args, **kwargs)

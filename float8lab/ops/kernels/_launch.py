@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Launched", "current_device", "current_stream", "has_hooks", "launched"]
+__all__ = [
+    "Launched",
+    "current_device",
+    "current_stream",
+    "has_hooks",
+    "is_on_current_device",
+    "launched",
+]
 
 ENABLED = True
 """Whether launches go past Triton."""
@@ -35,6 +42,11 @@ _RUNTIME = triton.knobs.runtime
 # never asks: it has no compiled kernels to find.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_on_current_device(x: Tensor) -> bool:
+    """Whether Triton, which launches on the current GPU, can launch on this tensor now."""
+    return not x.is_cuda or x.get_device() == current_device()
 
 
 def launched(

@@ -10,7 +10,6 @@ graph: every call gets fresh outputs, on the current stream, and a CUDA graph ca
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,12 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.ops.kernels import _launch
-from float8lab.ops.kernels._launch import current_device, current_stream, has_hooks
+from float8lab.ops.kernels._launch import (
+    current_device,
+    current_stream,
+    has_hooks,
+    is_on_current_device,
+)
 
 __all__ = ["replayed"]
 
@@ -37,7 +41,7 @@ _ALLOCATIONS = frozenset(
     {_aten.new_empty.default, _aten.empty.memory_format, _aten.empty_like.default,
      _aten.empty_strided.default, _aten.new_empty_strided.default}
 )  # fmt: skip
-_ZEROS = frozenset({_aten.new_zeros.default})
+_ZEROS = _aten.new_zeros.default
 _VIEWS = frozenset(
     {_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.alias.default,
      _aten.detach.default}
@@ -116,8 +120,6 @@ def _empty_strided(
 class _Recording(TorchDispatchMode):
     """Follows one call of a launcher. It cannot be repeated if it does anything else."""
 
-    active = threading.local()
-
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.tensors = tensors  # those given, then those allocated; all kept, so that ids differ
@@ -138,8 +140,8 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _ALLOCATIONS or func in _ZEROS:
-            if func in _ZEROS:
+        if func in _ALLOCATIONS or func is _ZEROS:
+            if func is _ZEROS:
                 self.zeros.append(len(self.tensors))
             self.number[id(out)] = len(self.tensors)
             self.tensors.append(out)
@@ -239,7 +241,7 @@ def _on_device(
     x = args[0]
     if type(x) is str:
         x = args[1][0]
-    if not x.is_cuda or x.get_device() == current_device():
+    if is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
         return again(*args)

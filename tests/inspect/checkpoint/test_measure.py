@@ -20,6 +20,7 @@ import float8lab
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint import difference, measure
+from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.source import boxes
 
 ROOT = Path(__file__).parents[3]
@@ -268,7 +269,7 @@ def test_memory_is_bounded(tmp_path, kind):
     """Anonymous memory; the pages of a mapped file are the kernel's to drop."""
     saved = kind in ("torch.save", "dcp")
     paths = tmp_path / "small", tmp_path / "large"
-    sizes = [16, 512]  # MiB
+    sizes = [16, 192]  # MiB
     for path, megabytes in zip(paths, sizes, strict=True):
         rows, columns = megabytes * 256, 4096
         if not saved:
@@ -294,6 +295,40 @@ def test_memory_is_bounded(tmp_path, kind):
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 64 * 2**20
+
+
+def test_a_file_larger_than_memory(tmp_path):
+    """1 TiB that takes no space: only what is asked for is read."""
+    pytest.importorskip("safetensors")
+    path = tmp_path / "large.safetensors"
+    rows = 2**28
+    sparse_file(path, rows, 4096, (rows // 128, 32))
+    with path.open("r+b") as file:
+        file.seek(-4 * rows // 128 * 32 - 1, os.SEEK_END)  # the last code
+        file.write(b"\x38")
+    codes, _ = open_checkpoint(path).entries
+    found = codes.read((slice(rows - 2, rows), slice(4000, 4096)))
+    assert found.float().sum() == found.float()[1, -1] == 1
+
+
+def test_a_torch_save_that_cannot_be_mapped_as_if_to_write(tmp_path, monkeypatch):
+    """As of a file that is larger than the memory."""
+    path = tmp_path / "large.pt"
+    torch.save({"a": torch.arange(6.0).view(2, 3)}, path)
+    content = path.read_bytes()
+    original = torch.UntypedStorage.from_file
+
+    def from_file(name, shared, size):
+        if not shared:
+            raise RuntimeError(f"unable to mmap {size} bytes from file <{name}>")
+        return original(name, shared, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", from_file)
+    (entry,) = open_checkpoint(path).entries
+    part = entry.read((slice(0, 2), slice(1, 3)))
+    assert part.tolist() == [[1, 2], [4, 5]]
+    part.fill_(7)
+    assert path.read_bytes() == content
 
 
 def dcp_save(state, path):

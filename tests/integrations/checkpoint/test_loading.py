@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import float8lab
 from float8lab import recipes
 from float8lab.inspect import CheckpointError
-from float8lab.inspect.checkpoint import safetensors_source
-from float8lab.inspect.checkpoint.source import BOX
+from float8lab.inspect.checkpoint.source import BOX, Place
 from float8lab.integrations import export, load_fp8
 from float8lab.tensor import Float8Tensor
 
@@ -394,8 +393,8 @@ def test_large_weights_are_read_in_pieces(tmp_path, monkeypatch):
         sizes.append(value.numel())
         return value
 
-    original = safetensors_source._read
-    monkeypatch.setattr(safetensors_source, "_read", read)
+    original = Place.read
+    monkeypatch.setattr(Place, "read", read)
     for dequantize in (False, True):
         load_fp8(tmp_path / "out", nn.Linear(2048, 1536), dequantize=dequantize)
     assert max(sizes) <= BOX

@@ -136,6 +136,55 @@ def test_fp8_cache_within_its_stated_error(dtype, share, floor, ragged):
     assert keys.data.numel() * 1 + keys.scale.numel() * 4 == B * G * S * (D + 4)
 
 
+def rounded(x):
+    """``[B, S, G, D]`` as an e4m3 cache returns it."""
+    return float8lab.quantize(x.reshape(-1, x.shape[-1]), block=(1, -1)).dequantize().view(x.shape)
+
+
+def test_fp8_cache_is_attention_to_rounded_keys_and_values():
+    """Also after rows were reordered, tokens taken back, and a new start in the used memory."""
+    attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
+    plain = DotProductAttention(H, D, G, qkv_format="bshd", attn_mask_type="causal_bottom_right")
+    q, k, v = make()
+    params = InferenceParams(B, S, cache_dtype=torch.float8_e4m3fn)
+    held = [k[:, :0], v[:, :0]]  # what the cache should hold
+
+    def advance(start, end):
+        new = [x[:, start:end] for x in (q, k, v)]
+        held[:] = [torch.cat((h, rounded(x)), dim=1) for h, x in zip(held, new[1:], strict=True)]
+        y = attention(*new, inference_params=params)
+        params.sequence_len_offset += end - start
+        assert torch.allclose(y, plain(new[0], *held), atol=1e-6)
+
+    advance(0, 5)
+    advance(5, 6)
+    order = [2, 0, 0]
+    params.swap_key_value_dict(order)
+    held = [x[order] for x in held]
+    advance(6, 7)
+    params.sequence_len_offset = 4  # takes three tokens back
+    held = [x[:, :4] for x in held]
+    advance(7, 9)
+    params.reset()
+    held = [x[:, :0] for x in held]
+    advance(2, 8)
+    assert not torch.allclose(held[0], k[:, 2:8], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "per_vector"),
+    [(None, 4 * D), (torch.bfloat16, 2 * D), (torch.float8_e5m2, D + 4)],
+    ids=["float32", "bfloat16", "e5m2"],
+)
+def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector):
+    params = InferenceParams(B, S, cache_dtype=cache_dtype)
+    assert params.nbytes == 0
+    _, k, v = (x.transpose(1, 2) for x in make())
+    for number in (1, 2):
+        params.append(number, k, v)
+    assert params.nbytes == 2 * 2 * B * G * S * per_vector
+
+
 def test_fp8_cache_gives_nearly_the_same_attention():
     attention = DotProductAttention(H, 64, G, qkv_format="bshd", layer_number=1)
     q, k, v = (torch.randn(2, 32, n, 64) for n in (H, G, G))

@@ -1,6 +1,6 @@
 """A headless browser, and a log to show in it.
 
-    python -m tests.inspect.browser docs/images/report.png [--dark] [report.html]
+    python -m benchmarks.browser docs/images/report.png [--dark] [report.html]
 
 makes a picture of a report; without one, of a made-up run (see ``sample``).
 """
@@ -42,7 +42,7 @@ def browser(width: int = 1280, height: int = 900, *, dark: bool = False) -> Iter
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = webdriver.ChromeOptions()
-        options.binary_location = shutil.which("chromium")
+        options.binary_location = shutil.which("chromium") or ""
         for flag in (
             "headless",
             "no-sandbox",
@@ -98,14 +98,13 @@ def sample(blocks: int = 6, steps: int = 120, every: int = 1, seed: int = 0) -> 
     for step in range(0, steps, every):
         for row, layer in enumerate(layers):
             for operand in ("x", "w", "dy"):
-                seen = {"step": step, "layer": layer, "operand": operand}
-                place = {"depth": row / len(layers), "progress": step / steps}
-                log.records.append(_record(generator, **seen, **place))
+                depth, progress = row / len(layers), step / steps
+                log.records.append(_record(generator, step, layer, operand, depth, progress))
     return log
 
 
 def _record(
-    generator: random.Random, *, step: int, layer: str, operand: str, depth: float, progress: float
+    generator: random.Random, step: int, layer: str, operand: str, depth: float, progress: float
 ) -> Record:
     noise = generator.gauss(0, 1)
     gradient, low, high = operand == "dy", -6, 8
@@ -113,7 +112,7 @@ def _record(
     flushed = {"x": 2e-4, "w": 0.0, "dy": 4e-3}[operand] * 10 ** (1.6 * (1 - depth) * progress)
     flushed *= 10 ** (0.2 * noise)
     saturated, staleness = 2e-6 * 10 ** (0.3 * noise), 0.2 * noise - 0.2
-    sqnr: float | None = (26 if gradient else 31.5) - 3 * flushed / (flushed + 0.02) + 0.2 * noise
+    sqnr = (26 if gradient else 31.5) - 3 * flushed / (flushed + 0.02) + 0.2 * noise
     if layer.endswith("mlp.down") and operand == "x":  # outliers come and go
         burst = max(0.0, math.sin(9 * progress + 5 * depth)) ** 6
         saturated += 0.03 * burst
@@ -121,8 +120,7 @@ def _record(
         staleness += 3 * burst
         amax *= 1 + 30 * burst
     nan = 12 if gradient and layer == "blocks.1.mlp.up" and 0.6 < progress < 0.65 else 0
-    if operand == "w" and layer == "blocks.0.attention.qkv":
-        sqnr = None
+    has_sqnr = operand != "w" or layer != "blocks.0.attention.qkv"
     if gradient:
         low, high = -16, 15
     elements = 1 << 20
@@ -141,7 +139,7 @@ def _record(
         subnormal=min(1.0, 3 * flushed + 1e-4),
         nan=nan,
         inf=0,
-        sqnr=sqnr,
+        sqnr=sqnr if has_sqnr else None,
         staleness=None if operand == "w" else staleness,
         elements=elements,
         exponents={e: int(elements * (1 - flushed) * part / total) for e, part in bell.items()},

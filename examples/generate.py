@@ -1,0 +1,214 @@
+"""Generate with weights and key/value cache in FP8, and compare with bfloat16.
+
+    python examples/generate.py                                # CPU: trains a small model first
+    python examples/generate.py --device cuda --preset 8b      # sizes of Llama 3 8B, random weights
+
+Three runs of one model continue the same prompts greedily: in bfloat16; with keys and values in FP8
+(``InferenceParams(cache_dtype=torch.float8_e4m3fn)``); with the weights stored in FP8, too. Each
+then reads the text that the first wrote, token by token through its cache, and its logits are
+compared with the first's.
+
+The cache is kept in FP8 and read dequantized, a layer at a time: this shows how much memory is
+saved and how exact it is. What serves many users fuses more of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from layers import store_in_fp8, use_transformer_layers
+from llama import PRESETS, Llama, LlamaConfig, angles
+from savings import Cost, Meter, savings
+from torch import Tensor
+from train_gpt import Batches, Job, Progress, Training, load_text
+
+import float8lab
+from float8lab import recipes
+from float8lab.inspect import memory_report
+from float8lab.inspect.text import aligned, bytes_text
+
+SIZES = {
+    **PRESETS,
+    "8b": LlamaConfig(
+        context=8192, n_layer=32, n_head=32, n_group=8, dim=4096, ffn=14336, vocab_size=128256
+    ),
+}
+RECIPES = {
+    "row": recipes.Float8RowwiseScaling(),
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one way to generate gave."""
+
+    name: str
+    tokens: Tensor
+    """``[B, new]``, its own continuation of the prompts."""
+    logits: Tensor
+    """``[B, new, V]``, of the text that the first run wrote."""
+    cost: Cost
+
+
+def next_logits(model: Llama, tokens: Tensor, cache: float8lab.InferenceParams) -> Tensor:
+    """``[B, V]`` after ``[B, T]`` more tokens, whose keys and values go into the cache."""
+    config = model.config
+    turn = angles(cache.max_sequence_length, config.dim // config.n_head, tokens.device)
+    x = model.tokens(tokens)
+    for block in model.blocks:
+        x = block(x, rotary_pos_emb=turn, inference_params=cache)
+    cache.sequence_len_offset += tokens.shape[1]
+    logits: Tensor = model.lm_head(model.norm(x[:, -1]))
+    return logits.float()
+
+
+@torch.no_grad()
+def generate(
+    model: Llama,
+    prompt: Tensor,
+    count: int,
+    cache: float8lab.InferenceParams,
+    meter: Meter,
+    forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The likeliest next tokens one by one, ``[B, count]``, and the logits ``[B, count, V]``.
+
+    The model reads its own tokens, or ``forced`` if they are given. The meter times each call but
+    that on the prompt.
+    """
+    cache.reset()
+    found = [next_logits(model, prompt, cache)]
+    for i in range(count - 1):
+        read = found[-1].argmax(-1) if forced is None else forced[:, i]
+        with meter:
+            found.append(next_logits(model, read[:, None], cache))
+    logits = torch.stack(found, dim=1)
+    return logits.argmax(-1), logits
+
+
+def run(
+    name: str,
+    model: Llama,
+    prompt: Tensor,
+    options: argparse.Namespace,
+    *,
+    fp8_cache: bool = False,
+    fp8_weights: bool = False,
+    forced: Tensor | None = None,
+) -> Run:
+    """Generate, then read the text that the first run wrote."""
+    cache = float8lab.InferenceParams(
+        len(prompt),
+        prompt.shape[1] + options.new,
+        cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
+    )
+    meter = Meter(prompt.device)
+    precision: AbstractContextManager[Any] = nullcontext()
+    if fp8_weights:
+        precision = float8lab.autocast(recipe=RECIPES[options.recipe])
+    with precision:
+        tokens, logits = generate(model, prompt, options.new, cache, meter)
+        held = memory_report(model)
+        sizes = {"weights": held.sum("weights") + held.sum("scales"), "cache": cache.nbytes}
+        cost = meter.cost(sizes)
+        if forced is not None:
+            logits = generate(model, prompt, options.new, cache, Meter("cpu"), forced)[1]
+    return Run(name, tokens, logits.cpu(), cost)  # or the next run would have them in its peak
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The runs one below the other, compared with the first."""
+    base = runs[0]
+    rows: list[tuple[str, ...]] = [
+        ("", "weights", "cache", "tokens/s", "error of logits", "same token")
+    ]
+    for one in runs:
+        sizes = (bytes_text(one.cost.sizes[name]) for name in ("weights", "cache"))
+        speed = f"{len(one.tokens) / one.cost.seconds:.0f}"
+        error = (one.logits - base.logits).norm() / base.logits.norm()
+        same = (one.logits.argmax(-1) == base.logits.argmax(-1)).double().mean()
+        rows.append((one.name, *sizes, speed, f"{100 * error:.2f} %", f"{100 * same:.1f} %"))
+    return "\n".join(aligned(rows))
+
+
+def model_and_prompt(options: argparse.Namespace) -> tuple[Llama, Tensor]:
+    """A Llama in bfloat16, trained on the text of ``train_gpt.py`` or random, and ``[B, T]``."""
+    device, config = torch.device(options.device), SIZES[options.preset]
+    torch.manual_seed(options.seed)
+    with device:
+        model = Llama(config)
+    if not options.train_steps:
+        prompt = torch.randint(config.vocab_size, (options.batch, options.prompt), device=device)
+        return model.bfloat16().eval(), prompt
+    training = Training(
+        steps=options.train_steps, batch_size=16, learning_rate=3e-3, validations=1,
+        validation_windows=64, seed=options.seed,
+    )  # fmt: skip
+    job = Job(model=config, training=training, text=load_text(), device=device)
+    progress = Progress(training.steps)
+    trained = job.train("training", model, progress)
+    progress.close()
+    print(f"trained for {training.steps} steps: validation loss {trained.validation_loss[-1]:.3f}")
+    batches = Batches(job.text.validation.to(device), options.prompt)
+    prompt, _ = next(batches.spread(options.batch, options.batch))
+    return model.bfloat16().eval(), prompt
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--preset", default="tiny", choices=list(SIZES))
+    add("--recipe", default="row", choices=list(RECIPES), help="of weights and activations")
+    add("--batch", type=int, help="prompts; default: 8, of 8b 16")
+    add("--prompt", type=int, help="tokens of each prompt; default: 32, of 8b 1024")
+    add("--new", type=int, help="tokens to generate; default: 32, of 8b 128")
+    add("--train-steps", type=int, help="default: 200; 8b is not trained")
+    add("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    large = options.preset == "8b"
+    usual = {"batch": (8, 16), "prompt": (32, 1024), "new": (32, 128), "train_steps": (200, 0)}
+    for name, sizes in usual.items():
+        if getattr(options, name) is None:
+            setattr(options, name, sizes[large])
+    if options.new < 2:
+        parser.error("--new must be 2 or more: the prompt gives the first token, a cache the rest")
+    return options
+
+
+def main(argv: Sequence[str]) -> list[Run]:
+    """Generate in three ways and print how they compare."""
+    options = parse(argv)
+    model, prompt = model_and_prompt(options)
+    use_transformer_layers(model)
+    print(f"{len(prompt)} prompts of {prompt.shape[1]} tokens, {options.new} new ones each\n")
+    runs = [run("bf16", model, prompt, options)]
+    text = runs[0].tokens
+    runs.append(run("FP8 cache", model, prompt, options, fp8_cache=True, forced=text))
+    store_in_fp8(model, RECIPES[options.recipe])
+    runs.append(
+        run("FP8 weights, cache", model, prompt, options,
+            fp8_cache=True, fp8_weights=True, forced=text)
+    )  # fmt: skip
+    print(f"{table(runs)}\n")
+    if options.train_steps:
+        both = torch.cat((prompt[:1], runs[-1].tokens[:1]), dim=1)[0]
+        print(f"the first, in FP8: {bytes(both.tolist()).decode(errors='replace')!r}")
+    for one in runs[1:]:
+        alike = (one.tokens == text).cumprod(1).sum(1).double().mean()
+        print(f"{one.name}: left alone, writes what bf16 does for {alike:.1f} of {options.new}"
+              " tokens on average")  # fmt: skip
+    print(f"\n{savings(runs[0].cost, runs[-1].cost, options.device, unit='token')}")
+    return runs
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

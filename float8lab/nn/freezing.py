@@ -1,0 +1,73 @@
+"""Weights of FP8 layers that are stored in FP8 and frozen: the base of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from float8lab.nn.linear import stored_for
+from float8lab.recipes.recipe import Recipe
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["Freezing", "users_of"]
+
+
+def users_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The modules that have a parameter, by its id, and what they call it."""
+    users: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append((module, name))
+    return users
+
+
+class Freezing:
+    """Which weights are to be stored in FP8 and frozen; ``run`` does it.
+
+    Args:
+        model: where they may be used a second time.
+        layers: FP8 layers, their names and their recipes.
+
+    Attributes:
+        obstacles: lines about layers whose weights stay as they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[tuple[str, nn.Module, Recipe]] = ()
+    ) -> None:
+        self.obstacles: list[str] = []
+        self._weights: list[tuple[list[tuple[nn.Module, str]], Recipe]] = []
+        layers = list(layers)
+        users = users_of(model) if layers else {}
+        recipes = {id(layer): recipe for _, layer, recipe in layers}
+        done: set[int] = set()
+        for name, layer, recipe in layers:
+            if is_parametrized(layer):
+                self._leave(name, "it is parametrized")
+            for weight in layer._parameters.values():
+                if weight is None or weight.ndim != 2 or id(weight) in done:
+                    continue
+                done.add(id(weight))
+                places = users[id(weight)]
+                if any(recipes.get(id(module)) != recipe for module, _ in places):
+                    self._leave(name, "another module has it, too")
+                elif hasattr(weight, "placements"):
+                    self._leave(name, "it is sharded; convert before sharding")
+                else:
+                    self._weights.append((places, recipe))
+
+    def _leave(self, name: str, why: str) -> None:
+        self.obstacles.append(f"{name or '(model)'}: weight not stored in FP8: {why}")
+
+    def run(self) -> None:
+        """Store one weight after the other, so that only one of them is there twice."""
+        for places, recipe in self._weights:
+            weight = getattr(*places[0])
+            if not isinstance(weight, Float8Tensor):
+                weight = nn.Parameter(stored_for(weight, recipe))
+                for place in places:
+                    setattr(*place, weight)
+            weight.requires_grad_(False)

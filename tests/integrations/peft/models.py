@@ -1,0 +1,105 @@
+"""Small models with LoRA on an FP8 base, and what the tests compare of them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import recipes
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what the library and its dependencies are deprecated for
+    peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'peft'")
+
+RECIPES = {
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
+    "block": recipes.Float8BlockScaling(),
+}
+TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+class Mlp(nn.Module):
+    """Two layers with a residual, and a head; sizes that are no multiple of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 144)
+        self.down = nn.Linear(144, 64, bias=False)
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.head(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return Mlp()
+
+
+def llama(seed=0, dtype=torch.float32, **changes):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+            **changes,
+        }
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def convert(model, recipe, *, freeze=True):
+    """An FP8 base; a recipe None leaves the model as it is."""
+    if recipe is not None:
+        head = [name for name, _ in model.named_modules() if name.split(".")[-1] in HEADS]
+        float8lab.convert_to_float8(model, recipe, exclude=head, freeze_weights=freeze)
+    return model
+
+
+HEADS = ("head", "lm_head")
+
+
+def with_lora(model, seed=1, **fields):
+    """Stock PEFT, with adapters that do something from the start."""
+    torch.manual_seed(seed)
+    targets = ["up", "down"] if isinstance(model, Mlp) else ["q_proj", "v_proj", "down_proj"]
+    fields = {"r": 4, "target_modules": targets, "init_lora_weights": False, **fields}
+    return peft.get_peft_model(model, peft.LoraConfig(**fields))
+
+
+def base_layers(model):
+    """The layers of the base that have adapters, by name."""
+    return {
+        name.removesuffix(".base_layer"): module
+        for name, module in model.named_modules()
+        if name.endswith(".base_layer")
+    }
+
+
+def gradients(model):
+    """The gradients of all adapters in one row."""
+    found = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+    return torch.cat(found)
+
+
+def cosine(a, b):
+    return nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0)
+
+
+def codes(weight):
+    return weight.qdata.view(torch.uint8).clone(), weight.scale.clone()

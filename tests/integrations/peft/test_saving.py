@@ -1,0 +1,128 @@
+"""Adapters and FP8 bases on disk: adapters of PEFT, state dicts, and the checkpoints of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import float8lab
+from float8lab.inspect import memory_report
+from float8lab.integrations import export, load_fp8
+from float8lab.tensor import Float8Tensor
+from tests.integrations.peft.models import (
+    RECIPES,
+    TOKENS,
+    codes,
+    convert,
+    cosine,
+    llama,
+    peft,
+    transformers,
+    with_lora,
+)
+
+pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"  # PEFT asks by an old name
+)
+
+
+def trained(model, steps=1, lr=1e-2):
+    """Train the adapters; the losses."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_adapters_come_back_bit_for_bit(tmp_path, name):
+    model = with_lora(convert(llama(), RECIPES[name]), modules_to_save=["lm_head"])
+    trained(model)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(convert(llama(), RECIPES[name]), tmp_path)
+    found = peft.get_peft_model_state_dict(again)
+    for key, value in peft.get_peft_model_state_dict(model).items():
+        assert not isinstance(value, Float8Tensor), key
+        assert torch.equal(found.pop(key), value), key
+    assert not found
+    # Scales of activations, which delayed scaling has learned, are not an adapter's.
+    scales = float8lab.nn.ScalingState(model).state_dict()
+    assert bool(scales) == (name == "delayed")
+    float8lab.nn.ScalingState(again).load_state_dict(scales)
+    assert torch.equal(again.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
+    # Adapters are of no base in particular: on one in high precision they are the same.
+    plain = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
+    y, expected = again(TOKENS).logits, plain(TOKENS).logits
+    assert 0.99 < cosine(y, expected) < 1
+
+
+def test_state_dicts_with_the_base(tmp_path):
+    model = with_lora(convert(llama(), RECIPES["rowwise"]))
+    trained(model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert sum(isinstance(value, Float8Tensor) for value in state.values()) == 14
+    other = with_lora(convert(llama(2), RECIPES["rowwise"]), seed=3)
+    assert not any(other.load_state_dict(state))
+    assert torch.equal(other.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
+    frozen = [p for p in other.parameters() if isinstance(p, Float8Tensor)]
+    assert len(frozen) == 14
+    assert not any(p.requires_grad for p in frozen)
+
+
+def deepseek(seed=0):
+    """As DeepSeek-V3: latent attention, a dense layer, and one of experts."""
+    config = transformers.DeepseekV3Config(
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1, vocab_size=64,
+        q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+CHECKPOINTS = {
+    "deepseek": (deepseek, "block-fp8", "block", ["q_a_proj", "q_b_proj", "o_proj", "down_proj"]),
+    "tensor": (llama, "compressed-tensors", "current", "all-linear"),
+    "static": (llama, "compressed-tensors", "delayed", "all-linear"),
+    "channel": (llama, "compressed-tensors", "rowwise", "all-linear"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_is_a_frozen_base(tmp_path, case):
+    build, format, name, targets = CHECKPOINTS[case]
+    source = convert(build(), RECIPES[name], freeze=False)
+    if case == "static":
+        source(input_ids=TOKENS)  # scales of activations
+    export(source, tmp_path / "out", format)
+    base, high = build(1), build(1)
+    report = load_fp8(tmp_path / "out", base)
+    assert len(report.fp8) == (16 if case == "deepseek" else 14)
+    before = {name: codes(base.get_parameter(name)) for name in report.fp8}
+    bytes_before = sum(row.weights for row in memory_report(base).layers)
+    model = with_lora(base, target_modules=targets, init_lora_weights=True)
+    with float8lab.count_gemms() as counts:
+        losses = trained(model, steps=6)
+    assert counts.fp8 > 0
+    # As on the same base dequantized, for training in high precision.
+    assert len(load_fp8(tmp_path / "out", high, dequantize=True).dequantized) == len(report.fp8)
+    tuned = with_lora(high, target_modules=targets, init_lora_weights=True)
+    expected = trained(tuned, steps=6)
+    fall = expected[0] - expected[-1]
+    assert fall > 0.2
+    assert abs((losses[0] - losses[-1]) - fall) < 0.1 * fall
+    model = model.unload()
+    for name, found in before.items():
+        weight = model.get_parameter(name)
+        assert weight.grad is None
+        assert all(torch.equal(a, b) for a, b in zip(codes(weight), found, strict=True))
+    assert sum(row.weights for row in memory_report(model).layers) == bytes_before
