@@ -53,6 +53,11 @@ class Float8Conv1D(OtherLinear, Conv1D):
         """The weight as ``[out, in]``."""
         return layer.weight.t()
 
+    @staticmethod
+    def from_matrix(matrix: Tensor) -> Tensor:
+        """``[out, in]`` as ``[in, out]``."""
+        return matrix.t()
+
 
 class Float8Callback(TrainerCallback):
     """FP8 in Transformers' Trainer: ``Trainer(..., callbacks=[Float8Callback(recipe)])``.

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.nn.linear import stored_for
+from float8lab.nn.other_linear import OtherLinear
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
 
@@ -67,7 +68,12 @@ class Freezing:
         for places, recipe in self._weights:
             weight = getattr(*places[0])
             if not isinstance(weight, Float8Tensor):
-                weight = nn.Parameter(stored_for(weight, recipe))
+                layer = places[0][0]
+                if isinstance(layer, OtherLinear):
+                    stored = layer.from_matrix(stored_for(layer.matrix(layer), recipe))
+                else:
+                    stored = stored_for(weight, recipe)
+                weight = nn.Parameter(stored)
                 for place in places:
                     setattr(*place, weight)
             weight.requires_grad_(False)

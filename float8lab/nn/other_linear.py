@@ -40,6 +40,11 @@ class OtherLinear(nn.Module):
         """The weight of a layer, converted or not, as ``[out, in]``: a view."""
         raise NotImplementedError
 
+    @staticmethod
+    def from_matrix(matrix: Tensor) -> Tensor:
+        """A matrix ``[out, in]`` in the layout of the layer's weight: a view."""
+        raise NotImplementedError
+
     @property
     def out_features(self) -> int:
         """Size of the last dimension of the output."""
