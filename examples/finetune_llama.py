@@ -19,7 +19,6 @@ import statistics
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from savings import Cost, Meter, counted, savings
 from text import docstrings, manual
 from train_fsdp import RECIPES
 
-from float8lab.inspect import memory_report
 from float8lab.integrations.transformers import Float8Callback
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -53,19 +52,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Clock(transformers.TrainerCallback):
     """Seconds of each step, optimizer included, as a user of the Trainer waits for them."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = self._now()
+        self.meter.__enter__()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds.append(self._now() - self._start)
+        self.meter.__exit__()
 
 
 def model_and_tokens(options: argparse.Namespace) -> tuple[Any, list[int]]:
@@ -84,22 +78,19 @@ def model_and_tokens(options: argparse.Namespace) -> tuple[Any, list[int]]:
     return model, tokenizer(text[: 8 * length])["input_ids"][:length]
 
 
-def train(options: argparse.Namespace, fp8: Float8Callback | None) -> dict[str, float]:
-    """Train once; the loss at the end, the median step and memory."""
-    cuda = options.device == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+def train(options: argparse.Namespace, fp8: Float8Callback | None) -> tuple[float, Cost]:
+    """Train once; the loss at the end, and what it cost."""
+    meter = Meter(options.device)
     model, tokens = model_and_tokens(options)
     rows = torch.tensor(tokens).split(options.context)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = transformers.Trainer(
             model=model,
             args=transformers.TrainingArguments(
                 output_dir=folder,
                 bf16=True,  # autocast, for everything that is not in FP8, too
-                use_cpu=not cuda,
+                use_cpu=options.device == "cpu",
                 max_steps=options.steps,
                 per_device_train_batch_size=options.batch,
                 learning_rate=options.lr,
@@ -110,24 +101,20 @@ def train(options: argparse.Namespace, fp8: Float8Callback | None) -> dict[str, 
                 disable_tqdm=True,
             ),
             train_dataset=data,
-            callbacks=[clock, *([] if fp8 is None else [fp8])],
+            callbacks=[Clock(meter), *([] if fp8 is None else [fp8])],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
+    cost = meter.cost()  # before anything else runs
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    result = {
-        "loss": statistics.mean(losses[-5:]),
-        "ms a step": 1e3 * statistics.median(clock.seconds[len(clock.seconds) // 4 :]),
-    }
-    if cuda:
-        result["GiB at peak"] = torch.cuda.max_memory_allocated() / 2**30
     batch = torch.stack(rows[: options.batch]).to(model.device)
-    with torch.autocast(options.device, torch.bfloat16):
-        report = memory_report(model, {"input_ids": batch, "labels": batch})
-    result["MB of activations"] = report.sum("activations") / 1e6
+    optimizer: Any = trainer.optimizer
+    held = counted(
+        model, {"input_ids": batch, "labels": batch}, optimizer=optimizer.optimizer, autocast=True
+    )
     if fp8 is not None and options.output is not None:
         trainer.save_model(options.output)  # the plain model's checkpoint
-    return result
+    return statistics.mean(losses[-5:]), Cost(cost.seconds, {**held, **cost.sizes})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,18 +135,12 @@ def main(argv: Sequence[str]) -> int:
     options.context = options.context or (2048 if options.device == "cuda" else 32)
     options.lr = options.lr or (1e-2 if tiny else 1e-4)
 
-    runs = {"bf16": train(options, None)}
-    runs["FP8"] = train(options, Float8Callback(RECIPES[options.recipe], exclude=["lm_head"]))
-    if not PartialState().is_main_process:
-        return 0
-    print(f"{'':6}" + "".join(f"{name:>20}" for name in runs["FP8"]))
-    for name, run in runs.items():
-        print(f"{name:6}" + "".join(f"{value:20.4g}" for value in run.values()))
-    base, fp8 = runs.values()
-    shares = [f"{100 * (1 - fp8[what] / base[what]):.0f} % of {what}" for what in list(base)[1:]]
-    print("FP8 saved " + ", ".join(shares))
-    if options.device == "cpu":
-        print("On a CPU FP8 is emulated: its time says nothing about a GPU.")
+    loss, bf16 = train(options, None)
+    callback = Float8Callback(RECIPES[options.recipe], exclude=["lm_head"])
+    fp8_loss, fp8 = train(options, callback)
+    if PartialState().is_main_process:
+        print(f"loss of the last steps: bf16 {loss:.4f}, FP8 {fp8_loss:.4f}\n")
+        print(savings(bf16, fp8, options.device))
     return 0
 
 

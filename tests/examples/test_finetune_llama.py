@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 
@@ -16,15 +17,15 @@ with warnings.catch_warnings():
 
 def test_prints_what_was_saved(capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune_llama.main(["--steps", "6", "--batch", "1", "--recipe", "delayed"]) == 0
-    counted, _, bf16, fp8, saved, emulated = capsys.readouterr().out.splitlines()[-6:]
-    assert counted.startswith("14 of 15 linear layers in FP8")
-    losses, _, megabytes = zip(*(map(float, row.split()[1:]) for row in (bf16, fp8)), strict=True)
-    assert abs(losses[0] - losses[1]) < 0.1 * losses[0]
-    assert max(losses) < 5.3  # of 5.55 at the start
-    assert megabytes[1] < megabytes[0]
-    assert saved.startswith("FP8 saved ")
-    assert saved.endswith(" % of MB of activations")
-    assert "emulated" in emulated
+    printed = capsys.readouterr().out
+    assert "14 of 15 linear layers in FP8" in printed
+    bf16, fp8 = (float(loss) for loss in re.findall(r"(?:bf16|FP8) (\d\.\d+)", printed))
+    assert abs(bf16 - fp8) < 0.1 * bf16
+    assert max(bf16, fp8) < 5.3  # of 5.55 at the start
+    (row,) = (line for line in printed.splitlines() if line.startswith("saved for backward"))
+    bytes_bf16, bytes_fp8 = map(float, re.findall(r"([\d.]+) kB", row))
+    assert bytes_fp8 < 0.9 * bytes_bf16
+    assert "emulated" in printed
 
 
 @pytest.mark.filterwarnings("ignore")  # advice of the tokenizer

@@ -141,6 +141,21 @@ def test_a_stored_weight_runs_and_is_dequantized():
     assert torch.equal(layer.weight, stored)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_frozen_weights_have_the_scales_of_torchs(recipe):
+    linear, layer = twins()
+    for module in (linear, layer):
+        float8lab.convert_to_float8(module, recipe, freeze_weights=True)
+    assert isinstance(layer.weight, float8lab.Float8Tensor)
+    assert layer.weight.shape == (13, 37)
+    x, x2 = (torch.ones(4, 13).cumsum(1).requires_grad_() for _ in range(2))
+    y, y2 = linear(x), layer(x2)
+    assert torch.equal(y, y2)
+    y.sum().backward()
+    y2.sum().backward()
+    assert torch.equal(x.grad, x2.grad)
+
+
 def test_subclasses():
     model = nn.Sequential(WithoutForward(8, 8), WithForward(8, 8))
     report = float8lab.convert_to_float8(model)

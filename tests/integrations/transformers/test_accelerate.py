@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,21 +24,23 @@ with warnings.catch_warnings():
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     from float8lab.integrations.transformers import SCALING_NAME, Float8Callback
 
 from tests.integrations.transformers.models import build
-from tests.integrations.transformers.training import DELAYED, losses, same, trainer
+from tests.integrations.transformers.training import DELAYED, losses, trainer
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "accelerate"
 
 
-def launched(ranks: Ranks, config: str) -> None:
+def launched(ranks: Ranks, config: str) -> AbstractContextManager[Any]:
     """Have these processes, which are connected, be as ``accelerate launch --config_file`` says."""
     # Of Accelerate, where it saves an optimizer.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    # Of torch, where a resumed run writes its last checkpoint again.
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     command = ["--config_file", str(CONFIGS / config), "--mixed_precision", "no", "script.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
     arguments.main_process_port = 0
@@ -47,18 +51,18 @@ def launched(ranks: Ranks, config: str) -> None:
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
+    if ranks.device.type == "cpu" and config == "fsdp2.yaml":
+        # Accelerate heeds FSDP on accelerators only: the CPU passes for one while it looks.
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        kind = ("gloo", DistributedType.MULTI_GPU)
+        return patch.object(PartialState, "_prepare_backend", lambda *_, **__: kind)
+    return nullcontext()
 
 
-def accelerator_for(ranks: Ranks, config: str) -> Any:
-    launched(ranks, config)
-    on_cpu = ranks.device.type == "cpu"
-    made = accelerate.Accelerator(cpu=on_cpu)
-    if on_cpu and config == "fsdp2.yaml":
-        # Accelerate heeds FSDP on accelerators only; what it then does is the same here.
-        made.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # of the configuration
-        made.state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    return made
+def uses_cpu(ranks: Ranks, config: str) -> bool:
+    """What a script says that is to run on a CPU; under FSDP it would get none, see above."""
+    return ranks.device.type == "cpu" and config == "ddp.yaml"
 
 
 class Run:
@@ -66,7 +70,8 @@ class Run:
 
     def __init__(self, ranks: Ranks, recipe: Any, config: str) -> None:
         self.ranks = ranks
-        self.accelerator = accelerator_for(ranks, config)
+        with launched(ranks, config):
+            self.accelerator = accelerate.Accelerator(cpu=uses_cpu(ranks, config))
         model, _ = build("llama", tie_word_embeddings=False)
         self.report = float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -83,9 +88,11 @@ class Run:
         self.optimizer.step()
         return loss.item()
 
-    def parameters(self) -> list[torch.Tensor]:
-        values = (parameter.detach() for parameter in self.model.parameters())
-        return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
+
+def full_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies, of whole parameters where they are sharded."""
+    values = (parameter.detach() for parameter in model.parameters())
+    return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
 
 
 def resumes(ranks: Ranks, config: str) -> Run:
@@ -94,13 +101,13 @@ def resumes(ranks: Ranks, config: str) -> Run:
     losses = [whole.step(index) for index in range(2)]
     whole.accelerator.save_state(ranks.tmp_path / "half")
     losses += [whole.step(index) for index in range(2, 4)]
-    expected = whole.parameters()
+    expected = full_parameters(whole.model)
 
     rest = Run(ranks, DELAYED, config)
     rest.step(7)  # of which nothing may remain
     rest.accelerator.load_state(ranks.tmp_path / "half")
     assert [rest.step(index) for index in range(2, 4)] == losses[2:]
-    for got, wanted in zip(rest.parameters(), expected, strict=True):
+    for got, wanted in zip(full_parameters(rest.model), expected, strict=True):
         assert torch.equal(got, wanted)
         ranks.assert_same(got)
     for value in rest.scales.state_dict().values():
@@ -129,23 +136,25 @@ def check_fsdp2_trains_as_ddp(ranks: Ranks) -> None:
     for config in ("ddp.yaml", "fsdp2.yaml"):
         run = Run(ranks, recipes.Float8CurrentScaling(), config)
         losses = [run.step(index) for index in range(3)]
-        found.append((losses, run.parameters()))
+        found.append((losses, full_parameters(run.model)))
     (losses, expected), (others, got) = found
     assert others == losses
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
 
 
-def check_trainer_under_ddp_resumes(ranks: Ranks) -> None:
+def trainer_resumes(ranks: Ranks, config: str) -> Any:
     """Amaxes are reduced over ranks, also where a checkpoint is written; one rank writes it."""
 
     def fit(folder: Any, **how: Any) -> Any:
-        launched(ranks, "ddp.yaml")
-        on_cpu = ranks.device.type == "cpu"
-        runner = trainer(
-            folder, 4, Float8Callback(DELAYED), save_steps=2, per_device_train_batch_size=2,
-            use_cpu=on_cpu, ddp_backend="gloo" if on_cpu else "nccl",
-        )  # fmt: skip
+        model = build("llama", tie_word_embeddings=False)[0]
+        with launched(ranks, config):
+            runner = trainer(
+                folder, 4, Float8Callback(DELAYED), model, save_steps=2,
+                per_device_train_batch_size=2, use_cpu=uses_cpu(ranks, config),
+                dataloader_pin_memory=False,
+                ddp_backend="gloo" if ranks.device.type == "cpu" else "nccl",
+            )  # fmt: skip
         runner.train(**how)
         return runner
 
@@ -154,11 +163,23 @@ def check_trainer_under_ddp_resumes(ranks: Ranks) -> None:
     assert (half / SCALING_NAME).exists()
     torch.distributed.barrier()
     rest = fit(ranks.tmp_path, resume_from_checkpoint=str(half))
-    assert isinstance(rest.model_wrapped, torch.nn.parallel.DistributedDataParallel)
     assert losses(rest) == losses(whole)
-    assert same(rest.model, whole.model)
-    for parameter in rest.model.parameters():
-        ranks.assert_same(parameter)
+    for got, wanted in zip(*map(full_parameters, (rest.model, whole.model)), strict=True):
+        assert torch.equal(got, wanted)
+        ranks.assert_same(got)
+    return rest
+
+
+def check_trainer_under_ddp_resumes(ranks: Ranks) -> None:
+    runner = trainer_resumes(ranks, "ddp.yaml")
+    assert isinstance(runner.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+
+
+def check_trainer_under_fsdp2_resumes_and_gathers_in_fp8(ranks: Ranks) -> None:
+    runner = trainer_resumes(ranks, "fsdp2.yaml")
+    with Collectives() as seen:
+        runner.model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=ranks.device))
+    assert torch.uint8 in {dtype for dtype, _ in seen.of("allgather")}
 
 
 outcome = ranks_fixture(__name__, 2)
