@@ -214,23 +214,3 @@ def test_sensitivity_and_advice_include_it():
     rows = float8lab.inspect.sensitivity(model, x).rows
     assert 0 < max(row.damage for row in rows if row.layer == "0") < 0.2
     assert type(model[0]) is Transposed
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_frozen_weights_have_the_blocks_of_the_matrix(recipe):
-    linear, layer = twins()
-    for module in (linear, layer):
-        float8lab.convert_to_float8(module, recipe, freeze_weights=True, strict=False)
-    assert isinstance(layer.weight, Float8Tensor)
-    assert layer.weight.shape == (13, 37)
-    assert torch.equal(
-        layer.weight.t().qdata.view(torch.uint8), linear.weight.qdata.view(torch.uint8)
-    )
-    x, other = (torch.randn(5, 13).requires_grad_() for _ in range(2))
-    other.data.copy_(x.data)
-    want, got = linear(x), layer(other)
-    assert torch.equal(got, want)
-    want.sum().backward()
-    got.sum().backward()
-    assert torch.equal(x.grad, other.grad)
-    assert torch.equal(float8lab.to_high_precision(layer).weight, linear.weight.dequantize().t())
