@@ -14,7 +14,6 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import other_linear
 from float8lab.nn.other_linear import OtherLinear, register_linear
-from float8lab.tensor import Float8Tensor
 from tests.distributed.ranks import RECIPES
 
 
