@@ -100,7 +100,7 @@ def setup(extra: str) -> None:
         say("nothing to install")  # GPU machines often have no network
     else:
         pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
-        pip += ["--no-compile"]  # a minute for torch and transformers; imports compile what they use
+        pip += ["--no-compile"]  # some minutes of it; imports compile what they use
         if not sys.stdout.isatty():
             pip += ["--quiet"]
         if not inherited and not shutil.which("nvidia-smi"):
