@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "float8lab-stamp"  # what was installed last: a hash of the inputs, and words
+ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # or each import compiles all anew
 PACKAGE_DATA = ["py.typed", *(f"inspect/report/page.{kind}" for kind in ("html", "css", "js"))]
 EXTRAS = {"examples": ["examples"], "dev": ["examples", "dev"]}  # an extra and all it brings
 
@@ -37,7 +38,8 @@ def say(text: str) -> None:
 def step(name: str, *command: str | Path, cwd: Path = ROOT) -> None:
     """Run a command, and end the program with its exit status if it fails."""
     say(name)
-    code = subprocess.run([str(part) for part in command], cwd=cwd, check=False).returncode
+    words = [str(part) for part in command]
+    code = subprocess.run(words, cwd=cwd, env=ENVIRONMENT, check=False).returncode
     if code:
         say(f"{name}: failed with exit status {code}")
         sys.exit(code if code > 0 else 128 - code)
@@ -100,7 +102,7 @@ def setup(extra: str) -> None:
         say("nothing to install")  # GPU machines often have no network
     else:
         pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
-        pip += ["--no-compile"]  # some minutes of it; imports compile what they use
+        pip += ["--no-compile"]  # a minute or two; imports compile what they use, see ENVIRONMENT
         if not sys.stdout.isatty():
             pip += ["--quiet"]
         if not inherited and not shutil.which("nvidia-smi"):
