@@ -30,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(one_gpu)
 
 
+def pytest_collection_finish() -> None:
+    # Modules and tests stay: a full collection, which many tests ask for, need not look at them.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     if torch.cuda.is_available():
