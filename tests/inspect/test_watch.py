@@ -352,6 +352,29 @@ def test_weights_stored_in_fp8_that_train():
     assert len(set(scales)) == 3
 
 
+@each_recipe
+def test_weights_stored_in_fp8_are_compared_with_their_masters(recipe):
+    with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        model = nn.Sequential(
+            float8lab.Linear(40, 24, device="cpu"), float8lab.Linear(24, 40, device="cpu")
+        )
+    optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+    with watch(model, masters=optimizer.masters) as w:
+        for step in range(2):
+            masters = [optimizer.masters[layer.weight].clone() for layer in model]
+            expected = [layer.weight.stats(m) for layer, m in zip(model, masters, strict=True)]
+            with float8lab.autocast(recipe=recipe):
+                model(torch.randn(16, 40)).square().mean().backward()
+            optimizer.step()
+            found = by_operand(w, step)
+            for name, master, stats in zip("01", masters, expected, strict=True):
+                record = found[name, "w"]
+                assert record.stored
+                assert record.amax == master.abs().max()
+                assert record.sqnr == pytest.approx(stats.sqnr)
+                assert 20 < record.sqnr < 40
+
+
 def test_casts_of_a_step_are_taken_together():
     model = nn.Linear(16, 16, bias=False)
     float8lab.convert_to_float8(model)

@@ -16,6 +16,7 @@ from torch import Tensor
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.inspect.statistics import Errors, TensorStats
 from float8lab.inspect.watch.records import Record
+from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
@@ -72,14 +73,18 @@ def measure_cast(
     return Measurement(spec, delayed, False, q.numel(), sums, maxima)
 
 
-def measure_stored(q: Tensor, scale: Tensor, spec: Float8Spec) -> Measurement:
-    """Measure what was in FP8 already: what it was made from is not known."""
-    nothing = q.new_zeros(len(_SUMS), dtype=torch.float64)
-    size = (q.float() * expand_scale(scale, spec.block, q.shape)).abs()
+def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
+    """Measure what was in FP8 already; without its master, what it was made from is not known."""
+    if master is not None:
+        found = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
+        found.stored = True
+        return found
+    nothing = x.qdata.new_zeros(len(_SUMS), dtype=torch.float64)
+    size = (x.qdata.float() * expand_scale(x.scale, x.spec.block, x.qdata.shape)).abs()
     amax = size.masked_fill(~size.isfinite(), 0.0).amax()
-    maxima = torch.stack([amax, scale.max(), -scale.min(), torch.zeros_like(amax)]).double()
-    sums = torch.cat([_count_codes(q), nothing])
-    return Measurement(spec, False, True, q.numel(), sums, maxima)
+    maxima = torch.stack([amax, x.scale.max(), -x.scale.min(), torch.zeros_like(amax)]).double()
+    sums = torch.cat([_count_codes(x.qdata), nothing])
+    return Measurement(x.spec, False, True, x.numel(), sums, maxima)
 
 
 def _count_codes(q: Tensor) -> Tensor:

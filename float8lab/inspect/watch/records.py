@@ -52,7 +52,8 @@ class Record:
     exponents: dict[int, int] = field(default_factory=dict)
     """How many nonzero finite codes have each exponent, floor(log2(|code|))."""
     stored: bool = False
-    """The operand was in FP8 already: a weight stored so. Its values are those before the cast."""
+    """The operand was in FP8 already: a weight stored so. Its values are those before the cast, or
+    its master's."""
     fp8_dtype: str = ""
     """``"e4m3"`` or ``"e5m2"``."""
 

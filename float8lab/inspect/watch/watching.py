@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -83,6 +83,7 @@ class watch:
         jsonl: file that each step is appended to when it ends. What it held before is lost. In a
             job of several ranks the name must have ``{rank}`` in it.
         report: what ``convert_to_float8`` returned, to be kept with the log.
+        masters: ``masters`` of a ``MasterWeights``: weights stored in FP8 are compared with these.
 
     Attributes:
         log: what was seen so far.
@@ -110,12 +111,14 @@ class watch:
         layers: Layers | None = None,
         jsonl: str | PathLike[str] | None = None,
         report: Any = None,
+        masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1; got {every}. 1 watches each step.")
         self._model: nn.Module = getattr(model, "_orig_mod", model)
         self._every = every
         self._layers = layers
+        self._masters = {} if masters is None else masters
         self._path = None if jsonl is None else _path_of_rank(fspath(jsonl))
         self._file: TextIO | None = None
         self._written = [0, 0]  # steps and records
@@ -301,7 +304,7 @@ class watch:
                 return _measure_gathered(x, self._gathers[call.precision])
             else:
                 x = stored(x)
-                return measure_stored(x.qdata, x.scale, spec) if x.numel() else None
+                return measure_stored(x, self._master_of(x)) if x.numel() else None
         if x.numel() == 0:
             return None
         M, K = x.shape
@@ -311,6 +314,15 @@ class watch:
         return measure_cast(
             x.detach(), q[:M, :K], scale[:rows, :columns], spec, delayed=call.plan.delayed
         )
+
+    def _master_of(self, x: Float8Tensor) -> Tensor | None:
+        """What a stored weight was rounded from, if it is known."""
+        for parameter, master in self._masters.items():
+            if isinstance(parameter, Float8Tensor):
+                same = parameter.qdata.data_ptr() == x.qdata.data_ptr()
+                if same and parameter.shape == x.shape:
+                    return master.detach()
+        return None
 
     # From measurements to the log.
 
