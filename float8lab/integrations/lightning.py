@@ -16,22 +16,18 @@ from torch import Tensor, nn
 
 from float8lab import recipes
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.inspect.optional import needs
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import ConversionReport, convert_to_float8
 from float8lab.nn.norm import convert_norms
 from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
 
-try:
+with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.fabric.utilities.rank_zero import rank_zero_info
     from lightning.pytorch.plugins import Precision as TrainerPrecision
     from lightning_utilities import apply_to_collection
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"float8lab.integrations.lightning needs Lightning; got: {error}. Install it with "
-        "`pip install float8lab[lightning]`."
-    ) from error
 
 __all__ = ["Float8Precision"]
 

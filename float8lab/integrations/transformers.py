@@ -11,23 +11,19 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from float8lab.inspect.optional import needs
 from float8lab.nn.convert import ConversionReport, convert_to_float8
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import precisions_below
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.recipes import Auto, Recipe
 
-try:
+with needs("float8lab.integrations.transformers", "Transformers", '"float8lab[transformers]"'):
     from safetensors import safe_open
     from safetensors.torch import save_file
     from transformers import TrainerCallback
     from transformers.pytorch_utils import Conv1D
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"float8lab.integrations.transformers needs Transformers; got: {error}. Install it with "
-        "`pip install float8lab[transformers]`."
-    ) from error
 
 __all__ = ["SCALING_NAME", "Float8Callback", "Float8Conv1D"]
 

@@ -450,7 +450,7 @@ def test_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("without_lightning", file)
     assert spec is not None
     assert spec.loader is not None
-    with pytest.raises(ModuleNotFoundError, match=r"pip install float8lab\[lightning\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .float8lab\[lightning\]"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 

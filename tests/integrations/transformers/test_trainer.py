@@ -143,7 +143,7 @@ def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("without_transformers", file)
     assert spec is not None
     assert spec.loader is not None
-    with pytest.raises(ModuleNotFoundError, match=r"pip install float8lab\[transformers\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .float8lab\[transformers\]"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
