@@ -47,7 +47,8 @@ def step(name: str, *command: str | Path, cwd: Path = ROOT) -> None:
 
 def succeeds(code: str) -> bool:
     """Whether .venv's Python runs a line of code without an error."""
-    run = subprocess.run([PYTHON, "-c", code], stderr=subprocess.DEVNULL, check=False)
+    command: list[str | Path] = [PYTHON, "-c", code]
+    run = subprocess.run(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT, check=False)
     return run.returncode == 0
 
 
