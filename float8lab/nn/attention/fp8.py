@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from float8lab.formats import Float8Spec
 from float8lab.nn.attention.backends import Problem, zero_blind
 from float8lab.nn.in_graph import cast_in_graph
-from float8lab.nn.operands import observe_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, quantize_op
 from float8lab.recipes.recipe import LinearPlan, Recipe
@@ -93,9 +92,10 @@ def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Te
         q, scale, _ = quantize_op(
             rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
         )
-    if not in_backward():  # there it is a repetition, by activation checkpointing
+    # In backward it is a repetition, by activation checkpointing.
+    if not torch.compiler.is_compiling() and STATE.observer is not None and not in_backward():
         spec = Float8Spec(fp8_dtype, (-1, -1), plan.x.scale_rule)
-        observe_cast(rows, (q, scale), spec, index, call)
+        STATE.observer.saw_cast(rows, (q, scale), spec, index, call)
     return q.view(laid_out.shape).permute(order), scale
 
 
