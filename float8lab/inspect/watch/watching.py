@@ -119,6 +119,7 @@ class watch:
         self._every = every
         self._layers = layers
         self._masters = {} if masters is None else masters
+        self._masters_by_address: dict[int, Tensor] = {}
         self._path = None if jsonl is None else _path_of_rank(fspath(jsonl))
         self._file: TextIO | None = None
         self._written = [0, 0]  # steps and records
@@ -228,7 +229,12 @@ class watch:
         self._begin_step()
 
     def _find_layers(self) -> None:
-        """The layers by their state; those that have been converted meanwhile, too."""
+        """The layers by their state, and masters; those that are new or moved meanwhile, too."""
+        self._masters_by_address = {
+            parameter.qdata.data_ptr(): master
+            for parameter, master in self._masters.items()
+            if isinstance(parameter, Float8Tensor)
+        }
         meant = self._layers
         if isinstance(meant, str):
             meant = [meant]
@@ -317,12 +323,8 @@ class watch:
 
     def _master_of(self, x: Float8Tensor) -> Tensor | None:
         """What a stored weight was rounded from, if it is known."""
-        for parameter, master in self._masters.items():
-            if isinstance(parameter, Float8Tensor):
-                same = parameter.qdata.data_ptr() == x.qdata.data_ptr()
-                if same and parameter.shape == x.shape:
-                    return master.detach()
-        return None
+        master = self._masters_by_address.get(x.qdata.data_ptr())
+        return master.detach() if master is not None and master.shape == x.shape else None
 
     # From measurements to the log.
 
