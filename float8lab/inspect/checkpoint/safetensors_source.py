@@ -139,25 +139,24 @@ def _entries(file: Path) -> list[Entry]:
     with needs(str(file), "safetensors", '"float8lab[inspect]"'):
         from safetensors import SafetensorError, safe_open
 
-    with file.open("rb") as opened:  # for the usual errors, which the library words its own way
-        head = opened.read(8)
-    try:
-        handle = safe_open(file, "np")  # which maps read-only; its tensors are not asked for
-        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 no mapping
-        specs = _specs(file, handle.metadata() or {})
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{file} must be a whole safetensors file; it is not: {error}. Download or write it "
-            "again."
-        ) from error
-    with file.open("rb") as opened:
-        start = 8 + int.from_bytes(head, "little")
-        header = json.loads(opened.read(start)[8:])  # which the library has found to be right
+    with file.open("rb") as opened:  # first, since the library words the usual errors its own way
+        try:
+            handle = safe_open(file, "np")  # which maps read-only; its tensors are not asked for
+            names, metadata = handle.keys(), handle.metadata() or {}
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file} must be a whole safetensors file; it is not: {error}. Download or write "
+                "it again."
+            ) from error
+        # The header, which the library has found to be right but does not show.
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    specs = _specs(file, metadata)
     result = []
-    for name, part in slices.items():
-        kind, shape = part.get_dtype(), tuple(part.get_shape())
+    for name in names:
+        kind, shape = header[name]["dtype"], tuple(header[name]["shape"])
         dtype = DTYPES.get(kind)
-        offset = start + header[name]["data_offsets"][0]
+        offset = 8 + size + header[name]["data_offsets"][0]
         if dtype is None:
             read: Callable[[Box], Tensor] = functools.partial(_unknown, f"{file}: {name}", kind)
         else:
