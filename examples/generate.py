@@ -58,10 +58,10 @@ class Run:
     cost: Cost
 
 
-def next_logits(model: Llama, tokens: Tensor, cache: float8lab.InferenceParams) -> Tensor:
+def next_logits(
+    model: Llama, tokens: Tensor, turn: Tensor, cache: float8lab.InferenceParams
+) -> Tensor:
     """``[B, V]`` after ``[B, T]`` more tokens, whose keys and values go into the cache."""
-    config = model.config
-    turn = angles(cache.max_sequence_length, config.dim // config.n_head, tokens.device)
     x = model.tokens(tokens)
     for block in model.blocks:
         x = block(x, rotary_pos_emb=turn, inference_params=cache)
@@ -85,11 +85,13 @@ def generate(
     that on the prompt.
     """
     cache.reset()
-    found = [next_logits(model, prompt, cache)]
+    head_size = model.config.dim // model.config.n_head
+    turn = angles(cache.max_sequence_length, head_size, prompt.device)
+    found = [next_logits(model, prompt, turn, cache)]
     for i in range(count - 1):
         read = found[-1].argmax(-1) if forced is None else forced[:, i]
         with meter:
-            found.append(next_logits(model, read[:, None], cache))
+            found.append(next_logits(model, read[:, None], turn, cache))
     logits = torch.stack(found, dim=1)
     return logits.argmax(-1), logits
 
