@@ -64,7 +64,8 @@ def train(options: argparse.Namespace, precision: Float8Precision | None) -> tup
     """Train once; the loss at the end, and what it cost."""
     config = SIZES[options.preset]
     meter = Meter(options.device)
-    module = Module(config)
+    with torch.device(options.device):  # or a large model would take its time on the CPU
+        module = Module(config)
     if precision is not None:  # the plugin alone would convert the output layer, too
         report = float8lab.convert_to_float8(module, precision.recipe, exclude=["lm_head"])
         float8lab.nn.convert_norms(module)
