@@ -14,12 +14,19 @@ with warnings.catch_warnings():
     pytest.importorskip("transformers", minversion="5.0", reason="needs the extra 'transformers'")
     pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
     import export_vllm
+    import transformers
 
 pytestmark = pytest.mark.filterwarnings("default")
 SMALL = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64,
 }  # fmt: skip
+# Before 5.23 it reads the scales of compressed-tensors as bfloat16: every FP8 weight differs.
+RECENT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+EQUAL = {
+    "compressed-tensors": "12 of 12 equal" if RECENT else "5 of 12 equal",
+    "block-fp8": "12 of 12 equal",
+}
 MATRICES = 128 * (128 + 64 + 64 + 128 + 3 * 256)
 
 
@@ -39,7 +46,7 @@ def test_both_formats_are_read_back(tmp_path, monkeypatch, capsys):
     assert "FP8 / bf16" in printed
     bf16 = reads["bf16"].cost.sizes
     for name, method in (("compressed-tensors", "compressed-tensors"), ("block-fp8", "fp8")):
-        assert reads[name].note == "12 of 12 equal"
+        assert reads[name].note == EQUAL[name]
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config["quantization_config"]["quant_method"] == method
         assert config["dtype"] == "bfloat16"
@@ -62,4 +69,4 @@ def test_example_on_a_gpu(tmp_path, monkeypatch, capsys):
     pytest.importorskip("compressed_tensors", reason="Transformers reads its format with it")
     reads = run(tmp_path, monkeypatch, "--device", "cuda")
     assert "its logits are those of the model in memory" in capsys.readouterr().out
-    assert [read.note for read in reads.values()] == ["", "12 of 12 equal", "12 of 12 equal"]
+    assert {name: read.note for name, read in reads.items()} == {"bf16": "", **EQUAL}

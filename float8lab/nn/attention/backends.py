@@ -17,7 +17,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -130,13 +129,17 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Te
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    out = F.scaled_dot_product_attention(
-        q, k, v,
-        dropout_p=problem.dropout,
-        is_causal=problem.mask.is_plain_causal(q.shape[2], k.shape[2]),
-        scale=problem.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    Sq, Sk = q.shape[2], k.shape[2]
+    # cuDNN prepares itself anew, 4 ms on an H200, for each length that a cache of keys grows to.
+    reads_a_cache = q.is_cuda and Sq < Sk and not torch.is_grad_enabled()
+    with _without_cudnn(_ABLE_TO_GROUP) if reads_a_cache else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(
+            q, k, v,
+            dropout_p=problem.dropout,
+            is_causal=problem.mask.is_plain_causal(Sq, Sk),
+            scale=problem.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
     q_padding = problem.mask.q_padding
     return out if q_padding is None else out.masked_fill(q_padding[:, None, :, None], 0.0)
 
@@ -153,7 +156,10 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (q.shape[0], 1, Sq, Sk)))
-    with _without_cudnn(q, mask):
+    # Under a bool mask [B, 1, Sq, Sk], bfloat16 results came out of cuDNN with errors of 1.4 of
+    # their norm (torch 2.11, H200); the same call in float32, which it does not take, is right.
+    must = q.is_cuda and mask is not None
+    with _without_cudnn(_ABLE_TO_MASK) if must else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(
             q, k, v,
             attn_mask=mask,
@@ -164,20 +170,21 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     return zero_blind(out, blind)
 
 
-def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager[Any]:
-    """The backends of torch that take a mask, but for cuDNN.
+_ABLE_TO_MASK = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+_ABLE_TO_GROUP = (SDPBackend.FLASH_ATTENTION, *_ABLE_TO_MASK)
 
-    Under a bool mask ``[B, 1, Sq, Sk]``, bfloat16 results came out of it with errors of 1.4 of
-    their norm (torch 2.11, H200), where the same call in float32, which it does not take, is right.
-    """
-    if not q.is_cuda or mask is None:
-        return contextlib.nullcontext()
-    able = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+def _without_cudnn(able: Sequence[SDPBackend]) -> AbstractContextManager[Any]:
+    """Those of torch's own kernels that are able to and that the user has not turned off."""
     if not torch.compiler.is_compiling():  # Dynamo cannot trace the question
         cuda = torch.backends.cuda
-        on = [cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
-        able = list(compress(able, on)) or able
-    return sdpa_kernel(able)
+        on = {
+            SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+            SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+            SDPBackend.MATH: cuda.math_sdp_enabled(),
+        }
+        able = [kernel for kernel in able if on[kernel]] or able
+    return sdpa_kernel(list(able))
 
 
 @functools.cache

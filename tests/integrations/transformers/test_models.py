@@ -83,7 +83,7 @@ def test_runs_as_rounding_to_fp8_says(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> None:
-    """Within the model, against FP8 in plain PyTorch on the same input and the same output gradient.
+    """Within the model, against FP8 in plain PyTorch on the same input and output gradient.
 
     What rounds is the same to the bit, so what is left is the precision of the products' sums.
     """

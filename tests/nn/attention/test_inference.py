@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab.nn import DotProductAttention, InferenceParams, RotaryPositionEmbedding
@@ -49,6 +50,39 @@ def test_no_mask_decodes_over_all_that_is_cached():
     params.sequence_len_offset = 5
     y = attention(q[:, 5:], k[:, 5:], v[:, 5:], inference_params=params)
     assert torch.allclose(y, attention(q[:, 5:], k, v), atol=1e-6)
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+def test_a_growing_cache_does_without_cudnn():
+    """Which prepares itself anew for each length, and takes longer for that than for the rest."""
+    attention = DotProductAttention(8, 64, 2, qkv_format="bshd", layer_number=1)
+    q, k, v = (torch.randn(B, 40, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
+    whole = attention(q, k, v)
+    params = InferenceParams(B, 40)
+    outputs = []
+    with torch.no_grad():
+        for start, end in ((0, 32), (32, 33), (33, 34), (34, 40)):
+            with _Names() as names:
+                outputs.append(
+                    attention(*(x[:, start:end] for x in (q, k, v)), inference_params=params)
+                )
+            params.sequence_len_offset = end
+            if end - start == 1:
+                ours = [name for name in names.seen if "attention" in name]
+                assert ours
+                assert not any("cudnn" in name for name in ours)
+    error = (torch.cat(outputs, dim=1) - whole).norm() / whole.norm()
+    assert error < 4e-3  # bfloat16, rounded once
 
 
 def test_padded_prompts():
