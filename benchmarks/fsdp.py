@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.fsdp
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --variants bf16,gather --modes compile
+    torchrun --nproc-per-node 4 -m benchmarks.fsdp --modes eager --one-thread
 
 fp32 shards, bf16 compute, fused AdamW, one ``fully_shard`` a layer and one around all. Each variant
 starts anew; its time is the slowest rank's, the median of ``--steps`` steps; its peak memory that
@@ -259,6 +260,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument(
+        "--one-thread", action="store_true", help="run backward in the thread that calls it"
+    )
     options = parser.parse_args(argv)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -273,9 +277,11 @@ def main(argv: Sequence[str]) -> int:
         print(report.describe(facts), flush=True)
     for mode in options.modes.split(","):
         case = f"{world} ranks, {options.layers} layers, sequence {options.sequence}, {mode}"
+        case += ", one thread" if options.one_thread else ""
         rows, base = [], None
         for variant in options.variants.split(","):
-            result = run(variant, mode, options, device)
+            with torch.autograd.set_multithreading_enabled(not options.one_thread):
+                result = run(variant, mode, options, device)
             base = base or result
             report.free()
             rows.append(make_row(case, variant, result, base, options.sequence))

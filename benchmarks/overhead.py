@@ -6,7 +6,9 @@ Needs a CUDA GPU, which has next to nothing to do here. Wall times are of a prog
 does not wait, in microseconds:
 
 - one ``Linear`` 128 to 128 on 32 tokens, forward, and forward and backward; ``launches`` are the
-  kernels, copies and fills that torch's profiler sees of one forward and backward;
+  kernels, copies and fills that torch's profiler sees of one forward and backward; ``one thread``
+  is both with ``torch.autograd.set_multithreading_enabled(False)``: autograd runs backward in a
+  thread of its own for each GPU, to whose core all that Python reads must travel;
 - ``autocast`` entered and left, with that many FP8 modules alive which have run before, and left
   after all of them have run: then delayed scaling advances their scales;
 - a training step of a GPT of 50 million parameters, where FP8 never wins, and ``"auto"`` must not
@@ -43,6 +45,7 @@ FLOOR_DB = 20.0
 SAME_LOSS = 0.01
 """How far, relative to bfloat16's, the loss of the first step may be off."""
 FORWARD, BOTH = "forward us", "forward + backward us"
+ONE_THREAD, ONE_THREAD_MS = "both, one thread us", "one thread ms"
 FORWARD_RATIO, BOTH_RATIO = "forward, of bf16 both", "both, of bf16 both"
 SAME_MODE = "x bf16 in the same mode"
 ENTER_EXIT, EXIT = "enter + exit us", "exit after all ran us"
@@ -159,6 +162,8 @@ def measure_linear(
         FORWARD: microseconds(setting, partial(module, leaf)),
         BOTH: microseconds(setting, step),
     }
+    with torch.autograd.set_multithreading_enabled(False):
+        values[ONE_THREAD] = microseconds(setting, step)
     base = values[BOTH] if candidate.baseline else base
     if base is not None:
         values |= {FORWARD_RATIO: values[FORWARD] / base, BOTH_RATIO: values[BOTH] / base}
@@ -263,15 +268,19 @@ def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Itera
         if not abs(loss - right) <= SAME_LOSS * right:
             return setting.row(case, label, refusal=f"wrong: loss {loss:.4f}, not {right:.4f}")
         timing = setting.wall(step)
+        with torch.autograd.set_multithreading_enabled(False):
+            values = {ONE_THREAD_MS: setting.wall(step).median}
         if recipe is None:
             plain_ms[mode] = timing.median
+        if mode in plain_ms:
+            values[SAME_MODE] = plain_ms[mode] / timing.median
         auto = isinstance(recipe, Auto)
         return setting.row(
             case,
             label,
             ms=timing.samples,
             baseline=recipe is None and mode == "eager",
-            values={SAME_MODE: plain_ms[mode] / timing.median} if mode in plain_ms else {},
+            values=values,
             targets=(Target(SAME_MODE, ">=", 0.97),) if auto else (),
         )
 
@@ -299,9 +308,11 @@ SUBJECT = Subject(
         report.decibels("y", "dX", "dW"),
         report.Column("wall ms (quartiles)", cell=report.TIME.cell),
         report.SPEED_UP,
+        report.Column(ONE_THREAD_MS, 2),
         report.Column(SAME_MODE),
         report.Column(FORWARD, 1),
         report.Column(BOTH, 1),
+        report.Column(ONE_THREAD, 1),
         report.Column(FORWARD_RATIO),
         report.Column(BOTH_RATIO),
         report.Column("launches", 0),

@@ -74,7 +74,8 @@ def train(
     meter = Meter(device)
     torch.manual_seed(0)
     config = SIZES[options.preset]
-    model = GPT(config).to(device)
+    with device:  # or a large model would take its time on the CPU
+        model = GPT(config)
     if recipe is not None:
         report = float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
         if rank == 0:
