@@ -483,6 +483,8 @@ def quiet() -> None:
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module="lightning")
         warnings.filterwarnings("ignore", category=category, module="torch.distributed")
+    # Fabric makes DDP on a stream of its own.
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
 
 
 def own_batches(ranks: Ranks) -> Any:
