@@ -1,5 +1,6 @@
 """DotProductAttention: every parameter's effect; outputs and gradients against float64."""
 
+import contextlib
 import copy
 
 import pytest
@@ -10,7 +11,12 @@ from torch.nn.attention.flex_attention import flex_attention
 import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import BACKENDS, DotProductAttention, alibi_slopes
-from float8lab.nn.attention.backends import Problem, _flex_modifiers, reference_attention
+from float8lab.nn.attention.backends import (
+    Problem,
+    _flex_modifiers,
+    _without_cudnn,
+    reference_attention,
+)
 from float8lab.nn.attention.masks import make_mask, window_of
 from tests.nn.attention import oracle
 
@@ -680,3 +686,30 @@ def test_default_backends_on_a_gpu():
     assert module.explain(q, k, v, window_size=(64, 0)).backend == "flex"
     assert module.explain(q, k, v, core_attention_bias_type="alibi").backend == "flex"
     assert module.explain(q[:, :1], k, v, window_size=(64, 0)).backend == "sdpa_masked"
+
+
+SDP = ("cudnn_sdp", "flash_sdp", "mem_efficient_sdp", "math_sdp")
+
+
+def sdp_enabled():
+    return {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
+
+
+@pytest.mark.parametrize("off", [(), ("cudnn_sdp",), ("flash_sdp",), SDP[1:]], ids=str)
+def test_cudnn_is_left_out_for_a_while(off):
+    """What the user turned off stays off, but if nothing would be left that takes every call."""
+    before = sdp_enabled()
+    try:
+        for name in off:
+            getattr(torch.backends.cuda, f"enable_{name}")(False)
+        wanted = sdp_enabled()
+        with contextlib.suppress(KeyError), _without_cudnn():
+            inside = sdp_enabled()
+            raise KeyError
+        assert sdp_enabled() == wanted
+    finally:
+        for name, on in before.items():
+            getattr(torch.backends.cuda, f"enable_{name}")(on)
+    assert not inside.pop("cudnn_sdp")
+    others = {name: off == SDP[1:] or name not in off for name in SDP[1:]}
+    assert inside == others
