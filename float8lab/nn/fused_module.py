@@ -13,7 +13,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear import default_device, initialise, keep_initial_values
 from float8lab.nn.norm import mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.operands import plain
+from float8lab.nn.operands import fused_weight, plain
 from float8lab.nn.parallel import TensorParallelGroup
 from float8lab.nn.precision import Call, Precision, precisions
 from float8lab.tensor import Float8Tensor
@@ -112,8 +112,7 @@ class FusedModule(nn.Module, TensorParallelGroup):
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             return None
         call.first_microbatch = first_microbatch
-        if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad"):
-            call.fused_weight = weight
+        call.fused_weight = fused_weight(self, weight)
         return call
 
     def _outputs(

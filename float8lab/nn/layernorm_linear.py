@@ -13,7 +13,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import sizes_of_split, store_in_fp8
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import plain
+from float8lab.nn.operands import trained
 from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating
 
@@ -52,7 +52,7 @@ class LayerNormLinear(FusedModule):
         tp_group: must be None or of one rank.
         tp_size: must be 1.
         parallel_mode: None, "column" or "row"; no effect on a single rank.
-        fuse_wgrad_accumulation: in FP8, add the weight gradient to ``weight.main_grad``, which the
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the
             caller allocates, instead of producing ``weight.grad``.
         return_bias: do not add the bias; return it after the output.
         params_dtype: dtype of the parameters; None is the default dtype.
@@ -138,7 +138,9 @@ class LayerNormLinear(FusedModule):
         added = None if self.return_bias else bias
         call = self._begin(self._fp8, x, weight, is_first_microbatch)
         if call is None:
-            results = self._forward_in_high_precision(x, plain(weight), added)
+            results = self._forward_in_high_precision(
+                x, trained(self, weight, is_first_microbatch), added
+            )
         else:
             how = NormLinearCall(self._norm, call, self.return_layernorm_output)
             results = norm_linear(

@@ -15,7 +15,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import store_in_fp8
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import plain
+from float8lab.nn.operands import trained
 from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.recipes.region import STATE
@@ -56,7 +56,7 @@ class LayerNormMLP(FusedModule):
             tensor-parallel ranks; no other effect on a single rank.
         tp_group: must be None or of one rank.
         tp_size: must be 1.
-        fuse_wgrad_accumulation: in FP8, add the weight gradients to the weights' ``main_grad``,
+        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``,
             which the caller allocates, instead of producing their ``grad``.
         return_bias: do not add fc2's bias; return it after the output.
         params_dtype: dtype of the parameters; None is the default dtype.
@@ -180,17 +180,20 @@ class LayerNormMLP(FusedModule):
             self._fp8_fc1.end(fc1, results[0])
             self._fp8_fc2.end(fc2, results[0])
         elif self.checkpoint and torch.is_grad_enabled() and STATE.onnx is None:
-            run = self._forward_in_high_precision
-            results = run_checkpointed(run, x, added, use_reentrant=False, preserve_rng_state=False)
+            results = run_checkpointed(
+                self._forward_in_high_precision, x, added, is_first_microbatch,
+                use_reentrant=False, preserve_rng_state=False,
+            )  # fmt: skip
         else:
-            results = self._forward_in_high_precision(x, added)
+            results = self._forward_in_high_precision(x, added, is_first_microbatch)
         normed = results[1] if self.return_layernorm_output else None
         return self._outputs(results[0], self.fc2_bias, normed, return_bias=self.return_bias)
 
     def _forward_in_high_precision(
-        self, x: Tensor, bias: Tensor | None
+        self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
-        fc1, fc2 = plain(self.fc1_weight), plain(self.fc2_weight)
+        fc1 = trained(self, self.fc1_weight, first_microbatch)
+        fc2 = trained(self, self.fc2_weight, first_microbatch)
         normed = normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
         )

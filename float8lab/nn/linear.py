@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
-from float8lab.nn.operands import plain
+from float8lab.nn.operands import fused_weight, plain, trained
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.recipes.recipe import Recipe
@@ -266,11 +266,11 @@ class Linear(nn.Linear, TensorParallelGroup):
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         call = self._fp8.begin(x, training=self.training)
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
-            y = self._forward_in_high_precision(x, weight, added)
+            high = trained(self, weight, is_first_microbatch)
+            y = self._forward_in_high_precision(x, high, added)
         else:
             call.first_microbatch = is_first_microbatch
-            if self.fuse_wgrad_accumulation and hasattr(weight, "main_grad"):
-                call.fused_weight = weight
+            call.fused_weight = fused_weight(self, weight)
             y = linear(x, weight, added, call)
             self._fp8.end(call, y)
         return (y, bias) if self.return_bias else y
@@ -284,7 +284,6 @@ class Linear(nn.Linear, TensorParallelGroup):
         return whole, None if biases[0] is None else torch.cat(biases)
 
     def _forward_in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = plain(weight)
         self._fp8.calibrate(x, weight)
         return nn.functional.linear(x, weight, bias)
 

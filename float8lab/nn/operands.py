@@ -434,3 +434,29 @@ def accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> None:
     else:
         weight.main_grad.add_(dw)
     weight.grad_added_to_main_grad = True  # the mark that Megatron's optimizers look for
+
+
+def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
+    """The weight, if the module's argument and its ``main_grad`` ask for gradients there."""
+    return weight if module.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
+
+
+def trained(module: Any, weight: Tensor, first_microbatch: bool | None) -> Tensor:
+    """``plain(weight)`` for products in high precision, whose gradient goes where FP8's goes."""
+    fused = fused_weight(module, weight)
+    if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
+        return plain(weight)
+    found: Tensor = _IntoMainGrad.apply(plain(weight), fused, first_microbatch is True)
+    return found
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, overwrite: bool) -> Tensor:
+        ctx.weight, ctx.overwrite = weight, overwrite
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[None, None, None]:
+        accumulate(ctx.weight, dw, overwrite=ctx.overwrite)
+        return None, None, None

@@ -18,6 +18,7 @@ from float8lab.nn.attention.multihead import (
     ignore_extra_state,
 )
 from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.parallel import ContextParallelGroup
 
@@ -290,8 +291,10 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             max_seqlen_kv: for thd.
 
         Returns:
-            The shape of ``hidden_states``.
+            The shape of ``hidden_states``; its dtype, or that of torch.autocast if that is active,
+            in which the residual stream is then, too.
         """
+        hidden_states = hidden_states.to(output_dtype(hidden_states))
         is_decoder = self.layer_type == "decoder"
         attended: Any = self.self_attention(
             hidden_states,

@@ -245,6 +245,24 @@ def test_drop_path_leaves_out_whole_samples(attn_input_format):
     assert torch.equal(layer.eval()(torch.zeros(shape)).unique(), torch.tensor([11.0]))
 
 
+@pytest.mark.parametrize(
+    "kind", [{}, {"output_layernorm": True}, {"parallel_attention_mlp": True}], ids=str
+)
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["high", "fp8"])
+def test_under_torch_autocast_the_residual_stream_has_its_dtype(kind, recipe):
+    """As in TransformerEngine; gradients have the dtype of what they are of."""
+    layer = float8lab.TransformerLayer(32, 64, 4, device="cpu", **kind).eval()
+    x = torch.randn(5, 2, 32, requires_grad=True)
+    in_fp8 = float8lab.autocast(enabled=recipe is not None, recipe=recipe)
+    with torch.autocast("cpu", torch.bfloat16), in_fp8:
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
+    assert layer(x).dtype == torch.float32
+
+
 def test_hidden_dropout_acts_before_each_residual():
     layer = build(hidden_dropout=0.25)
     with torch.no_grad():

@@ -5,6 +5,7 @@ B batch, H query heads, Sq queries, Sk keys.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -141,10 +142,11 @@ def mask_of(
                 "broadcasts to [B, H, Sq, Sk]."
             )
         arbitrary = attention_mask.view((1,) * (4 - attention_mask.ndim) + attention_mask.shape)
-    elif attention_mask is not None:
-        raise ValueError(
-            f"attention_mask must be None for attn_mask_type={mask_type!r}; got a mask. Use a "
-            "padding mask type or 'arbitrary'."
+    elif attention_mask is not None and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"attention_mask is not used with attn_mask_type={mask_type!r}; got a mask. Set a "
+            "padding mask type or 'arbitrary' to use it.",
+            stacklevel=2,
         )
     mask = make_mask(mask_type, window, Sq, Sk, arbitrary=arbitrary, diagonal=diagonal)
     return mask, Sk - Sq

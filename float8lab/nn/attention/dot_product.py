@@ -183,7 +183,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             value_layer: with G heads.
             attention_mask: bool, True where masked out. For padding masks ``[B, 1, 1, S]``, a pair
                 of them for cross attention; for ``arbitrary``, what broadcasts to
-                ``[B, H, Sq, Sk]``; None for the others.
+                ``[B, H, Sq, Sk]``. The others do not use it, and warn.
             qkv_format: overrides the constructor's.
             cu_seqlens_q: ``[B + 1]`` cumulative lengths of the query sequences: for thd, and for
                 padding masks in place of ``attention_mask``.

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -504,14 +505,26 @@ def test_backends_are_tried_in_their_order():
         only(q, k, v, window_size=(2, 0))
 
 
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right"])
+def test_other_masks_do_not_use_attention_mask(mask_type):
+    """As TransformerEngine says; and tell who may have wanted it used."""
+    module = DotProductAttention(H, D, G, qkv_format="bshd", attn_mask_type=mask_type)
+    q, k, v, _ = make()
+    mask = torch.ones(B, 1, 1, SK, dtype=torch.bool)
+    with pytest.warns(UserWarning, match=f"attention_mask is not used with .*'{mask_type}'"):
+        y = module(q, k, v, mask)
+    assert torch.equal(y, module(q, k, v))
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(compiled(q, k, v, mask), y)
+
+
 CALLS = {
     "mask type": ({"attn_mask_type": "diagonal"}, ValueError, "attn_mask_type must be one of"),
     "window": ({"window_size": (-2, 0)}, ValueError, "window_size must be None or two integers"),
     "format": ({"qkv_format": "bhsd"}, ValueError, "qkv_format must be one of"),
     "thd without padding": ({"qkv_format": "thd"}, ValueError, "query_layer must have 3 dim"),
-    "mask for causal": (
-        {"attention_mask": torch.ones(1, 1, 1, 5).bool()}, ValueError, "attention_mask must be None"
-    ),
     "no padding mask": ({"attn_mask_type": "padding"}, ValueError, "attention_mask must be one"),
     "mask of floats": (
         {"attn_mask_type": "padding", "attention_mask": torch.ones(2, 1, 1, 5)},
