@@ -61,7 +61,11 @@ def _weights(block: nn.Module) -> dict[str, Tensor]:
 
 
 def use_transformer_layers(model: GPT | Llama) -> None:
-    """Replace the blocks of a model; what it computes in high precision stays the same."""
+    """Replace the blocks of a model; what it computes in high precision stays the same.
+
+    Under ``torch.autocast`` its last norm reads bfloat16 then: torch's has no fused kernel for it.
+    """
+    float8lab.nn.convert_norms(model)
     weight = model.lm_head.weight
     for i, block in enumerate(model.blocks):
         with torch.device(weight.device):
