@@ -102,6 +102,14 @@ CHARTS = (
         baseline="bfloat16",
     ),
     Chart(
+        "performance_peers",
+        "Beside torchao",
+        "The same layers, also under `torch.compile`, and torchao 0.18 in the same run; its "
+        "`tensorwise` is what `current` is. torchao is meant to be compiled.",
+        "Compiled, and torchao", "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="bfloat16",
+    ),
+    Chart(
         "performance_layer",
         "Transformer layer",
         "One layer of a Llama 8B, forward and backward. `converted` is the plain layer after "
