@@ -8,6 +8,7 @@ asks for the outcome of one of them.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import traceback
 import warnings
 from collections.abc import Callable
@@ -40,6 +41,9 @@ RECIPES: list[Recipe] = [
     MXFP8BlockScaling(),
 ]
 """One for each granularity of a stored weight."""
+
+
+_SLOW_IMPORTS = ("float8lab", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 
 
 @dataclass
@@ -135,8 +139,11 @@ def _start(rank: int, world: int, device_type: str, module: str, names: list[str
 def _run(world: int, device_type: str, module: str, names: list[str], tmp: Path) -> dict[str, str]:
     """Outcome of each check: "passed", or the traceback of a rank on which it failed."""
     arguments = (world, device_type, module, names, str(tmp))
+    # Forks of one process that has imported torch, and nothing of CUDA, start in no time.
+    multiprocessing.set_forkserver_preload([__name__, *_SLOW_IMPORTS])
+    method = "spawn" if device_type == "cuda" else "forkserver"
     try:
-        torch.multiprocessing.spawn(_start, arguments, nprocs=world)
+        torch.multiprocessing.start_processes(_start, arguments, nprocs=world, start_method=method)
     except (
         torch.multiprocessing.ProcessRaisedException,
         torch.multiprocessing.ProcessExitedException,
