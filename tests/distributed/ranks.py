@@ -43,9 +43,6 @@ RECIPES: list[Recipe] = [
 """One for each granularity of a stored weight."""
 
 
-_SLOW_IMPORTS = ("float8lab", "torch.distributed.checkpoint", "torch.distributed.fsdp")
-
-
 @dataclass
 class Ranks:
     """This process among those of a job."""
@@ -139,8 +136,9 @@ def _start(rank: int, world: int, device_type: str, module: str, names: list[str
 def _run(world: int, device_type: str, module: str, names: list[str], tmp: Path) -> dict[str, str]:
     """Outcome of each check: "passed", or the traceback of a rank on which it failed."""
     arguments = (world, device_type, module, names, str(tmp))
-    # Forks of one process that has imported torch, and nothing of CUDA, start in no time.
-    multiprocessing.set_forkserver_preload([__name__, *_SLOW_IMPORTS])
+    # Forks of one process that has imported what is slow, and nothing of CUDA, start in no time.
+    slow = [__name__, "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+    multiprocessing.set_forkserver_preload(slow)
     method = "spawn" if device_type == "cuda" else "forkserver"
     try:
         torch.multiprocessing.start_processes(_start, arguments, nprocs=world, start_method=method)

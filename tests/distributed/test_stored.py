@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.recipes import Float8CurrentScaling
 from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
+from tests.recorder import Ops
 
 
 def make_model(ranks: Ranks, recipe: Any, sizes: tuple[int, ...] = (64, 300, 64, 5)) -> Any:
@@ -180,19 +180,6 @@ def check_master_weights(ranks: Ranks) -> None:
                 layer.reshard()
 
 
-class Ops(TorchDispatchMode):
-    """The names of the ops of ours that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "float8lab":
-            self.seen.append(op._schema.name.removeprefix("float8lab::"))
-        return op(*args, **(kwargs or {}))
-
-
 def check_shards_are_cast_by_one_op(ranks: Ranks) -> None:
     model = shard(make_model(ranks, Float8CurrentScaling()), ranks)
     optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.SGD, lr=1e-12)
@@ -202,7 +189,10 @@ def check_shards_are_cast_by_one_op(ranks: Ranks) -> None:
             optimizer.step()
     # Of the second step: the first asks besides whether masters and shards agree. Amaxes are taken
     # shard by shard, where there are rows.
-    assert [name for name in ops.seen if name != "amax"] == ["cast_many_"], ops.seen
+    ours = [name for name in ops.names if name.startswith("float8lab.")]
+    assert [n for n in ours if n != "float8lab.amax.default"] == ["float8lab.cast_many_.default"], (
+        ours
+    )
 
 
 def check_masters_start_from_kept_values(ranks: Ranks) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab import __main__ as command
@@ -22,6 +21,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect.selfcheck import CHECKS, Cases, Check, casts, selfcheck
 from float8lab.inspect.selfcheck import harness as module
+from tests.recorder import Ops
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -44,18 +44,6 @@ def only(monkeypatch):
     return select
 
 
-class Seen(TorchDispatchMode):
-    """The float8lab ops that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.ops.add(op)
-        return op(*args, **(kwargs or {}))
-
-
 def test_every_op_is_in_a_check():
     """A new op, in ``ops.__all__`` or in the ``__all__`` of a file of ops alone, needs a check."""
     modules = [one.name for one in pkgutil.iter_modules(ops.__path__) if not one.ispkg]
@@ -66,9 +54,9 @@ def test_every_op_is_in_a_check():
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_check_calls_its_ops_and_passes(check, device):
-    with Seen() as seen, torch.no_grad():
+    with Ops() as called, torch.no_grad():
         rows = module._rows_of(check, device)
-    assert {getattr(ops, name).overload for name in check.ops} <= seen.ops
+    assert {getattr(ops, name).overload for name in check.ops} <= set(called.seen)
     assert [row.failures for row in rows if row.status == "failed"] == []
     assert sum(row.cases for row in rows) > 4
 

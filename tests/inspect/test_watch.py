@@ -15,7 +15,6 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -27,6 +26,7 @@ from float8lab import recipes
 from float8lab.inspect import watch
 from float8lab.inspect.watch.records import Log, Record, Step
 from float8lab.recipes.region import STATE
+from tests.recorder import Ops
 
 RECIPES = {
     "current": recipes.Float8CurrentScaling(),
@@ -58,18 +58,6 @@ def train(model, x, steps=1, w=None, optimizer=None):
 
 def by_operand(w, step=0):
     return {(r.layer, r.operand): r for r in w.log.records if r.step == step}
-
-
-class Ops(TorchDispatchMode):
-    """Names of all ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 # What is recorded.
@@ -507,7 +495,7 @@ def test_every_and_the_losses_between():
             with Ops() as ops:
                 loss = model(torch.randn(16, 48)).sum()
                 loss.backward()
-            assert not any("bincount" in op for op in ops.seen)  # modes do not see it
+            assert not any("bincount" in op for op in ops.names)  # modes do not see it
             assert (STATE.observer is w) is (i % 3 == 0)
             w.step(loss)
     assert [s.step for s in w.log.steps] == list(range(7))
@@ -614,7 +602,7 @@ def test_nothing_runs_before_after_and_between(recipe):
     def ops(mode):
         with mode:
             run()
-        return mode.seen
+        return mode.names
 
     before, hooks = ops(Ops()), hooks_of(model)
     attributes = [set(vars(m)) for m in model.modules()]

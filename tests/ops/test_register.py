@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab import ops
 from float8lab.formats import E4M3
 from float8lab.ops import _register
+from tests.recorder import Ops
 
 SEEN: list[bool] = []
 """Of every call of an implementation below, whether Dynamo was tracing it."""
@@ -158,13 +158,6 @@ def test_other_tensors_go_through_it(x, dispatched):
 
 
 def test_modes_transforms_and_profilers_see_the_op(dispatched):
-    class Ops(TorchDispatchMode):
-        seen: list[Any] = []  # noqa: RUF012
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            self.seen.append(op)
-            return op(*args, **(kwargs or {}))
-
     x = _x()
     with Ops() as mode:
         _twice()(x)

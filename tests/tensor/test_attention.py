@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab.tensor import Float8Tensor, quantize
+from tests.recorder import Ops
 
 aten = torch.ops.aten
 
@@ -26,21 +26,11 @@ def operands(Sq=40, Sk=56, *, H=4, G=4, **options):
     return [make(s, **options) for s in sizes]
 
 
-class _Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.ops.append(op)
-        return op(*args, **(kwargs or {}))
-
-
 def runs_fp8(function):
     """The result, and whether the FP8 op computed it."""
-    with _Ops() as mode:
+    with Ops() as ops:
         result = function()
-    return result, torch.ops.float8lab.fp8_attention.default in mode.ops
+    return result, torch.ops.float8lab.fp8_attention.default in ops.seen
 
 
 CASES = {

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8lab
 from float8lab.nn import DotProductAttention, InferenceParams, RotaryPositionEmbedding
+from tests.recorder import Ops
 
 B, S, H, G, D = 3, 9, 4, 2, 8
 
@@ -52,16 +52,6 @@ def test_no_mask_decodes_over_all_that_is_cached():
     assert torch.allclose(y, attention(q[:, 5:], k, v), atol=1e-6)
 
 
-class _Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.gpu
 def test_a_growing_cache_does_without_cudnn():
     """Which prepares itself anew for each length, and takes longer for that than for the rest."""
@@ -72,13 +62,13 @@ def test_a_growing_cache_does_without_cudnn():
     outputs = []
     with torch.no_grad():
         for start, end in ((0, 32), (32, 33), (33, 34), (34, 40)):
-            with _Names() as names:
+            with Ops() as ops:
                 outputs.append(
                     attention(*(x[:, start:end] for x in (q, k, v)), inference_params=params)
                 )
             params.sequence_len_offset = end
             if end - start == 1:
-                ours = [name for name in names.seen if "attention" in name]
+                ours = [name for name in ops.names if "attention" in name]
                 assert ours
                 assert not any("cudnn" in name for name in ours)
     error = (torch.cat(outputs, dim=1) - whole).norm() / whole.norm()
