@@ -13,7 +13,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import sizes_of_split, store_in_fp8
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import trained
+from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating
 
@@ -139,7 +139,7 @@ class LayerNormLinear(FusedModule):
         call = self._begin(self._fp8, x, weight, is_first_microbatch)
         if call is None:
             results = self._forward_in_high_precision(
-                x, trained(self, weight, is_first_microbatch), added
+                x, plain_weight(self, weight, is_first_microbatch), added
             )
         else:
             how = NormLinearCall(self._norm, call, self.return_layernorm_output)

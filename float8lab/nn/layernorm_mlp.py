@@ -15,7 +15,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import store_in_fp8
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import trained
+from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.recipes.region import STATE
@@ -192,8 +192,8 @@ class LayerNormMLP(FusedModule):
     def _forward_in_high_precision(
         self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
-        fc1 = trained(self, self.fc1_weight, first_microbatch)
-        fc2 = trained(self, self.fc2_weight, first_microbatch)
+        fc1 = plain_weight(self, self.fc1_weight, first_microbatch)
+        fc2 = plain_weight(self, self.fc2_weight, first_microbatch)
         normed = normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
         )

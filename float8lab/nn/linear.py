@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
-from float8lab.nn.operands import fused_weight, plain, trained
+from float8lab.nn.operands import fused_weight, plain, plain_weight
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.recipes.recipe import Recipe
@@ -266,7 +266,7 @@ class Linear(nn.Linear, TensorParallelGroup):
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         call = self._fp8.begin(x, training=self.training)
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
-            high = trained(self, weight, is_first_microbatch)
+            high = plain_weight(self, weight, is_first_microbatch)
             y = self._forward_in_high_precision(x, high, added)
         else:
             call.first_microbatch = is_first_microbatch

@@ -441,8 +441,8 @@ def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
     return weight if module.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
 
 
-def trained(module: Any, weight: Tensor, first_microbatch: bool | None) -> Tensor:
-    """``plain(weight)`` for products in high precision, whose gradient goes where FP8's goes."""
+def plain_weight(module: Any, weight: Tensor, first_microbatch: bool | None) -> Tensor:
+    """``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for that."""
     fused = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
