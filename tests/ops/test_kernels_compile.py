@@ -33,6 +33,7 @@ from float8lab.ops import kernels
 from float8lab.ops.kernels import (
     _launch,
     attention,
+    blocks,
     many,
     norm,
     pair,
@@ -100,6 +101,10 @@ def both(
     return lambda: pair.quantize_pair(x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
 
 
+def tiles(rule: str = "fp32", size: int = 128, column_sum: bool = False) -> Any:
+    return lambda: blocks.quantize_blocks(x, E4M3, (1, size), rule, 0.0, 16, column_sum)
+
+
 def cast(scale: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None) -> Any:
     return lambda: quantize.cast(x, scale, slot, E4M3, block, 16)
 
@@ -144,6 +149,11 @@ def quantized_of(
 def both_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
     arguments = (*SOURCES[name], torch.bfloat16)
     return lambda: source_quantize.quantize_pair_of(*arguments, E4M3, block, rule, 0.0, 16, True)
+
+
+def tiles_of(name: str, write: bool = True, column_sum: bool = False) -> Any:
+    arguments = (*SOURCES[name], torch.bfloat16, E4M3, (1, 128), "fp32", 0.0, 16)
+    return lambda: blocks.quantize_blocks_of(*arguments, write=write, column_sum=column_sum)
 
 
 def normed(center: bool, columns: int) -> Any:
@@ -207,6 +217,13 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "1x128-both-float16": both((1, 128), dtype=torch.float16),
     "1x128-both-float32": both((1, 128), dtype=torch.float32),
     "1x32-e8m0-both-float32": both((1, 32), "e8m0", dtype=torch.float32),
+    "tiles": tiles(),
+    "tiles-pow2-sum": tiles("pow2", column_sum=True),
+    "tiles-float16": lambda: blocks.quantize_blocks(
+        x.half(), E5M2, (1, 128), "fp32", 0.0, 16, True
+    ),
+    "tiles-1x32-e8m0": tiles("e8m0", size=32),
+    "tiles-1x8-sum": tiles(size=8, column_sum=True),
     "row-both-float32": both((1, -1), dtype=torch.float32),
     "128x128": quantized((128, 128)),
     "128x128-both": both((128, 128)),
@@ -271,6 +288,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "1x128-of-layer-norm-transposed": quantized_of("layer_norm", (1, 128), transposed=True),
     "1x128-both-of-geglu-backward": both_of("geglu_backward", (1, 128)),
     "1x32-e8m0-both-of-swiglu-backward": both_of("swiglu_backward", (1, 32), "e8m0"),
+    **{f"tiles-of-{name.replace('_', '-')}": tiles_of(name) for name in SOURCES},
+    "tiles-of-layer-norm-transposed": tiles_of("layer_norm", write=False),
+    "tiles-of-swiglu-backward-sum": tiles_of("swiglu_backward", column_sum=True),
     "update-scales": lambda: scaling.update_scales_(
         torch.zeros(1024, 8), slots, slots, slots.int(), slots, 0, 1, False, True
     ),
@@ -301,6 +321,7 @@ PORTABLE = (
     *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
     *("cast-amax", "transpose", "dequantize"),
 )
+SINCE_HOPPER = ("tiles", "tiles-1x32-e8m0", "tiles-of-swiglu-backward")
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
@@ -399,6 +420,18 @@ def test_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
         assert used["REG"] <= 168, f"{launch[0].fn.__name__} leaves no room for others: {used}"
 
 
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name.startswith("tiles")])
+def test_three_tiles_share_a_multiprocessor(name: str, tmp_path: Path) -> None:
+    """And load and store by 8 or 16 bytes."""
+    for launch in launches(LAUNCHES[name]):
+        compiled = compile_launch(launch, 90)
+        assert resources(compiled, tmp_path)["REG"] * 256 * 3 <= 2**16
+        assert compiled.metadata.shared * 3 <= 227 * 1024
+        assert re.search(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]) or "-of-" in name
+        assert re.search(r"st\.global\S*\.v2\.b32", compiled.asm["ptx"]) or "transp" in name
+        assert re.search(r"st\.global\S*\.v4\.b32", compiled.asm["ptx"])
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
     *_, launch = launches(ATTENTION[name])
@@ -469,5 +502,12 @@ def test_casts_saturate_in_hardware(fp8_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("capability", [89, 100, 120])
 @pytest.mark.parametrize("name", PORTABLE)
 def test_compiles_for_other_gpus(name: str, capability: int) -> None:
+    for launch in launches(LAUNCHES[name]):
+        assert compile_launch(launch, capability).asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", [100, 120])
+@pytest.mark.parametrize("name", SINCE_HOPPER)
+def test_compiles_for_newer_gpus(name: str, capability: int) -> None:
     for launch in launches(LAUNCHES[name]):
         assert compile_launch(launch, capability).asm["cubin"]

@@ -52,17 +52,22 @@ def is_on_current_device(x: Tensor) -> bool:
 def launched(
     function: Callable[..., Any] | None = None,
     *,
+    language: Any = triton,
     do_not_specialize: Sequence[str] = (),
     do_not_specialize_on_alignment: Sequence[str] = (),
 ) -> Any:
-    """``triton.jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``."""
+    """``jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``.
+
+    ``language`` is Triton, or its Gluon.
+    """
     if function is None:
         return partial(
             launched,
+            language=language,
             do_not_specialize=do_not_specialize,
             do_not_specialize_on_alignment=do_not_specialize_on_alignment,
         )
-    compiled = triton.jit(
+    compiled = language.jit(
         function,
         do_not_specialize=do_not_specialize,
         do_not_specialize_on_alignment=do_not_specialize_on_alignment,

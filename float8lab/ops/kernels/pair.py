@@ -2,7 +2,7 @@
 
 M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment. A program
 reads its tile as ``_rows.py`` says. So ROWS must be divisible by 4; where it is not, each
-orientation has its own kernel.
+orientation has its own kernel. On Hopper, blocks of 2-byte values are ``blocks.py``'s.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from float8lab.ops.kernels._rows import (
     sum_of_rows,
     takes_words,
 )
+from float8lab.ops.kernels.blocks import quantize_blocks, takes_tiles
 from float8lab.ops.kernels.quantize import (
     PARTIALS,
     cast,
@@ -371,6 +372,8 @@ def quantize_pair(
     shape = tuple(block)
     if x.numel() == 0 or x.shape[1] == 1:
         return reference.quantize_pair(x, fp8_dtype, block, rule, eps, align, column_sum)
+    if takes_tiles(x, shape, align):
+        return quantize_blocks(x, fp8_dtype, shape, rule, eps, align, column_sum)
     if takes_words(x, shape, align):
         if shape == (-1, -1):
             return _quantize_tensor_pair(x, fp8_dtype, rule, eps, align, column_sum)

@@ -86,6 +86,7 @@ def load_source(
     stride_bm,
     stride_bk,
     rows,
+    columns,
     tile_k,
     M,
     K,
@@ -96,8 +97,7 @@ def load_source(
     DTYPE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Rows of a tile of the source in DTYPE, 0 outside [M, K]; and the tile's columns."""
-    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    """Some rows and all columns of a tile of the source in DTYPE, 0 outside [M, K]."""
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     if FUNCTION == "layer_norm" or FUNCTION == "rms_norm":
         y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
@@ -138,7 +138,7 @@ def load_source(
         of_a = y * b * derivative_of_activation(a, FUNCTION)
         y = tl.where(second[None, :], y * apply_activation(a, FUNCTION), of_a)
     y = tl.where(mask, y, 0.0)  # of what masked loads gave
-    return y.to(DTYPE), columns
+    return y.to(DTYPE)
 
 
 @triton.jit
@@ -150,21 +150,22 @@ def load_source_rows(
 ):  # fmt: skip
     """A tile of the source as four, see ``_rows.py``; its words and columns."""
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    y0, columns = load_source(
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    y0 = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        4 * words, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
-    y1, _ = load_source(
+    y1 = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words + 1, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        4 * words + 1, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
-    y2, _ = load_source(
+    y2 = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words + 2, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        4 * words + 2, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
-    y3, _ = load_source(
+    y3 = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        4 * words + 3, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        4 * words + 3, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
     return words, columns, y0, y1, y2, y3
 
@@ -229,9 +230,10 @@ def _value_kernel(
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-    y, columns = load_source(
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    y = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
     store_tile(y_ptr, y, rows, columns, M, K)
 
@@ -261,9 +263,11 @@ def _amax_kernel(
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        y, _ = load_source(
+        tile_k = (tile % tiles_k).to(tl.int64)
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        y = load_source(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, (tile % tiles_k).to(tl.int64), M, K,
+            rows, columns, tile_k, M, K,
             FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))

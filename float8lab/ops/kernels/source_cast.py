@@ -94,9 +94,10 @@ def _cast_kernel(
             )  # fmt: skip
     else:
         rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-        y, columns = load_source(
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        y = load_source(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         y = y.to(tl.float32)
         if HAS_SLOT:

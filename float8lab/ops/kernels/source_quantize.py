@@ -2,7 +2,8 @@
 
 M rows, K columns of the source; ROWS, COLUMNS the same after padding to the alignment. The kernels
 are those of ``quantize.py`` with ``load_source`` in the place of a load, and write one orientation
-or both, as ``source_cast.py`` does; its cast is the one for a single scale.
+or both, as ``source_cast.py`` does; its cast is the one for a single scale. On Hopper, blocks of
+2-byte values in both orientations are ``blocks.py``'s.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._rows import store_by_block, sum_of_rows, takes_words
+from float8lab.ops.kernels.blocks import has_tiles, quantize_blocks_of
 from float8lab.ops.kernels.pair import quantize_pair, scales_of_rows, transpose_scaled
 from float8lab.ops.kernels.quantize import quantize
 from float8lab.ops.kernels.source import (
@@ -70,9 +72,10 @@ def _amax_rows_columns_kernel(
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-    y, columns = load_source(
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    y = load_source(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-        rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
     bits = abs_bits(y.to(tl.float32))
     if WRITE:
@@ -114,9 +117,10 @@ def _quantize_blocks_kernel(
         )  # fmt: skip
     else:
         rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-        y, columns = load_source(
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        y = load_source(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
         )  # fmt: skip
         y = y.to(tl.float32)
         if COLUMN_SUM:
@@ -153,6 +157,11 @@ def _quantize(
     first = inputs[0]
     tile = tile_for(kind, both=transpose)
     registers = None
+    if transpose and has_tiles(first.device, dtype, block, align):
+        return quantize_blocks_of(
+            kind, inputs, dtype, fp8_dtype, block, rule, eps, align,
+            write=write, column_sum=column_sum,
+        )  # fmt: skip
     if transpose and block[0] == 1 and block[1] > 0:
         tile = _BLOCKS_TRANSPOSED
         if write and block[1] > tile.columns:

@@ -1,0 +1,121 @@
+"""Blocks in both orientations: by a tile in shared memory, and by the registers of any GPU.
+
+On Hopper the ops take the first for values of two bytes, which the tests of the ops then cover.
+Here both are compared with the reference; and with each other where a source is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3, FP8_DTYPES
+from float8lab.ops import reference
+from float8lab.ops.kernels import blocks, pair, source_quantize
+
+pytestmark = pytest.mark.gpu
+
+# Whole tiles, parts of one, of a block, of a register's pair of four; one row; a row of tiles.
+SHAPES = [(256, 384), (200, 136), (130, 264), (16, 8), (1, 128), (3, 4104), (1030, 16)]
+WAYS = {"tile": blocks.quantize_blocks, "registers": pair._quantize_blocks_pair}
+RULES = ["fp32", "pow2", "e8m0"]
+SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 6e4, -6e4, 2.0**-133]
+
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Of many magnitudes, with zeros in whole blocks, and special values here and there."""
+    x = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
+    x[:, : shape[1] // 3] = 0
+    x[: shape[0] // 3] = 0
+    places = torch.randperm(x.numel())[: len(SPECIAL)]
+    x.view(-1)[places] = torch.tensor(SPECIAL)[: len(places)]
+    return x.to(dtype).cuda()
+
+
+def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.stride() == other.stride() or 1 in one.shape
+        if one.dtype in FP8_DTYPES:
+            nan = other.float().isnan().cuda()
+            assert torch.equal(one.float().isnan(), nan)
+            assert bool((nan | (one.view(torch.uint8) == other.view(torch.uint8).cuda())).all())
+        else:
+            torch.testing.assert_close(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@each_way
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128])
+@each_dtype
+def test_blocks_are_the_reference_s(dtype: torch.dtype, size: int, rule: str, way: Any) -> None:
+    torch.manual_seed(size)
+    for number, shape in enumerate(SHAPES):
+        x = matrix(shape, dtype)
+        how = (FP8_DTYPES[number % 2], (1, size), rule, (0.0, 0.1)[number // 2 % 2], 16)
+        *got, _ = way(x, *how, False)
+        *want, _ = reference.quantize_pair(x.cpu(), *how, False)
+        same(got, want)
+
+
+@each_way
+def test_rows_may_be_apart_and_columns_summed(way: Any) -> None:
+    wide = torch.randn(300, 1024, device="cuda").bfloat16()
+    for x in (wide[:, 512:768], wide[::2], wide[5:, :8]):
+        how = (E4M3, (1, 128), "pow2", 0.0, 16)
+        *got, total = way(x, *how, True)
+        *want, _ = reference.quantize_pair(x.cpu(), *how, False)
+        same(got, want)
+        bound = x.double().abs().sum(0) * 2.0**-24 * x.shape[0]
+        assert bool(((total - x.double().sum(0)).abs() <= bound).all())
+
+
+def test_what_a_tile_takes() -> None:
+    x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
+    assert blocks.takes_tiles(x, (1, 128), 16) == (torch.cuda.get_device_capability() >= (9, 0))
+    assert not blocks.takes_tiles(x.float(), (1, 128), 16)
+    assert not blocks.takes_tiles(x.t()[:32], (1, 128), 16)
+    assert not blocks.takes_tiles(x[:, 1:57], (1, 128), 16)
+    assert not blocks.takes_tiles(x[:, :60], (1, 128), 16)
+    assert not blocks.takes_tiles(x, (1, 128), 4)
+    assert not blocks.takes_tiles(x, (128, 128), 16)
+    assert not blocks.takes_tiles(x, (1, -1), 16)
+    assert not blocks.takes_tiles(x, (1, 4), 16)
+
+
+def inputs_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    x = torch.randn(rows, columns, device="cuda").to(dtype)
+    if kind == "layer_norm":
+        each_row, each_column = torch.rand(rows).cuda(), torch.randn(columns).cuda()
+        return [x, each_row, each_column, each_row + 1, each_column * 2]
+    if kind == "swiglu":
+        return [torch.cat((x, x.flip(0)), 1)]
+    gradient = torch.randn(rows, columns // 2, device="cuda").to(dtype)
+    return [x, gradient] if kind == "swiglu_backward" else [x, x.flip(1)]
+
+
+@pytest.mark.parametrize("write", [True, False], ids=["both", "transposed"])
+@pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "gelu_backward", "swiglu_backward"])
+@each_dtype
+def test_sources_have_the_same_bytes_both_ways(
+    dtype: torch.dtype, kind: str, write: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rows, columns in ((300, 512), (63, 130), (1, 24)):
+        inputs = inputs_of(kind, rows, columns, dtype)
+        how = (dtype, None, E4M3, (1, 128), "fp32", 0.0, 16)
+        flags = {"write": write, "transpose": True, "column_sum": write}
+        results = []
+        for answer in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(source_quantize, "has_tiles", lambda *_, a=answer: a)
+                results.append(source_quantize._quantize(kind, inputs, *how, **flags))
+        (*tile, total), (*registers, other_total) = results
+        same(tile[0 if write else 2 :], registers[0 if write else 2 :])
+        torch.testing.assert_close(total, other_total, rtol=1e-4, atol=1e-3)
