@@ -30,7 +30,7 @@ from torch import Tensor
 from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import DelayedSlots, ScalePack
 
-__all__ = ["AmaxChannel", "channel_of", "group_named", "name_of_group"]
+__all__ = ["AmaxChannel", "channel_of", "group_named", "has_ranks", "name_of_group"]
 
 _Key = tuple[Any, ...]
 
@@ -148,12 +148,17 @@ class AmaxChannel:
 _CHANNELS: weakref.WeakKeyDictionary[Any, AmaxChannel] = weakref.WeakKeyDictionary()
 
 
+def has_ranks() -> bool:
+    """Whether there are process groups at all."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     """The process group meant by ``group`` (None: the default one) and its channel.
 
     None if there is nothing to reduce over.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_ranks():
         return None
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:

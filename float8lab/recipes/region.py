@@ -25,7 +25,7 @@ from float8lab.ops import NO_DATA, register_stateful
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.recipes.recording import Recording
-from float8lab.recipes.reduction import channel_of, group_named, name_of_group
+from float8lab.recipes.reduction import channel_of, group_named, has_ranks, name_of_group
 
 __all__ = [
     "DEFAULT_RECIPE",
@@ -160,7 +160,8 @@ class Region:
             # Casts that a CUDA graph has replayed did not enter their packs. Without new amaxes a
             # pack stays as it is.
             self.packs.update(dict.fromkeys(STATE.recorded))
-        advance_scales(self.packs, self.groups, agree=self.first)
+        if self.packs or (self.groups and has_ranks()):
+            advance_scales(self.packs, self.groups, agree=self.first)
 
     def discard(self) -> None:
         """Forget what the forward recorded: the region did not finish."""

@@ -106,9 +106,10 @@ class autocast:
             region.discard()
             return
         region.close()
-        idle = not (region.fp8_calls or region.silent or torch.compiler.is_compiling())
-        if idle and self._enabled and state.watch:
-            _warn_about_idle_region(sys._getframe(1))
+        if state.watch and self._enabled:
+            idle = not (region.fp8_calls or region.silent or torch.compiler.is_compiling())
+            if idle:
+                _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)
