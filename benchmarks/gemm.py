@@ -4,6 +4,7 @@
 
 Needs a CUDA GPU. ``torch.mm`` is the baseline; FP8 operands are multiplied by the op that the
 layers call. ``precise`` and ``fast`` are cuBLASLt's two ways to accumulate; block scaling has one.
+Blocks of e5m2 by e4m3, as of gradients under ``Format.HYBRID``, are a kernel of our own.
 Each product is compared with that of the dequantized operands in float64. ``% of ceiling`` is
 against the fastest FP8 (bfloat16) GEMM of the header. These times are the larger part of every
 other subject's floor.
@@ -19,7 +20,7 @@ from benchmarks import common, report
 from benchmarks.floor import BF16, Gemm, GemmOperands
 from benchmarks.report import Row, Setting, Subject
 from benchmarks.shapes import MODELS, LinearShape, select
-from float8lab.formats import E4M3, Float8Spec
+from float8lab.formats import E4M3, E5M2, Float8Spec
 
 __all__ = ["SUBJECT", "gemms", "main", "rows"]
 
@@ -34,6 +35,7 @@ def gemms(name: str) -> dict[str, Gemm]:
     tensor, row = Float8Spec(E4M3, (-1, -1)), Float8Spec(E4M3, (1, -1))
     across, tile = Float8Spec(E4M3, (1, 128)), Float8Spec(E4M3, (128, 128))
     blocks = ("1x128 by 1x128", across) if name == "wgrad" else ("1x128 by 128x128", tile)
+    of_gradient = {f"{blocks[0]}, e5m2 by e4m3": Gemm(Float8Spec(E5M2, (1, 128)), blocks[1], False)}
     return {
         "bfloat16": BF16,
         "tensor, precise": Gemm(tensor, tensor, False),
@@ -41,6 +43,7 @@ def gemms(name: str) -> dict[str, Gemm]:
         "row, precise": Gemm(row, row, False),
         "row, fast": Gemm(row, row, True),
         blocks[0]: Gemm(across, blocks[1], False),
+        **(of_gradient if name != "fprop" else {}),
     }
 
 

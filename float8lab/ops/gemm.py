@@ -17,7 +17,7 @@ from float8lab.formats import E4M3, E5M2
 from float8lab.ops import reference
 from float8lab.ops._register import register
 
-__all__ = ["capability_of", "has_fp8_gemm", "scaled_bmm_op", "scaled_mm_op"]
+__all__ = ["capability_of", "has_fp8_gemm", "is_cublas_gemm", "scaled_bmm_op", "scaled_mm_op"]
 
 
 def _fake_scaled_mm(
@@ -64,12 +64,10 @@ scaled_bmm_op = register(
 )
 
 
-_BLOCK_PAIRS = (
-    ((1, 128), (1, 128)),
-    ((1, 128), (128, 128)),
-    ((128, 128), (1, 128)),
-)
-"""Blocks of a and b that cuBLASLt multiplies on Hopper, since CUDA 12.9 and E4M3 by E4M3 only."""
+_BLOCKS = ((1, 128), (128, 128))
+"""Of each operand, that Hopper multiplies: cuBLASLt or, what it does not, a kernel of our own."""
+_CUBLAS_PAIRS = frozenset({(a, b) for a in _BLOCKS for b in _BLOCKS} - {(_BLOCKS[1], _BLOCKS[1])})
+"""Of a and b, that cuBLASLt multiplies."""
 
 
 def has_fp8_gemm(
@@ -89,15 +87,22 @@ def has_fp8_gemm(
     >>> has_fp8_gemm((1, 32), (1, 32), torch.device("cpu"))
     False
     """
-    on_gpu = device.type == "cuda"
-    capability = capability_of(device) if on_gpu else (9, 0)
+    capability = capability_of(device) if device.type == "cuda" else (9, 0)
     if a_dtype == b_dtype == E5M2:
         return False
     if a_block[1] == -1 and b_block[1] == -1:
         return capability >= (8, 9)
-    if (tuple(a_block), tuple(b_block)) not in _BLOCK_PAIRS or not a_dtype == b_dtype == E4M3:
-        return False
-    return capability[0] == 9 and (_cuda_version() >= (12, 9) or not on_gpu)
+    return tuple(a_block) in _BLOCKS and tuple(b_block) in _BLOCKS and capability[0] == 9
+
+
+def is_cublas_gemm(
+    a_block: Sequence[int], b_block: Sequence[int], a_dtype: torch.dtype, b_dtype: torch.dtype
+) -> bool:
+    """Whether cuBLASLt has a product of blocks on Hopper: since CUDA 12.9, of e4m3 alone."""
+    of_e4m3 = a_dtype == b_dtype == E4M3
+    return (
+        of_e4m3 and (tuple(a_block), tuple(b_block)) in _CUBLAS_PAIRS and _cuda_version() >= (12, 9)
+    )
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def test_hopper_with_an_old_cuda(pretend):
 DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
-Float8BlockScaling | emulated | products of blocks need CUDA 12.9; torch was built for 12.8
+Float8BlockScaling | native |
 MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
 FP8 attention | native |""",
     )
@@ -86,7 +86,7 @@ def test_a_gpu_before_hopper(pretend):
 DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
-Float8BlockScaling | emulated | cuBLASLt multiplies blocks on SM 9.0 only; this GPU is SM 8.9
+Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 8.9
 MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
 FP8 attention | emulated | the kernel is for SM 9.0; this GPU is SM 8.9""",
     )
@@ -100,7 +100,7 @@ def test_blackwell(pretend):
 DelayedScaling | native |
 Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
-Float8BlockScaling | emulated | cuBLASLt multiplies blocks on SM 9.0 only; this GPU is SM 10.0
+Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 10.0
 MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
 FP8 attention | emulated | the kernel is for SM 9.0; this GPU is SM 10.0""",
     )
@@ -122,7 +122,7 @@ def test_why_a_product_is_emulated(pretend):
     pretend((9, 0))
     assert why_gemm_is_emulated(TENSOR, ROW, GPU) == ""
     assert "e5m2 by e5m2" in why_gemm_is_emulated(TENSOR, TENSOR, GPU, E5M2, E5M2)
-    assert "blocks in e5m2" in why_gemm_is_emulated(BLOCK, BLOCK, GPU, E5M2, E4M3)
+    assert why_gemm_is_emulated(BLOCK, BLOCK, GPU, E5M2, E4M3) == ""
     assert "row by 1x128 blocks" in why_gemm_is_emulated(ROW, BLOCK, GPU)
     assert "up to 128" in why_attention_is_emulated(GPU, 192, 128)
     pretend((8, 0))

@@ -33,6 +33,7 @@ from float8lab.ops import kernels
 from float8lab.ops.kernels import (
     _launch,
     attention,
+    block_gemm,
     blocks,
     many,
     norm,
@@ -317,6 +318,19 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 }
 """Of Hopper's tensor cores alone; its softmax is approximate."""
 
+
+def product_of_blocks(out_dtype: torch.dtype, a_dtype: torch.dtype = E4M3) -> Any:
+    a, b = torch.zeros(384, 512).to(a_dtype), torch.zeros(512, 512).to(E4M3)
+    scales = torch.ones(4, 384).t(), torch.ones(4, 512).t()
+    return lambda: block_gemm.multiply_blocks(a, scales[0], b, scales[1], out_dtype)
+
+
+PRODUCTS: dict[str, Callable[[], Any]] = {
+    "blocks": product_of_blocks(torch.bfloat16),
+    "blocks-e5m2": product_of_blocks(torch.float16, E5M2),
+    "blocks-float32": product_of_blocks(torch.float32),
+}
+
 PORTABLE = (
     *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
     *("cast-amax", "transpose", "dequantize"),
@@ -335,6 +349,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
+        patch.setattr(block_gemm, "_programs", lambda device: 132)
         call()
     return recorded
 
@@ -391,7 +406,7 @@ def all_kernels() -> Iterator[str]:
 
 def test_every_kernel_is_compiled_here() -> None:
     compiled = set()
-    for call in (*LAUNCHES.values(), *ATTENTION.values()):
+    for call in (*LAUNCHES.values(), *ATTENTION.values(), *PRODUCTS.values()):
         for kernel, _, _ in launches(call):
             compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
     assert compiled == set(all_kernels())
@@ -443,6 +458,21 @@ def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path)
         [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
     assert assembly.count("QGMMA") > 2 * assembly.count("WARPGROUP.DEPBAR")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
+    """Each product is waited for once; of registers a dozen spill, constants of the loop."""
+    (launch,) = launches(PRODUCTS[name])
+    compiled = compile_launch(launch, 90)
+    used = resources(compiled, tmp_path)
+    assert used["STACK"] <= 48
+    assert used["LOCAL"] == 0
+    assert compiled.metadata.shared <= 227 * 1024
+    assembly = subprocess.run(
+        [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    assert assembly.count("QGMMA") == 4 * assembly.count("WARPGROUP.DEPBAR")
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

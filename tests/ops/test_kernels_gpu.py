@@ -14,7 +14,7 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
-from float8lab.ops import reference
+from float8lab.ops import gemm, reference
 from float8lab.ops.gemm import has_fp8_gemm
 
 pytestmark = pytest.mark.gpu
@@ -332,6 +332,34 @@ def test_scaled_mm(
         assert (got - exact).abs().max() <= budget
 
 
+@pytest.mark.parametrize(
+    "shape", [(16, 16, 16), (336, 208, 400), (640, 768, 1536), (3000, 4112, 272)]
+)
+@pytest.mark.parametrize("b_block", [(1, 128), (128, 128)], ids=["1x128", "128x128"])
+def test_our_product_of_blocks_is_cublas_s_bit_for_bit(
+    b_block: tuple[int, int], shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what a CUDA has whose cuBLASLt has none."""
+    if torch.cuda.get_device_capability()[0] != 9 or gemm._cuda_version() < (12, 9):
+        pytest.skip("cuBLASLt has no such product here")
+    M, N, K = shape
+    operands: list[Any] = []
+    for rows, block in ((M, (1, 128)), (N, b_block)):
+        x = (
+            torch.randn(rows, K, device="cuda")
+            * torch.logspace(-2, 2, rows, device="cuda")[:, None]
+        )
+        q, scale, _ = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1)
+        operands += [q, scale, block]
+    for out_dtype in HIGH_PRECISION_DTYPES:
+        for bias in (None, torch.randn(N, device="cuda")):
+            theirs = ops.scaled_mm_op(*operands, bias, out_dtype, False)
+            with monkeypatch.context() as patch:
+                patch.setattr(gemm, "_cuda_version", lambda: (12, 8))
+                ours = ops.scaled_mm_op(*operands, bias, out_dtype, False)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)
 def test_scaled_bmm(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
     """Each matrix of the batch as ``scaled_mm`` has it, whatever the strides."""
@@ -385,8 +413,8 @@ def test_has_fp8_gemm_is_true_of_what_hopper_multiplies(
     device = torch.device("cuda")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the table is Hopper's")
-    expected = (a_block, b_block) != ((128, 128), (128, 128))
-    assert has_fp8_gemm(a_block, b_block, device) == expected
+    assert has_fp8_gemm(a_block, b_block, device)
+    assert has_fp8_gemm(a_block, b_block, device, a_dtype=E5M2)
     assert not has_fp8_gemm(a_block, b_block, device, a_dtype=E5M2, b_dtype=E5M2)
 
 

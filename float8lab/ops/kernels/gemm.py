@@ -1,7 +1,8 @@
 """``y = a @ b.T`` of FP8 matrices through cuBLASLt.  M rows of a, N rows of b, K contraction.
 
 Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``has_fp8_gemm``); all
-others are dequantized and multiplied in high precision.
+others are dequantized and multiplied in high precision. Blocks that cuBLASLt does not take are
+multiplied in ``block_gemm.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import has_fp8_gemm, is_cublas_gemm
+from float8lab.ops.kernels.block_gemm import multiply_blocks
 from float8lab.ops.kernels.pair import transpose
 from float8lab.ops.kernels.quantize import dequantize
 from float8lab.ops.reference import round_up
@@ -52,7 +54,11 @@ def scaled_mm(
     rows, columns = round_up(M, _ALIGN) if by_block else M, round_up(N, _ALIGN)
     a, b = _pad(a, rows, round_up(K, _ALIGN)), _pad(b, columns, round_up(K, _ALIGN))
     bias = _pad_bias(bias, columns)
-    if by_block:
+    if by_block and not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
+        a_scale, b_scale = _each_row(a_scale, a_block, rows), _each_row(b_scale, b_block, columns)
+        out = multiply_blocks(a, a_scale, b, b_scale, out_dtype)
+        out = out if bias is None else out.add_(bias)
+    elif by_block:
         a_scale, b_scale = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
         types = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
         out = _multiply_blocks(a, a_scale, b, b_scale, types, bias, out_dtype)
@@ -234,6 +240,13 @@ def _per_block(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
     padded = scale.new_zeros((scale.shape[0], columns))
     padded[:, : scale.shape[1]] = scale
     return padded.t()
+
+
+def _each_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
+    """[rows, K / 128] with neighbours in a column, of 1x128 or 128x128 blocks."""
+    if block[0] == 1:
+        return _per_block(scale, block, rows)
+    return scale.t().repeat_interleave(128, dim=1)[:, :rows].t()
 
 
 def _aligned(x: Tensor) -> bool:
