@@ -332,32 +332,45 @@ def test_scaled_mm(
         assert (got - exact).abs().max() <= budget
 
 
-@pytest.mark.parametrize(
-    "shape", [(16, 16, 16), (336, 208, 400), (640, 768, 1536), (3000, 4112, 272)]
-)
+OUR_SHAPES = [(16, 16, 16), (336, 208, 400), (640, 768, 1536), (3000, 4112, 272)]
+"""Parts of a tile, and more tiles than programs."""
+
+
+@pytest.mark.parametrize("shape", OUR_SHAPES, ids=str)
 @pytest.mark.parametrize("b_block", [(1, 128), (128, 128)], ids=["1x128", "128x128"])
-def test_our_product_of_blocks_is_cublas_s_bit_for_bit(
+def test_our_product_of_blocks_is_cublas_s(
     b_block: tuple[int, int], shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is what a CUDA has whose cuBLASLt has none."""
+    """It is what a CUDA has whose cuBLASLt has none. By 128x128 blocks every bit is the same.
+
+    By 1x128 blocks the order in which a partial sum is multiplied by two scales is not.
+    """
     if torch.cuda.get_device_capability()[0] != 9 or gemm._cuda_version() < (12, 9):
         pytest.skip("cuBLASLt has no such product here")
     M, N, K = shape
     operands: list[Any] = []
+    magnitudes = []
     for rows, block in ((M, (1, 128)), (N, b_block)):
-        x = (
-            torch.randn(rows, K, device="cuda")
-            * torch.logspace(-2, 2, rows, device="cuda")[:, None]
-        )
+        x = torch.randn(rows, K, device="cuda")
+        x *= torch.logspace(-2, 2, rows, device="cuda")[:, None]
         q, scale, _ = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1)
         operands += [q, scale, block]
+        magnitudes.append(x.abs())
+    magnitude = magnitudes[0] @ magnitudes[1].t()
     for out_dtype in HIGH_PRECISION_DTYPES:
         for bias in (None, torch.randn(N, device="cuda")):
             theirs = ops.scaled_mm_op(*operands, bias, out_dtype, False)
             with monkeypatch.context() as patch:
                 patch.setattr(gemm, "_cuda_version", lambda: (12, 8))
                 ours = ops.scaled_mm_op(*operands, bias, out_dtype, False)
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            if b_block == (128, 128):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            else:
+                # One unit in the last place of the product, another of its sum with the bias.
+                rounding = 2 * theirs.float().abs() * torch.finfo(out_dtype).eps
+                of_bias = 0 if bias is None else bias.abs() * torch.finfo(out_dtype).eps
+                error = (ours.float() - theirs.float()).abs()
+                assert bool((error <= rounding + of_bias + 2.0**-20 * magnitude).all())
 
 
 @pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)

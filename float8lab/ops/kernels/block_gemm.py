@@ -1,13 +1,13 @@
-"""``y = a @ b.T`` where both have a scale for every 1 x 128 values, on Hopper's tensor cores.
+"""``y = a @ b.T`` of 1x128 blocks by such or 128x128 blocks, on Hopper's tensor cores.
 
-For what cuBLASLt does not multiply there: e5m2 by e4m3, and anything before CUDA 12.9. Where it
-does, the two are equal in speed and in every bit.
+For what cuBLASLt does not multiply there: e5m2 by e4m3, and anything before CUDA 12.9.
 
 M rows of a, N rows of b, K contraction. A program takes tiles of 128 x 256 of y, one after the
-other. A warp loads 128 of K at a time through a ring of buffers; two groups of four warps have 128
-columns each. A group multiplies 64 rows at a time, whose products it scales and adds to sums in
-float32 while the other group's run. A thread has two rows but 32 columns of such a product, so what
-scales cost is reading those of b: from shared memory, once for both halves of the rows.
+other. A warp loads 128 of K at a time through a ring of buffers; two groups of four warps have half
+of the tile each. A group multiplies 64 x 128 at a time, a quarter, which it scales and adds to sums
+in float32 while the other group's runs. A thread has two rows but 32 columns of a quarter. So where
+each row of b has a scale, reading these is what costs: the quarters of a group are below each other
+then, and their scales come from shared memory once for both. Else they are side by side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COLUMNS = 256
 HALF = gl.constexpr(64)
 """Rows that a group multiplies at a time: those of one tensor core instruction."""
 PART = gl.constexpr(128)
-"""Columns of a group."""
+"""Columns that a group multiplies at a time; as many as a 128x128 block has."""
 STEP = gl.constexpr(128)
 """Of K, at a time: a block."""
 _STAGES = 4
@@ -81,32 +81,46 @@ def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _product(a_tile, b_tile, half: gl.constexpr, group: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
-    none = gl.zeros([HALF, PART], gl.float32, LAYOUT)
-    a = a_tile.slice(HALF * half, HALF)
-    b = b_tile.slice(PART * group, PART).permute((1, 0))
-    return warpgroup_mma(a, b, none, use_acc=False, is_async=True)
+def _product(
+    a_tile, b_tile, part, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
+):
+    """To the registers of ``part``, whose values do not count."""
+    a = a_tile.slice(HALF * (quarter if B_BY_ROW else group), HALF)
+    b = b_tile.slice(PART * (group if B_BY_ROW else quarter), PART).permute((1, 0))
+    return warpgroup_mma(a, b, part, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add(sums, part, a_scale, b_scale):
+def _add(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr):
+    """``b_scale``, of each column, only if ``B_BY_ROW``; else ``a_scale`` is times b's."""
     # As volatile assembly, because LLVM moves its own behind the next product, whose results would
     # then be there at the same time, and spill.
-    a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
-    b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), part)
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .f32 scaled;
-            mul.rn.f32 scaled, $1, $3;
-            fma.rn.f32 $0, scaled, $2, $4;
-        }""",
-        "=f,f,f,f,f",
-        [part, a_scale, b_scale, sums],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
+    if B_BY_ROW:
+        a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
+        b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), part)
+        sums = gl.inline_asm_elementwise(
+            """{
+                .reg .f32 scaled;
+                mul.rn.f32 scaled, $1, $3;
+                fma.rn.f32 $0, scaled, $2, $4;
+            }""",
+            "=f,f,f,f,f",
+            [part, a_scale, b_scale, sums],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
+        sums = gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [part, scale, sums],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    return sums
 
 
 @gluon.jit
@@ -119,55 +133,73 @@ def _store(sums, y_desc, y_tile, row, column):
 
 
 @gluon.jit
-def _multiply(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr):
+def _multiply(  # noqa: PLR0915
+    arguments, group: gl.constexpr, B_BY_ROW: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr
+):
     """What a group does."""
     (
         a_tiles, b_tiles, y_tiles, scales, full, empty, where, y_desc, a_scale_ptr, b_scale_ptr,
-        M, N, a_stride, b_stride,
+        M, N, a_stride, b_stride, b_row_stride,
     ) = arguments  # fmt: skip
     tiles_m, tiles_n, steps, first, programs = where
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    rows_of_half = gl.arange(0, HALF, BY_ROW)
-    columns_of_part = gl.arange(0, PART, gl.BlockedLayout([1], [32], [4], [0])) + PART * group
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, PART, gl.BlockedLayout([1], [32], [4], [0]))
+    # Of its two quarters, which are below each other or side by side.
+    row0: gl.constexpr = 0 if B_BY_ROW else HALF * group
+    row1: gl.constexpr = HALF if B_BY_ROW else HALF * group
+    column0: gl.constexpr = PART * group if B_BY_ROW else 0
+    column1: gl.constexpr = PART * group if B_BY_ROW else PART
+    part = gl.zeros([HALF, PART], gl.float32, LAYOUT)
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
         m, n = _place(tile, tiles_m, tiles_n, BAND)
-        upper = gl.zeros([HALF, PART], gl.float32, LAYOUT)
-        lower = gl.zeros([HALF, PART], gl.float32, LAYOUT)
+        m *= 2 * HALF
+        n *= 2 * PART
+        sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
+        sums1 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         # Beyond the edges there are zeros, whatever they are multiplied by.
-        row = gl.minimum(m * 2 * HALF + rows_of_half, M - 1)
-        lower_row = gl.minimum(m * 2 * HALF + HALF + rows_of_half, M - 1)
-        column = gl.minimum(n * 2 * PART + columns_of_part, N - 1)
-        next_upper = gl.load(a_scale_ptr + row)
-        next_lower = gl.load(a_scale_ptr + lower_row)
-        next_column = gl.load(b_scale_ptr + column)
+        a0 = gl.minimum(m + row0 + rows, M - 1)
+        next_a0 = gl.load(a_scale_ptr + a0)
+        if B_BY_ROW:
+            a1 = gl.minimum(m + row1 + rows, M - 1)
+            next_a1 = gl.load(a_scale_ptr + a1)
+            b0 = gl.minimum(n + column0 + columns, N - 1)
+        else:
+            last = (N - 1) // PART
+            b0 = gl.minimum(n // PART, last) * b_row_stride
+            b1 = gl.minimum(n // PART + 1, last) * b_row_stride
+            next_b1 = gl.load(b_scale_ptr + b1)
+        next_b0 = gl.load(b_scale_ptr + b0)
         for step in range(steps):
             stage = count % STAGES
-            upper_scale = next_upper
-            lower_scale = next_lower
-            column_scale = next_column
             # The next step's arrive while the tensor cores work; after the last nobody looks.
             ahead = gl.minimum(step + 1, steps - 1)
-            next_upper = gl.load(a_scale_ptr + ahead * a_stride + row)
-            next_lower = gl.load(a_scale_ptr + ahead * a_stride + lower_row)
-            next_column = gl.load(b_scale_ptr + ahead * b_stride + column)
+            b_scale = next_b0
+            if B_BY_ROW:
+                scale0 = next_a0
+                scale1 = next_a1
+                next_a1 = gl.load(a_scale_ptr + (ahead * a_stride + a1))
+            else:
+                scale0 = next_a0 * next_b0
+                scale1 = next_a0 * next_b1
+                next_b1 = gl.load(b_scale_ptr + (ahead * b_stride + b1))
+            next_a0 = gl.load(a_scale_ptr + (ahead * a_stride + a0))
+            next_b0 = gl.load(b_scale_ptr + (ahead * b_stride + b0))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            part = _product(a_tiles.index(stage), b_tiles.index(stage), 0, group)
-            scales.index(group).store(column_scale)
-            b_scale = scales.index(group).load(BY_COLUMN)
+            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 0, group, B_BY_ROW)
+            if B_BY_ROW:
+                scales.index(group).store(b_scale)
+                b_scale = scales.index(group).load(gl.SliceLayout(0, LAYOUT))
             part = warpgroup_mma_wait(0, (part,))
-            upper = _add(upper, part, upper_scale, b_scale)
-            part = _product(a_tiles.index(stage), b_tiles.index(stage), 1, group)
+            sums0 = _add(sums0, part, scale0, b_scale, B_BY_ROW)
+            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 1, group, B_BY_ROW)
             part = warpgroup_mma_wait(0, (part,))
             mbarrier.arrive(empty.index(stage), count=1)
-            lower = _add(lower, part, lower_scale, b_scale)
+            sums1 = _add(sums1, part, scale1, b_scale, B_BY_ROW)
             count += 1
-        first_row = m * 2 * HALF
-        first_column = n * 2 * PART + PART * group
-        _store(upper, y_desc, y_tiles.index(group), first_row, first_column)
-        _store(lower, y_desc, y_tiles.index(group), first_row + HALF, first_column)
+        _store(sums0, y_desc, y_tiles.index(group), m + row0, n + column0)
+        _store(sums1, y_desc, y_tiles.index(group), m + row1, n + column1)
     tma.store_wait(0)
 
 
@@ -177,9 +209,9 @@ def _multiply_blocks_kernel(
     b_desc,  # [N, K] fp8, in tiles of [256, 128]
     y_desc,  # [M, N], in tiles of [64, 128]
     a_scale_ptr,  # [M, ceil K / 128] with stride (1, a_stride), fp32
-    b_scale_ptr,  # [N, ceil K / 128] with stride (1, b_stride), fp32
-    M, N, K, a_stride, b_stride,
-    BAND: gl.constexpr, STAGES: gl.constexpr,
+    b_scale_ptr,  # the same of N; unless B_BY_ROW, [ceil N / 128, ceil K / 128] of any strides
+    M, N, K, a_stride, b_stride, b_row_stride,
+    B_BY_ROW: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = a_desc.block_shape[0]
@@ -201,12 +233,12 @@ def _multiply_blocks_kernel(
     loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, where)
     sums = (
         a_tiles, b_tiles, y_tiles, scales, full, empty, where, y_desc, a_scale_ptr, b_scale_ptr,
-        M, N, a_stride, b_stride,
+        M, N, a_stride, b_stride, b_row_stride,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_multiply, (sums, 0, BAND, STAGES)),
-            (_multiply, (sums, 1, BAND, STAGES)),
+            (_multiply, (sums, 0, B_BY_ROW, BAND, STAGES)),
+            (_multiply, (sums, 1, B_BY_ROW, BAND, STAGES)),
             (_load_tiles, (loads, BAND, STAGES)),
         ],
         [4, 1],
@@ -227,14 +259,16 @@ def multiply_blocks(
 ) -> Tensor:
     """``[M, N]`` of contiguous, aligned ``[M, K]`` and ``[N, K]``, N and K divisible by 16.
 
-    Scales are ``[M, ceil K / 128]`` and ``[N, ceil K / 128]`` with neighbours in a column.
+    Scales are ``[M, ceil K / 128]`` and ``[N, ceil K / 128]`` with neighbours in a column, or those
+    of b ``[ceil N / 128, ceil K / 128]``.
     """
     (M, K), N = a.shape, b.shape[0]
     y = a.new_empty((M, N), dtype=out_dtype)
     programs = min(_programs(a.device), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS))
     _multiply_blocks_kernel[(programs,)](
         _descriptor(a, _ROWS, 128), _descriptor(b, _COLUMNS, 128), _descriptor(y, 64, 128),
-        a_scale, b_scale, M, N, K, a_scale.stride(1), b_scale.stride(1), BAND=_BAND,
+        a_scale, b_scale, M, N, K, a_scale.stride(1), b_scale.stride(1), b_scale.stride(0),
+        B_BY_ROW=b_scale.shape[0] == N, BAND=_BAND,
         STAGES=_STAGES_OF_FLOAT32 if out_dtype == torch.float32 else _STAGES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

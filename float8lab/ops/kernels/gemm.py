@@ -55,8 +55,8 @@ def scaled_mm(
     a, b = _pad(a, rows, round_up(K, _ALIGN)), _pad(b, columns, round_up(K, _ALIGN))
     bias = _pad_bias(bias, columns)
     if by_block and not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
-        a_scale, b_scale = _each_row(a_scale, a_block, rows), _each_row(b_scale, b_block, columns)
-        out = multiply_blocks(a, a_scale, b, b_scale, out_dtype)
+        b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
+        out = multiply_blocks(a, _each_row(a_scale, a_block, rows), b, b_scale, out_dtype)
         out = out if bias is None else out.add_(bias)
     elif by_block:
         a_scale, b_scale = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
