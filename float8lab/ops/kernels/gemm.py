@@ -54,14 +54,11 @@ def scaled_mm(
     rows, columns = round_up(M, _ALIGN) if by_block else M, round_up(N, _ALIGN)
     a, b = _pad(a, rows, round_up(K, _ALIGN)), _pad(b, columns, round_up(K, _ALIGN))
     bias = _pad_bias(bias, columns)
-    if by_block and not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
-        b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
-        out = multiply_blocks(a, _each_row(a_scale, a_block, rows), b, b_scale, out_dtype)
-        out = out if bias is None else out.add_(bias)
-    elif by_block:
-        a_scale, b_scale = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
-        types = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
-        out = _multiply_blocks(a, a_scale, b, b_scale, types, bias, out_dtype)
+    if by_block:
+        # The products of every 128 of K are summed in float32, however fast.
+        wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+        out = _multiply_blocks(a, a_scale, a_block, b, b_scale, b_block, wide)
+        out = (out if bias is None else out.add_(bias)).to(out_dtype)
     elif a_scale.numel() == b_scale.numel() == 1:
         a_scale, b_scale = _per_tensor(a_scale), _per_tensor(b_scale)
         out = _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
@@ -164,23 +161,26 @@ def _multiply_rows(
 def _multiply_blocks(
     a: Tensor,
     a_scale: Tensor,
+    a_block: Sequence[int],
     b: Tensor,
     b_scale: Tensor,
-    types: tuple[ScalingType, ScalingType],
-    bias: Tensor | None,
+    b_block: Sequence[int],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Scales from ``_per_block``; the products of every 128 of K are summed in float32 anyway."""
-    out = torch_scaled_mm(
+    """In bfloat16 or float32, by whoever has the product."""
+    rows, columns = a.shape[0], b.shape[0]
+    if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
+        b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
+        return multiply_blocks(a, _each_row(a_scale, a_block, rows), b, b_scale, out_dtype)
+    return torch_scaled_mm(
         a,
         b.t(),
-        a_scale,
-        types[0],
-        b_scale,
-        types[1],
-        output_dtype=torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32,
+        _per_block(a_scale, a_block, rows),
+        _SCALING_TYPE[tuple(a_block)],
+        _per_block(b_scale, b_block, columns),
+        _SCALING_TYPE[tuple(b_block)],
+        output_dtype=out_dtype,
     )
-    return (out if bias is None else out.add_(bias)).to(out_dtype)
 
 
 # What cuBLASLt wants to see; each returns its input when that is it already.
