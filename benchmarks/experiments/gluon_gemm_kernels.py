@@ -26,11 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["gemm"]
+from float8lab.ops.kernels.block_gemm import load_tiles, place, store_part
 
-# Their names since Triton 3.9, and before.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+__all__ = ["gemm"]
 
 GROUP_ROWS = gl.constexpr(64)
 """Rows of a group of four warps: those of one tensor core instruction."""
@@ -44,43 +42,6 @@ _PRODUCER_REGISTERS = 24
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
-    """Row and column of a tile: down ``BAND`` rows of tiles, then the next column of tiles."""
-    band = tile // (BAND * tiles_n)
-    first = band * BAND
-    height = gl.minimum(tiles_m - first, BAND)
-    inside = tile - band * BAND * tiles_n
-    return first + inside % height, inside // height
-
-
-@gluon.jit
-def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
-    """What the loading warp does."""
-    a_desc, b_desc, a_tiles, b_tiles, full, empty, where = arguments
-    tiles_m, tiles_n, steps, first, programs = where
-    count = 0
-    for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = _place(tile, tiles_m, tiles_n, BAND)
-        for step in range(steps):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            async_load(a_desc, [m * a_desc.block_shape[0], step * STEP], bar, a_tiles.index(stage))
-            async_load(b_desc, [n * b_desc.block_shape[0], step * STEP], bar, b_tiles.index(stage))
-            count += 1
-
-
-@gluon.jit
-def _store(sums, y_desc, y_tile, row, column):
-    """One part; the store before it has to have read the buffer."""
-    tma.store_wait(0)
-    y_tile.store(sums.to(y_desc.dtype))
-    fence_async_shared()
-    async_store(y_desc, [row, column], y_tile)
-
-
-@gluon.jit
 def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr):
     """What a group does where the tensor cores sum over all of K."""
     a_tiles, b_tiles, y_tiles, full, empty, _, where, y_desc, scale, _, _, _ = arguments
@@ -89,7 +50,7 @@ def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: g
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        m, n = place(tile, tiles_m, tiles_n, BAND)
         sums = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, LAYOUT)
         for step in range(steps):
             stage = count % STAGES
@@ -104,7 +65,7 @@ def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: g
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
         row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
         sums = sums * scale
-        _store(sums, y_desc, y_tiles.index(group), row, n * COLUMNS)
+        store_part(sums, y_desc, y_tiles.index(group), row, n * COLUMNS)
     tma.store_wait(0)
 
 
@@ -199,7 +160,7 @@ def _multiply_parts(  # noqa: PLR0915
             a = _rows_of(a_tiles.index(0), group, TURNS, HELD)
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        m, n = place(tile, tiles_m, tiles_n, BAND)
         left = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         right = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         if BLOCK:
@@ -241,8 +202,8 @@ def _multiply_parts(  # noqa: PLR0915
             left *= scale
             right *= scale
         row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
-        _store(left, y_desc, y_tiles.index(group), row, n * 2 * PART)
-        _store(right, y_desc, y_tiles.index(group), row, n * 2 * PART + PART)
+        store_part(left, y_desc, y_tiles.index(group), row, n * 2 * PART)
+        store_part(right, y_desc, y_tiles.index(group), row, n * 2 * PART + PART)
     tma.store_wait(0)
 
 
@@ -261,7 +222,7 @@ def _multiply_two(
     rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)) + GROUP_ROWS * group
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        m, n = place(tile, tiles_m, tiles_n, BAND)
         sums = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         a_scale_ptrs = a_scale_ptr + m * 2 * GROUP_ROWS + rows
         b_ptr = b_scale_ptr + n * steps
@@ -291,7 +252,7 @@ def _multiply_two(
         if not BLOCK:
             sums *= scale
         row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
-        _store(sums, y_desc, y_tiles.index(group), row, n * PART)
+        store_part(sums, y_desc, y_tiles.index(group), row, n * PART)
     tma.store_wait(0)
 
 
@@ -338,7 +299,7 @@ def _gemm_kernel(
             [
                 (_multiply_fast, (sums, 0, BAND, STAGES)),
                 (_multiply_fast, (sums, 1, BAND, STAGES)),
-                (_load_tiles, (loads, BAND, STAGES)),
+                (load_tiles, (loads, BAND, STAGES)),
             ],
             [4, 1],
             REGISTERS,
@@ -348,7 +309,7 @@ def _gemm_kernel(
             [
                 (_multiply_two, (sums, 0, BAND, STAGES, MODE == "block")),
                 (_multiply_two, (sums, 1, BAND, STAGES, MODE == "block")),
-                (_load_tiles, (loads, BAND, STAGES)),
+                (load_tiles, (loads, BAND, STAGES)),
             ],
             [4, 1],
             REGISTERS,
@@ -364,7 +325,7 @@ def _gemm_kernel(
                     _multiply_parts,
                     (sums, 1, BAND, STAGES, MODE == "block", TIED, TURNS, HELD, EARLY),
                 ),
-                (_load_tiles, (loads, BAND, STAGES)),
+                (load_tiles, (loads, BAND, STAGES)),
             ],
             [4, 1],
             REGISTERS,

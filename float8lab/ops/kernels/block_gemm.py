@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.kernels._common import ceil_div, on_device_of_first
 
-__all__ = ["multiply_blocks"]
+__all__ = ["load_tiles", "multiply_blocks", "place", "store_part"]
 
 # Their names since Triton 3.9, and before.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -53,7 +53,7 @@ _PRODUCER_REGISTERS = 24
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
+def place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
     """Row and column of a tile: down ``BAND`` rows of tiles, then the next column of tiles."""
     band = tile // (BAND * tiles_n)
     first = band * BAND
@@ -63,13 +63,13 @@ def _place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
+def load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
     """What the loading warp does."""
     a_desc, b_desc, a_tiles, b_tiles, full, empty, where = arguments
     tiles_m, tiles_n, steps, first, programs = where
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        m, n = place(tile, tiles_m, tiles_n, BAND)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -124,7 +124,7 @@ def _add(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr):
 
 
 @gluon.jit
-def _store(sums, y_desc, y_tile, row, column):
+def store_part(sums, y_desc, y_tile, row, column):
     """64 rows; the store before it has to have read the buffer."""
     tma.store_wait(0)
     y_tile.store(sums.to(y_desc.dtype))
@@ -153,7 +153,7 @@ def _multiply(  # noqa: PLR0915
     part = gl.zeros([HALF, PART], gl.float32, LAYOUT)
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = _place(tile, tiles_m, tiles_n, BAND)
+        m, n = place(tile, tiles_m, tiles_n, BAND)
         m *= 2 * HALF
         n *= 2 * PART
         sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
@@ -198,8 +198,8 @@ def _multiply(  # noqa: PLR0915
             mbarrier.arrive(empty.index(stage), count=1)
             sums1 = _add(sums1, part, scale1, b_scale, B_BY_ROW)
             count += 1
-        _store(sums0, y_desc, y_tiles.index(group), m + row0, n + column0)
-        _store(sums1, y_desc, y_tiles.index(group), m + row1, n + column1)
+        store_part(sums0, y_desc, y_tiles.index(group), m + row0, n + column0)
+        store_part(sums1, y_desc, y_tiles.index(group), m + row1, n + column1)
     tma.store_wait(0)
 
 
@@ -239,7 +239,7 @@ def _multiply_blocks_kernel(
         [
             (_multiply, (sums, 0, B_BY_ROW, BAND, STAGES)),
             (_multiply, (sums, 1, B_BY_ROW, BAND, STAGES)),
-            (_load_tiles, (loads, BAND, STAGES)),
+            (load_tiles, (loads, BAND, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
