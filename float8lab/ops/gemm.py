@@ -66,8 +66,6 @@ scaled_bmm_op = register(
 
 _BLOCKS = ((1, 128), (128, 128))
 """Of each operand, that Hopper multiplies: cuBLASLt or, what it does not, a kernel of our own."""
-_CUBLAS_PAIRS = frozenset({(a, b) for a in _BLOCKS for b in _BLOCKS} - {(_BLOCKS[1], _BLOCKS[1])})
-"""Of a and b, that cuBLASLt multiplies."""
 
 
 def has_fp8_gemm(
@@ -98,11 +96,12 @@ def has_fp8_gemm(
 def is_cublas_gemm(
     a_block: Sequence[int], b_block: Sequence[int], a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> bool:
-    """Whether cuBLASLt has a product of blocks on Hopper: since CUDA 12.9, of e4m3 alone."""
-    of_e4m3 = a_dtype == b_dtype == E4M3
-    return (
-        of_e4m3 and (tuple(a_block), tuple(b_block)) in _CUBLAS_PAIRS and _cuda_version() >= (12, 9)
-    )
+    """Whether a product of blocks that Hopper multiplies is cuBLASLt's.
+
+    It has them since CUDA 12.9, of e4m3 alone, and not where both blocks are square.
+    """
+    of_rows = a_block[0] == 1 or b_block[0] == 1
+    return of_rows and a_dtype == b_dtype == E4M3 and _cuda_version() >= (12, 9)
 
 
 @functools.cache

@@ -106,10 +106,9 @@ class autocast:
             region.discard()
             return
         region.close()
-        if state.watch and self._enabled:
-            idle = not (region.fp8_calls or region.silent or torch.compiler.is_compiling())
-            if idle:
-                _warn_about_idle_region(sys._getframe(1))
+        ran = region.fp8_calls or region.silent
+        if state.watch and self._enabled and not (ran or torch.compiler.is_compiling()):
+            _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)

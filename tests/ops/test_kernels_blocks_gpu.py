@@ -15,13 +15,13 @@ from torch import Tensor
 
 from float8lab.formats import E4M3, FP8_DTYPES
 from float8lab.ops import reference
-from float8lab.ops.kernels import blocks, pair, source_quantize
+from float8lab.ops.kernels import pair, pair_blocks, source_quantize
 
 pytestmark = pytest.mark.gpu
 
-# Whole tiles, parts of one, of a block, of a register's pair of four; one row; a row of tiles.
+# Whole tiles; parts of a tile, of a block and of four rows; one row; a row and a column of tiles.
 SHAPES = [(256, 384), (200, 136), (130, 264), (16, 8), (1, 128), (3, 4104), (1030, 16)]
-WAYS = {"tile": blocks.quantize_blocks, "registers": pair._quantize_blocks_pair}
+WAYS = {"tile": pair_blocks.quantize_blocks, "registers": pair._quantize_blocks_pair}
 RULES = ["fp32", "pow2", "e8m0"]
 SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 6e4, -6e4, 2.0**-133]
 
@@ -79,15 +79,17 @@ def test_rows_may_be_apart_and_columns_summed(way: Any) -> None:
 
 def test_what_a_tile_takes() -> None:
     x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
-    assert blocks.takes_tiles(x, (1, 128), 16) == (torch.cuda.get_device_capability() >= (9, 0))
-    assert not blocks.takes_tiles(x.float(), (1, 128), 16)
-    assert not blocks.takes_tiles(x.t()[:32], (1, 128), 16)
-    assert not blocks.takes_tiles(x[:, 1:57], (1, 128), 16)
-    assert not blocks.takes_tiles(x[:, :60], (1, 128), 16)
-    assert not blocks.takes_tiles(x, (1, 128), 4)
-    assert not blocks.takes_tiles(x, (128, 128), 16)
-    assert not blocks.takes_tiles(x, (1, -1), 16)
-    assert not blocks.takes_tiles(x, (1, 4), 16)
+    assert pair_blocks.takes_tiles(x, (1, 128), 16) == (
+        torch.cuda.get_device_capability() >= (9, 0)
+    )
+    assert not pair_blocks.takes_tiles(x.float(), (1, 128), 16)
+    assert not pair_blocks.takes_tiles(x.t()[:32], (1, 128), 16)
+    assert not pair_blocks.takes_tiles(x[:, 1:57], (1, 128), 16)
+    assert not pair_blocks.takes_tiles(x[:, :60], (1, 128), 16)
+    assert not pair_blocks.takes_tiles(x, (1, 128), 4)
+    assert not pair_blocks.takes_tiles(x, (128, 128), 16)
+    assert not pair_blocks.takes_tiles(x, (1, -1), 16)
+    assert not pair_blocks.takes_tiles(x, (1, 4), 16)
 
 
 def inputs_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:

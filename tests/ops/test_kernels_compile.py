@@ -34,10 +34,10 @@ from float8lab.ops.kernels import (
     _launch,
     attention,
     block_gemm,
-    blocks,
     many,
     norm,
     pair,
+    pair_blocks,
     quantize,
     rotary,
     scaling,
@@ -103,7 +103,7 @@ def both(
 
 
 def tiles(rule: str = "fp32", size: int = 128, column_sum: bool = False) -> Any:
-    return lambda: blocks.quantize_blocks(x, E4M3, (1, size), rule, 0.0, 16, column_sum)
+    return lambda: pair_blocks.quantize_blocks(x, E4M3, (1, size), rule, 0.0, 16, column_sum)
 
 
 def cast(scale: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None) -> Any:
@@ -154,7 +154,7 @@ def both_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
 
 def tiles_of(name: str, write: bool = True, column_sum: bool = False) -> Any:
     arguments = (*SOURCES[name], torch.bfloat16, E4M3, (1, 128), "fp32", 0.0, 16)
-    return lambda: blocks.quantize_blocks_of(*arguments, write=write, column_sum=column_sum)
+    return lambda: pair_blocks.quantize_blocks_of(*arguments, write=write, column_sum=column_sum)
 
 
 def normed(center: bool, columns: int) -> Any:
@@ -220,7 +220,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "1x32-e8m0-both-float32": both((1, 32), "e8m0", dtype=torch.float32),
     "tiles": tiles(),
     "tiles-pow2-sum": tiles("pow2", column_sum=True),
-    "tiles-float16": lambda: blocks.quantize_blocks(
+    "tiles-float16": lambda: pair_blocks.quantize_blocks(
         x.half(), E5M2, (1, 128), "fp32", 0.0, 16, True
     ),
     "tiles-1x32-e8m0": tiles("e8m0", size=32),

@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,6 +37,7 @@ from float8lab.ops.kernels._common import (
     next_power_of_2,
     on_device_of_first,
 )
+from float8lab.ops.kernels._copy_engine import async_load
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.quantize import dequantize
 from float8lab.ops.reference import attention as plain
@@ -46,9 +46,6 @@ from float8lab.ops.reference import round_up
 __all__ = ["fp8_attention", "fp8_attention_backward"]
 
 aten = torch.ops.aten
-
-# Its name since Triton 3.9, and before.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 _GROUP = 64
 """Queries of a group of four warps: the rows of one tensor core instruction."""

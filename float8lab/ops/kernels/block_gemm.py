@@ -28,12 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.kernels._common import ceil_div, on_device_of_first
+from float8lab.ops.kernels._copy_engine import async_load, async_store
 
 __all__ = ["load_tiles", "multiply_blocks", "place", "store_part"]
-
-# Their names since Triton 3.9, and before.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 _ROWS = 128
 _COLUMNS = 256

@@ -2,7 +2,7 @@
 
 M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment. A program
 reads its tile as ``_rows.py`` says. So ROWS must be divisible by 4; where it is not, each
-orientation has its own kernel. On Hopper, blocks of 2-byte values are ``blocks.py``'s.
+orientation has its own kernel. On Hopper, blocks of 2-byte values are ``pair_blocks.py``'s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from float8lab.ops.kernels._rows import (
     sum_of_rows,
     takes_words,
 )
-from float8lab.ops.kernels.blocks import quantize_blocks, takes_tiles
+from float8lab.ops.kernels.pair_blocks import quantize_blocks, takes_tiles
 from float8lab.ops.kernels.quantize import (
     PARTIALS,
     cast,

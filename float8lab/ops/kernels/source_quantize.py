@@ -3,7 +3,7 @@
 M rows, K columns of the source; ROWS, COLUMNS the same after padding to the alignment. The kernels
 are those of ``quantize.py`` with ``load_source`` in the place of a load, and write one orientation
 or both, as ``source_cast.py`` does; its cast is the one for a single scale. On Hopper, blocks of
-2-byte values in both orientations are ``blocks.py``'s.
+2-byte values in both orientations are ``pair_blocks.py``'s.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._rows import store_by_block, sum_of_rows, takes_words
-from float8lab.ops.kernels.blocks import has_tiles, quantize_blocks_of
 from float8lab.ops.kernels.pair import quantize_pair, scales_of_rows, transpose_scaled
+from float8lab.ops.kernels.pair_blocks import has_tiles, quantize_blocks_of
 from float8lab.ops.kernels.quantize import quantize
 from float8lab.ops.kernels.source import (
     amax_of,
@@ -155,13 +155,13 @@ def _quantize(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     first = inputs[0]
-    tile = tile_for(kind, both=transpose)
-    registers = None
     if transpose and has_tiles(first.device, dtype, block, align):
         return quantize_blocks_of(
             kind, inputs, dtype, fp8_dtype, block, rule, eps, align,
             write=write, column_sum=column_sum,
         )  # fmt: skip
+    tile = tile_for(kind, both=transpose)
+    registers = None
     if transpose and block[0] == 1 and block[1] > 0:
         tile = _BLOCKS_TRANSPOSED
         if write and block[1] > tile.columns:

@@ -302,7 +302,7 @@ def quantize_blocks(
     }  # fmt: skip
     tensors = (x, x, x, x, x, *x.stride(), 1, 1)
     how = (fp8_dtype, block, rule, eps, align)
-    return _launch(x, x.shape, tensors, constants, *how, write=True, column_sum=column_sum)
+    return _quantize(x, x.shape, tensors, constants, *how, write=True, column_sum=column_sum)
 
 
 def quantize_blocks_of(
@@ -323,10 +323,10 @@ def quantize_blocks_of(
     constants["AT_ONCE"] = _ROWS_OF_SOURCE
     shape = source_shape(kind, inputs)
     how = (fp8_dtype, block, rule, eps, align)
-    return _launch(inputs[0], shape, tensors, constants, *how, write=write, column_sum=column_sum)
+    return _quantize(inputs[0], shape, tensors, constants, *how, write=write, column_sum=column_sum)
 
 
-def _launch(
+def _quantize(
     like: Tensor,
     shape: Sequence[int],
     tensors: tuple[Any, ...],
@@ -349,7 +349,6 @@ def _launch(
     _quantize_blocks_kernel[grid_of((rows, columns), _TILE)](
         *tensors, q, q_t, scale, scale_t, sums, *shape, rows, columns, eps,
         *scale.stride(), *scale_t.stride(), LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1],
-        WRITE=write, COLUMN_SUM=column_sum,
-        maxnreg=_REGISTERS, **constants,
+        WRITE=write, COLUMN_SUM=column_sum, maxnreg=_REGISTERS, **constants,
     )  # fmt: skip
     return q, scale, q_t, scale_t, total_of(sums)
