@@ -9,14 +9,18 @@ that must move: each output written once, and each input read once, or twice whe
 on a whole column or the whole tensor and is not given. The floor is these bytes at the rate of a
 large copy. ``copy`` is a copy of this very matrix.
 
+Then the casts of matrices that are computed on the way and never written: a norm, SwiGLU and its
+gradient. Their reference casts the values of ``value_of``, which are compared with plain PyTorch's
+by themselves, for exponentials may differ in the last bit.
+
 M rows, K columns.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,7 +35,17 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2, largest
 from float8lab.ops import reference
 
-__all__ = ["SUBJECT", "Case", "cases", "compare", "main", "measure", "rows"]
+__all__ = [
+    "SUBJECT",
+    "Case",
+    "cases",
+    "compare",
+    "main",
+    "measure",
+    "rows",
+    "source_cases",
+    "source_rows",
+]
 
 ALIGN = 16
 _FAST = (Target("% of copy", ">=", 92.0),)
@@ -57,8 +71,8 @@ class Case:
     op: Callable[..., Outputs]
     reference: Callable[..., Outputs]
     arguments: tuple[Any, ...]
-    inexact: tuple[int, ...] = ()
-    """Outputs that are sums, whose order is free: compared by SQNR instead of bit for bit."""
+    inexact: Mapping[int, float] = field(default_factory=dict)
+    """Outputs that are compared by SQNR instead of bit for bit, and the least of it in dB."""
     passes: int = 1
     """How often the inputs must be read."""
 
@@ -67,16 +81,25 @@ class Case:
 
     def bytes_moved(self, outputs: Outputs) -> int:
         """Each input tensor ``passes`` times and each output once."""
-        inputs = (argument for argument in self.arguments if isinstance(argument, Tensor))
-        return self.passes * sum(t.nbytes for t in inputs) + sum(t.nbytes for t in _each(outputs))
+        inputs = sum(t.nbytes for argument in self.arguments for t in _tensors(argument))
+        return self.passes * inputs + sum(t.nbytes for t in _each(outputs))
 
 
 def _each(outputs: Outputs) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
+def _tensors(argument: Any) -> Sequence[Tensor]:
+    """A tensor, or the list of those that a source is made of."""
+    if isinstance(argument, Tensor):
+        return (argument,)
+    return argument if isinstance(argument, list) else ()
+
+
 SUM_FLOOR_DB = 90.0
 """For float32 sums in another order."""
+ROUNDING_FLOOR_DB = 60.0
+"""For bfloat16 values of which few are rounded the other way: all of them would leave 50 dB."""
 VALUES_FLOOR_DB = 25.0
 """For other libraries' casts, whose bytes may differ: e4m3 leaves 31.5 dB."""
 
@@ -90,7 +113,7 @@ def compare(case: Case) -> str | None:
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"wrong: output {index} is {a.dtype} {list(a.shape)}"
         if index in case.inexact:
-            if not common.sqnr(a, b) >= SUM_FLOOR_DB:
+            if not common.sqnr(a, b) >= case.inexact[index]:
                 return f"wrong: output {index}, {common.sqnr(a, b):.1f} dB"
         elif unequal := int((_bytes(a) != _bytes(b)).sum()):
             return f"wrong: output {index}, {unequal} of {a.numel() * a.element_size()} bytes"
@@ -99,6 +122,10 @@ def compare(case: Case) -> str | None:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
+
+
+_SUMS = {4: SUM_FLOOR_DB}
+"""Of a pair: both orientations with their scales, and the column sums."""
 
 
 def cases(x: Tensor) -> Iterable[Case]:
@@ -115,7 +142,7 @@ def cases(x: Tensor) -> Iterable[Case]:
     yield Case(
         "quantize MX 1x32", ops.quantize_op, reference.quantize, (x, E4M3, (1, 32), "e8m0", 0.0, 32)
     )
-    pair = partial(Case, op=ops.quantize_pair_op, reference=reference.quantize_pair, inexact=(4,))
+    pair = partial(Case, op=ops.quantize_pair_op, reference=reference.quantize_pair, inexact=_SUMS)
     for name, block in blocks.items():
         passes = 2 if -1 in block else 1
         yield pair(
@@ -133,13 +160,13 @@ def cases(x: Tensor) -> Iterable[Case]:
     slot = torch.full((1,), ops.NO_DATA, device=x.device)
     given = (x, scale, slot, E4M3)
     yield Case("cast tensor", ops.cast_op, reference.cast, (*given, per_tensor, ALIGN))
-    yield Case("cast pair", ops.cast_pair_op, reference.cast_pair, (*given, ALIGN, False), (2,))
+    yield Case("cast pair", ops.cast_pair_op, reference.cast_pair, (*given, ALIGN, False))
     yield Case(
         "cast pair + column sums",
         ops.cast_pair_op,
         reference.cast_pair,
         (x, scale, slot, E5M2, ALIGN, True),
-        (2,),
+        {2: SUM_FLOOR_DB},
     )
     q, scale, _ = reference.quantize(x, E4M3, per_tensor, rule, 0.0, ALIGN)
     yield Case("transpose", ops.transpose_op, reference.transpose, (q, ALIGN))
@@ -150,6 +177,59 @@ def cases(x: Tensor) -> Iterable[Case]:
         (q, scale, per_tensor, x.dtype),
     )
     yield Case("amax tensor", ops.amax_op, reference.amax, (x, per_tensor))
+
+
+def source_cases(source: ops.Source, fp8_dtype: torch.dtype) -> Iterable[Case]:
+    """What modules cast of a matrix that is computed on the way: both orientations, or the
+    transpose alone, again in backward; of gradients also the column sums, a bias's gradient.
+    """
+    described = source[:3]
+    scale = reference.scale_from_amax(source.amax(), fp8_dtype, "pow2").view(1)
+    slot = torch.full((1,), ops.NO_DATA, device=scale.device)
+
+    def cast(reference: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        def run(kind: str, inputs: list[Tensor], dtype: torch.dtype, *how: Any) -> Outputs:
+            return reference(ops.value_of_op(kind, inputs, dtype), *how)
+
+        return run
+
+    def transposed(
+        value: Tensor, transposed: bool, known_amax: None, *how: Any
+    ) -> tuple[Tensor, ...]:
+        return reference.quantize(value.t(), *how)[:2]
+
+    yield Case("values", ops.value_of_op, reference.value_of, described, {0: ROUNDING_FLOOR_DB})
+    for sums in (False, True):
+        more = " + column sums" if sums else ""
+        given = (*described, scale, slot, fp8_dtype, ALIGN, sums)
+        cast_pair = cast(reference.cast_pair)
+        yield Case(f"cast pair{more}", ops.cast_pair_of_op, cast_pair, given, {2: SUM_FLOOR_DB})
+        for name, block, passes in (("tensor", (-1, -1), 2), ("1x128", (1, 128), 1)):
+            yield Case(
+                f"quantize pair {name}{more}",
+                ops.quantize_pair_of_op,
+                cast(reference.quantize_pair),
+                (*described, fp8_dtype, block, "fp32", 0.0, ALIGN, sums),
+                _SUMS,
+                passes,
+            )
+    how = (True, None, fp8_dtype, (1, 128), "fp32", 0.0, ALIGN)
+    yield Case("transpose 1x128", ops.quantize_of_op, cast(transposed), (*described, *how))
+
+
+def sources(
+    M: int, D: int, F: int, generator: torch.Generator, dtype: torch.dtype
+) -> Iterator[tuple[str, ops.Source, torch.dtype]]:
+    """Of an MLP of ``D`` features with ``F`` inside, by name, and what each is cast to."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+
+    x, weight, h, dy = normal(M, D), normal(D), normal(M, 2 * F), normal(M, F)
+    rstd = torch.rand(M, generator=generator, device=x.device) + 0.5
+    yield f"RMSNorm, {M} x {D}", ops.Source("rms_norm", [x, rstd, weight], dtype), E4M3
+    yield f"SwiGLU, {M} x {F}", ops.Source("swiglu", [h], dtype), E4M3
+    yield f"SwiGLU's gradient, {M} x {2 * F}", ops.Source("swiglu_backward", [h, dy], dtype), E5M2
 
 
 def measure(setting: Setting, table: str, case: Case) -> Row:
@@ -214,14 +294,24 @@ def rows(setting: Setting, sizes: Sequence[tuple[int, int]], dtype: torch.dtype)
             yield setting.attempt(table, name, run)
 
 
+def source_rows(setting: Setting, M: int, D: int, F: int, dtype: torch.dtype) -> Iterator[Row]:
+    """Every cast of every matrix that is computed on the way."""
+    for name, source, fp8_dtype in sources(M, D, F, setting.generator(), dtype):
+        table = f"{name}, {str(dtype).removeprefix('torch.')}"
+        for case in source_cases(source, fp8_dtype):
+            yield setting.attempt(table, case.name, partial(measure, setting, table, case))
+
+
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
 
 
 def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
-    sizes = dict.fromkeys((shape.M, shape.K) for shape in select(options.model))
-    return rows(setting, list(sizes), getattr(torch, options.dtype))
+    shapes, dtype = select(options.model), getattr(torch, options.dtype)
+    yield from rows(setting, list(dict.fromkeys((s.M, s.K) for s in shapes)), dtype)
+    down = next(shape for shape in shapes if shape.name == "down")
+    yield from source_rows(setting, down.M, down.N, down.K, dtype)
 
 
 SUBJECT = Subject(

@@ -117,9 +117,8 @@ def cast(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Operan
     if plan.delayed:
         scale, slot = call.scale(index, x)
         return cast_op(x, scale, slot, spec.fp8_dtype, spec.block, ALIGN), scale
-    q, scale, _ = quantize_op(
-        x, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN
-    )
+    how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN)
+    q, scale, _ = quantize_op(x, *how, _amax_in_graph(x, spec, index))
     return q, scale
 
 
@@ -144,8 +143,20 @@ def cast_pair(
         scale, slot = call.scale(index, x)
         q, q_t, total = cast_pair_op(x, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
         return (q, scale), (q_t, scale), total
-    q, scale, q_t, scale_t, total = quantize_pair_op(x, *how)
+    amax = _amax_in_graph(x, spec, index)
+    q, scale, q_t, scale_t, total = quantize_pair_op(x, *how, amax)
     return (q, scale), (q_t, scale_t), total
+
+
+def _amax_in_graph(x: Tensor, spec: Float8Spec, index: int) -> Tensor | None:
+    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it.
+
+    A compiler finds it in the loop that computes the matrix; the op has to read the matrix for it.
+    By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing.
+    """
+    if not (spec.per_tensor and torch.compiler.is_compiling()) or index == W or not x.numel():
+        return None
+    return x.abs().amax(1).amax().float().view(1, 1)
 
 
 def _looked_at(x: Source, index: int, call: Call) -> Tensor:

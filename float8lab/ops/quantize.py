@@ -47,7 +47,13 @@ def _fake_amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _fake_quantize(
-    x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float, align: int
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (round_up(x.shape[0], align), round_up(x.shape[1], align))
     q = x.new_empty(shape, dtype=fp8_dtype)
@@ -75,6 +81,7 @@ def _fake_quantize_pair(
     eps: float,
     align: int,
     column_sum: bool,
+    known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, scale, _ = _fake_quantize(x, fp8_dtype, block, rule, eps, align)
     q_t, scale_t, _ = _fake_quantize(x.t(), fp8_dtype, block, rule, eps, align)
@@ -144,8 +151,8 @@ amax_op = register(
     fake=_fake_amax,
 )
 quantize_op = register(
-    "quantize(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align)"
-    " -> (Tensor, Tensor, Tensor)",
+    "quantize(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"
+    " Tensor? known_amax=None) -> (Tensor, Tensor, Tensor)",
     cuda="quantize:quantize",
     reference=reference.quantize,
     fake=_fake_quantize,
@@ -166,7 +173,7 @@ cast_many_op = register(
 )
 quantize_pair_op = register(
     "quantize_pair(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"
-    " bool column_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool column_sum, Tensor? known_amax=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cuda="pair:quantize_pair",
     reference=reference.quantize_pair,
     fake=_fake_quantize_pair,

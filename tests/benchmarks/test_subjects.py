@@ -413,6 +413,33 @@ def test_cast_cases_equal_their_references(case):
     assert case.bytes_moved(case.run()) > 0
 
 
+SOURCES = {
+    f"{name.split(',')[0]}: {case.name}": case
+    for name, source, fp8_dtype in quantize.sources(
+        64, 128, 96, torch.Generator().manual_seed(0), torch.bfloat16
+    )
+    for case in quantize.source_cases(source, fp8_dtype)
+}
+
+
+@pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
+def test_cast_cases_of_sources_equal_their_references(case):
+    assert quantize.compare(case) is None
+
+
+def test_quantize_of_sources(setting):
+    rows = list(quantize.source_rows(setting, 64, 128, 96, torch.bfloat16))
+    check(quantize.SUBJECT, rows)
+    moved = {(row.case.split(",")[0], row.name): row.bytes for row in rows}
+    # Bytes an element, and some statistics and scales.
+    for kind, name, count in (
+        ("RMSNorm", "cast pair", 128 * 4),
+        ("SwiGLU", "quantize pair tensor", 96 * 10),
+        ("SwiGLU's gradient", "transpose 1x128", 192 * 4),
+    ):
+        assert moved[kind, name] == pytest.approx(64 * count, rel=0.05)
+
+
 def test_quantize(setting):
     rows = list(quantize.rows(setting, [(64, 128)], torch.bfloat16))
     check(quantize.SUBJECT, rows)

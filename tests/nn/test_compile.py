@@ -5,7 +5,9 @@ import copy
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -159,6 +161,32 @@ def test_weights_stored_in_fp8(recipe):
     y.square().sum().backward()
     expected.square().sum().backward()
     assert torch.equal(layer.weight.grad, eager.weight.grad)
+
+
+@pytest.mark.parametrize(("name", "count"), [("current", 4), ("rowwise", 0), ("block", 0)])
+def test_current_scaling_leaves_the_amax_to_the_compiler(name, count):
+    """Of inputs and gradients, which the graph computes; a weight's is the op's own."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))
+    float8lab.convert_to_float8(model, RECIPES[name])
+    found = []
+
+    def look(graph, inputs):
+        for node in graph.graph.nodes:
+            if "quantize" in str(node.target):
+                known = [a for a in node.args if isinstance(a, torch.fx.Node)][1:]
+                found.extend(known)
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(
+        model, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look)
+    )
+    compiled(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    assert len(found) == count
+    assert sum("amax" in str(a.all_input_nodes) for a in found) == count
+    # An empty batch has no largest value.
+    x = torch.randn(0, 32, requires_grad=True)
+    compiled(x).sum().backward()
+    assert x.grad.shape == (0, 32)
 
 
 @pytest.mark.slow

@@ -131,6 +131,21 @@ def test_quantize_pair(
 @each_layout
 @each_dtype
 @each_shape
+def test_quantize_by_a_known_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
+    x = layout(matrix(shape, dtype))
+    for value in (3.0, 0.0, torch.inf, torch.nan, float(x.abs().max()) if x.numel() else 1.0):
+        amax = torch.full((1, 1), value, device="cuda")
+        for align in (1, 16):
+            arguments = (E4M3, (-1, -1), "fp32", 0.0, align)
+            want = reference.quantize(x.cpu(), *arguments, amax.cpu())
+            all_same(ops.quantize_op(x, *arguments, amax), want)
+            got = ops.quantize_pair_op(x, *arguments, False, amax)
+            all_same(got, reference.quantize_pair(x.cpu(), *arguments, False, amax.cpu()))
+
+
+@each_layout
+@each_dtype
+@each_shape
 def test_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
     x = layout(matrix(shape, dtype))
     for block in ((-1, -1), (1, -1), (1, 128)):

@@ -44,6 +44,15 @@ def test_quantize(
     check(ops.quantize_op, x, E4M3, block, "fp32", 0.0, align)
 
 
+@each_align
+@each_shape
+def test_quantize_by_a_known_amax(shape: tuple[int, int], align: int, device: torch.device) -> None:
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    amax = torch.full((1, 1), 3.0, device=device)
+    check(ops.quantize_op, x, E4M3, (-1, -1), "fp32", 0.0, align, amax)
+    check(ops.quantize_pair_op, x, E5M2, (-1, -1), "pow2", 0.0, align, align == 16, amax)
+
+
 @each_block
 def test_quantize_many(block: tuple[int, int], device: torch.device) -> None:
     xs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in SHAPES.values()]

@@ -149,6 +149,16 @@ def test_pair_is_quantize_of_both_orientations(block: tuple[int, int]) -> None:
     torch.testing.assert_close(sums, x.sum(0))
 
 
+def test_a_known_amax_makes_the_scale() -> None:
+    x, amax = torch.tensor([[1.0, -3.0], [0.5, 200.0]]), torch.tensor([[112.0]])
+    q, scale, same = reference.quantize(x, E4M3, (-1, -1), "fp32", 0.0, 1, amax)
+    assert (scale.tolist(), same.tolist()) == ([[0.25]], [[112.0]])
+    assert q.float().tolist() == [[4.0, -12.0], [2.0, 448.0]]
+    pair = reference.quantize_pair(x, E4M3, (-1, -1), "fp32", 0.0, 1, False, amax)
+    assert pair[2].float().equal(q.float().t())
+    assert pair[3].tolist() == [[0.25]]
+
+
 @each_block
 def test_round_trip_error_is_half_a_step(block: tuple[int, int]) -> None:
     x = torch.randn(40, 160)

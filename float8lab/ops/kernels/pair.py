@@ -262,11 +262,18 @@ def _quantize_rows_pair(
 
 
 def _quantize_tensor_pair(
-    x: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, column_sum: bool
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    rule: str,
+    eps: float,
+    align: int,
+    column_sum: bool,
+    known_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    partial = partial_amax(x) if known_amax is None else known_amax
     scales = x.new_empty((1, 1), dtype=torch.float32), x.new_empty((1, 1), dtype=torch.float32)
     how = (fp8_dtype, align, column_sum)
-    q, q_t, total = _cast_pair(x, scales, *how, partial=partial_amax(x), rule=rule, eps=eps)
+    q, q_t, total = _cast_pair(x, scales, *how, partial=partial, rule=rule, eps=eps)
     return q, scales[0], q_t, scales[1], total
 
 
@@ -368,23 +375,25 @@ def quantize_pair(
     eps: float,
     align: int,
     column_sum: bool,
+    known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = tuple(block)
+    how = (fp8_dtype, block, rule, eps, align)
     if x.numel() == 0 or x.shape[1] == 1:
-        return reference.quantize_pair(x, fp8_dtype, block, rule, eps, align, column_sum)
+        return reference.quantize_pair(x, *how, column_sum, known_amax)
     if takes_tiles(x, shape, align):
         return quantize_blocks(x, fp8_dtype, shape, rule, eps, align, column_sum)
     if takes_words(x, shape, align):
         if shape == (-1, -1):
-            return _quantize_tensor_pair(x, fp8_dtype, rule, eps, align, column_sum)
+            return _quantize_tensor_pair(x, fp8_dtype, rule, eps, align, column_sum, known_amax)
         if shape == (1, -1):
             return _quantize_rows_pair(x, fp8_dtype, rule, eps, align, column_sum)
-        return _quantize_blocks_pair(x, fp8_dtype, block, rule, eps, align, column_sum)
+        return _quantize_blocks_pair(x, *how, column_sum)
     total = reference.sum_of_rows(x, column_sum)
-    q, scale, _ = quantize(x, fp8_dtype, block, rule, eps, align)
+    q, scale, _ = quantize(x, *how, known_amax)
     if shape[0] == shape[1]:
         return q, scale, *transpose_scaled(q, scale), total
-    q_t, scale_t, _ = quantize(x.t(), fp8_dtype, block, rule, eps, align)
+    q_t, scale_t, _ = quantize(x.t(), *how)
     return q, scale, q_t, scale_t, total
 
 

@@ -181,10 +181,15 @@ def _quantize_tensor_kernel(
 
 
 def _quantize_tensor(
-    x: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float, align: int
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    rule: str,
+    eps: float,
+    align: int,
+    known_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tile = TILE
-    partial = partial_amax(x)
+    partial = partial_amax(x) if known_amax is None else known_amax
     q = empty_output(x, fp8_dtype, align)
     scale = x.new_empty((1, 1), dtype=torch.float32)
     tensor_amax = torch.empty_like(scale)
@@ -437,13 +442,19 @@ def _quantize_blocks(
 
 @replayed
 def quantize(
-    x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float, align: int
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = tuple(block)
     if x.numel() == 0 or x.shape[1] == 1:
-        return reference.quantize(x, fp8_dtype, block, rule, eps, align)
+        return reference.quantize(x, fp8_dtype, block, rule, eps, align, known_amax)
     if shape == (-1, -1):
-        return _quantize_tensor(x, fp8_dtype, rule, eps, align)
+        return _quantize_tensor(x, fp8_dtype, rule, eps, align, known_amax)
     if shape == (1, -1):
         return _quantize_rows(x, fp8_dtype, rule, eps, align)
     if divides_a_tile(shape):

@@ -121,11 +121,20 @@ def _encode(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[in
 
 
 def quantize(
-    x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float, align: int
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Current scaling: FP8 data, scales and amaxes of each block of ``x``."""
+    """Current scaling: FP8 data, scales and amaxes of each block of ``x``.
+
+    ``known_amax``, [1, 1] float32, is that of ``x``, if it is known and the block is the whole.
+    """
     x = _align(x, align)
-    block_amax = amax(x, block)
+    block_amax = amax(x, block) if known_amax is None else known_amax.clone()
     if scales_by_column(block):
         block_amax = block_amax.t().contiguous().t()
     scale = scale_from_amax(block_amax, fp8_dtype, rule, eps)
@@ -156,9 +165,10 @@ def quantize_pair(
     eps: float,
     align: int,
     column_sum: bool,
+    known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` of ``x`` and of its transpose: q, scale, q_t, scale_t and the column sums."""
-    q, scale, _ = quantize(x, fp8_dtype, block, rule, eps, align)
+    q, scale, _ = quantize(x, fp8_dtype, block, rule, eps, align, known_amax)
     if block[0] == block[1]:
         q_t, scale_t = _transposed(q), _transposed(scale)
     else:
