@@ -6,6 +6,10 @@ is one op, which is given the module's ``handle`` and does at run time what eage
 
 A cast of x or w that runs in backward belongs to a recomputation, by activation checkpointing. It
 records nothing and casts under the scale that the module's last forward used.
+
+A region ends after the casts of its forward: each of them tells so. The module's output could tell
+it too, but an op that reads the output has the partitioner save what is computed of the output for
+backward, such as the output in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from float8lab.ops import (
 from float8lab.ops.source import source_shape
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
-from float8lab.recipes.region import static_tensor
+from float8lab.recipes.region import come_after_in_graph, static_tensor
 
 if TYPE_CHECKING:
     from float8lab.nn.precision import Call, Precision
@@ -51,6 +55,7 @@ def cast_in_graph(
 ) -> tuple[Tensor, Tensor]:
     """FP8 data of a matrix, or of one that is computed on the way, and its scale."""
     q, scale = _cast_op(*_described(x), *_identified(index, call), fp8_dtype, align)
+    _end_after(scale, index, call)
     return q, scale
 
 
@@ -66,7 +71,16 @@ def cast_pair_in_graph(
     q, q_t, scale, total = _cast_pair_op(
         *_described(x), *_identified(index, call), fp8_dtype, align, column_sum
     )
+    _end_after(scale, index, call)
     return q, q_t, scale, total
+
+
+def _end_after(scale: Tensor, index: int, call: Call) -> None:
+    """Have the region end after the cast that gave ``scale``."""
+    assert call.precision is not None, "set by Precision.begin"
+    _, in_forward = call.precision.slot_layout(call.plan)
+    if call.record and in_forward[index]:
+        come_after_in_graph(scale)
 
 
 _MATRIX = ""
@@ -161,10 +175,14 @@ _SCHEMA = (
 )
 
 _cast_op = register_stateful(
-    f"cast_in_graph{_SCHEMA}) -> (Tensor, Tensor)", implementation=_cast, fake=_fake_cast
+    f"cast_in_graph{_SCHEMA}) -> (Tensor, Tensor)",
+    implementation=_cast,
+    fake=_fake_cast,
+    any_strides=True,
 )
 _cast_pair_op = register_stateful(
     f"cast_pair_in_graph{_SCHEMA}, bool column_sum) -> (Tensor, Tensor, Tensor, Tensor)",
     implementation=_cast_pair,
     fake=_fake_cast_pair,
+    any_strides=True,
 )

@@ -272,7 +272,7 @@ class Linear(nn.Linear, TensorParallelGroup):
             call.first_microbatch = is_first_microbatch
             call.fused_weight = fused_weight(self, weight)
             y = linear(x, weight, added, call)
-            self._fp8.end(call, y)
+            self._fp8.end(call)
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:

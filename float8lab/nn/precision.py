@@ -28,7 +28,6 @@ from float8lab.recipes.region import (
     Region,
     advance_in_graph,
     advance_scales,
-    come_after_in_graph,
     in_backward,
     set_clock,
 )
@@ -303,13 +302,12 @@ class Precision:
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None
 
-    def end(self, call: Call, y: Tensor) -> None:
-        """Close a recording call, whose output is ``y``; outside regions it is one of its own."""
+    def end(self, call: Call) -> None:
+        """Close a recording call; outside regions it is one of its own."""
         if not call.record:
             return
         alone = call.fixed is None and STATE.region is None
         if torch.compiler.is_compiling():
-            come_after_in_graph(y)
             if alone:
                 advance_in_graph(())
         elif alone and call.slots is not None:

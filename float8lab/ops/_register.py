@@ -64,6 +64,7 @@ def register(
     cuda: str | Callable[..., Any],
     reference: Callable[..., Any],
     fake: Callable[..., Any],
+    any_strides: bool = False,
 ) -> Callable[..., Any]:
     """Define ``float8lab::<schema>``, and return what calls it with plain tensors, by position.
 
@@ -75,16 +76,23 @@ def register(
             where plain PyTorch is the CUDA implementation too.
         reference: the CPU implementation, which also specifies the op.
         fake: allocates the outputs, for fake tensors and for the CUDA launcher alike.
+        any_strides: the op is as good on inputs of other strides than those it was traced with. A
+            compiler that may not choose them copies an input that it has not written yet for each
+            op that reads it.
     """
     launcher = _lazy(cuda) if isinstance(cuda, str) else cuda
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
     in_graph = _untraced(launcher) if isinstance(cuda, str) else cuda
-    overload = _define(schema, {"CPU": reference, "CUDA": in_graph}, fake)
+    overload = _define(schema, {"CPU": reference, "CUDA": in_graph}, fake, any_strides)
     return _direct(overload, launcher, reference)
 
 
 def register_stateful(
-    schema: str, *, implementation: Callable[..., Any], fake: Callable[..., Any]
+    schema: str,
+    *,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    any_strides: bool = False,
 ) -> Callable[..., Any]:
     """Define an op for compiled graphs that does what eager mode does in plain Python.
 
@@ -92,15 +100,23 @@ def register_stateful(
         schema: the op's signature. What it changes besides is hidden from the compiler.
         implementation: called on any device, with Python's state as it is when the graph runs.
         fake: allocates the outputs, for fake tensors.
+        any_strides: as in ``register``.
     """
-    return _define(schema, {"CompositeExplicitAutograd": _untraced(implementation)}, fake)
+    implementations = {"CompositeExplicitAutograd": _untraced(implementation)}
+    return _define(schema, implementations, fake, any_strides)
 
 
 def _define(
-    schema: str, implementations: dict[str, Callable[..., Any]], fake: Callable[..., Any]
+    schema: str,
+    implementations: dict[str, Callable[..., Any]],
+    fake: Callable[..., Any],
+    any_strides: bool,
 ) -> Callable[..., Any]:
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    tags = [torch.Tag.pt2_compliant_tag]
+    if any_strides:
+        tags.append(torch.Tag.flexible_layout)
+    _LIBRARY.define(schema, tags=tags)
     for key, implementation in implementations.items():
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)

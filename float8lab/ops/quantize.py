@@ -149,6 +149,7 @@ amax_op = register(
     cuda="quantize:amax",
     reference=reference.amax,
     fake=_fake_amax,
+    any_strides=True,
 )
 quantize_op = register(
     "quantize(Tensor x, ScalarType fp8_dtype, int[] block, str rule, float eps, int align,"
@@ -156,6 +157,7 @@ quantize_op = register(
     cuda="quantize:quantize",
     reference=reference.quantize,
     fake=_fake_quantize,
+    any_strides=True,
 )
 # These two write to their arguments, and leave the version counters of these to the caller.
 quantize_many_op = register(
@@ -177,6 +179,7 @@ quantize_pair_op = register(
     cuda="pair:quantize_pair",
     reference=reference.quantize_pair,
     fake=_fake_quantize_pair,
+    any_strides=True,
 )
 cast_op = register(
     "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int[] block,"
@@ -184,6 +187,7 @@ cast_op = register(
     cuda="quantize:cast",
     reference=reference.cast,
     fake=_fake_cast,
+    any_strides=True,
 )
 # For graphs: of an op that may write a tensor it was not given, and that returns one tensor,
 # Inductor makes a call that it cannot lower.
@@ -193,6 +197,7 @@ cast_unrecorded_op = register(
     cuda=_cast_unrecorded,
     reference=_cast_unrecorded,
     fake=_fake_cast_unrecorded,
+    any_strides=True,
 )
 cast_pair_op = register(
     "cast_pair(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align,"
@@ -200,6 +205,7 @@ cast_pair_op = register(
     cuda="pair:cast_pair",
     reference=reference.cast_pair,
     fake=_fake_cast_pair,
+    any_strides=True,
 )
 transpose_op = register(
     "transpose(Tensor q, int align) -> Tensor",

@@ -275,7 +275,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 self._fp8.calibrate_attention(q, k, v)
                 return attend(q, k, v, problem, self.backends)
             out = fp8_attention(q, k, v, problem, call)
-        self._fp8.end(call, out)
+        self._fp8.end(call)
         return out
 
     def _dropout_context(self, dropout: float) -> Any:
