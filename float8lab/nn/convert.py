@@ -28,7 +28,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class, sizes
-from float8lab.nn.precision import Precision, precisions, precisions_below
+from float8lab.nn.precision import Precision, place_precisions, precisions, precisions_below
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
@@ -516,6 +516,7 @@ def _set_recipe(plan: _LayerPlan) -> None:
     if plan.report.converted and not isinstance(layer, _CONVERTED):
         layer.__class__ = _class_of(layer, _float8_class)
         layer._fp8 = Precision(key=f"name {plan.report.name}")
+        place_precisions(layer)
     for part, precision in precisions(layer):
         precision.recipe, precision.pinned = plan.recipe, plan.pinned
         precision.name = ".".join(filter(None, (plan.report.name, part)))

@@ -15,7 +15,7 @@ from float8lab.nn.norm import mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
 from float8lab.nn.operands import fused_weight, plain
 from float8lab.nn.parallel import TensorParallelGroup
-from float8lab.nn.precision import Call, Precision, precisions
+from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["FusedModule"]
@@ -135,8 +135,5 @@ class FusedModule(nn.Module, TensorParallelGroup):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with keep_initial_values(self):
             result = super()._apply(fn, recurse)
-        device = next((p.device for p in self.parameters()), None)
-        if device is not None:
-            for _, precision in precisions(self):
-                precision.to(device)
+        place_precisions(self)
         return result

@@ -45,7 +45,7 @@ _OWNERS: weakref.WeakValueDictionary[int, Precision] = weakref.WeakValueDictiona
 
 def new_handle(owner: Precision, device: torch.device) -> Tensor:
     """A tensor that stands for ``owner`` in compiled graphs; its address is what counts."""
-    handle = static_tensor(device if device.type == "cuda" else torch.device("cpu"))
+    handle = static_tensor(device)
     _OWNERS[handle.data_ptr()] = owner
     return handle
 

@@ -15,7 +15,7 @@ from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
 
 __all__ = ["LayerNormLinear"]
 
@@ -115,6 +115,7 @@ class LayerNormLinear(FusedModule):
         self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
         self._keeps_initial_values = store_in_fp8(self, names)
+        place_precisions(self)
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weight by ``init_method``, and the bias to 0."""

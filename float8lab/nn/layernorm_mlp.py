@@ -17,7 +17,7 @@ from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
 from float8lab.recipes.region import STATE
 
 __all__ = ["LayerNormMLP"]
@@ -140,6 +140,7 @@ class LayerNormMLP(FusedModule):
         self._register("fc2_", shape, bias=bias, device=where, dtype=dtype)
         self.reset_parameters()
         self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
+        place_precisions(self)
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weights by their init methods, and the biases to 0."""

@@ -14,7 +14,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.operands import fused_weight, plain, plain_weight
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
@@ -216,6 +216,7 @@ class Linear(nn.Linear, TensorParallelGroup):
         self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
         self._keeps_initial_values = store_in_fp8(self, names)
+        place_precisions(self)
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0."""
@@ -299,9 +300,7 @@ class Linear(nn.Linear, TensorParallelGroup):
         with keep_initial_values(self):
             result = super()._apply(fn, recurse)
         self._hook_shard()
-        device = next((p.device for p in self.parameters()), None)
-        if device is not None:
-            self._fp8.to(device)
+        place_precisions(self)
         return result
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.operands import plain
-from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear", "sizes"]
@@ -71,7 +71,7 @@ class OtherLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        self._fp8.to(self.weight.device)
+        place_precisions(self)
         return result
 
 

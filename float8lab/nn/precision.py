@@ -322,7 +322,7 @@ class Precision:
 
     def _place(self, device: torch.device) -> None:
         """Have a handle on the device, where a CUDA graph can take it."""
-        if device.type == "cuda" and self.handle.device != device:
+        if device.type in ("cpu", "cuda") and self.handle.device != device:
             self.handle = new_handle(self, device)
         set_clock(device)
 
@@ -356,6 +356,18 @@ class Precision:
         elif slots.pack.scale.device != device:
             slots.to(device)
         return slots
+
+
+def place_precisions(module: nn.Module) -> None:
+    """Move the FP8 state of a module's own GEMMs to its parameters' device.
+
+    Compiled graphs get a part of it as an input: one on a CPU keeps CUDA graphs away, and has the
+    compiler take what is computed with it for unaligned.
+    """
+    device = next((parameter.device for parameter in module.parameters()), None)
+    if device is not None:
+        for _, precision in precisions(module):
+            precision.to(device)
 
 
 def precisions_below(model: nn.Module) -> Iterator[Precision]:

@@ -9,6 +9,7 @@ from torch import nn
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn.precision import precisions_below
 from tests.nn.test_compile import GPT, same_gradients, states
 
 RECIPES = {
@@ -104,13 +105,42 @@ def test_a_recorded_training_step_equals_eager(recipe, warm):
         assert torch.equal(model(x), eager(x))
 
 
+MODULES = {
+    "linear": lambda **where: float8lab.Linear(32, 48, **where),
+    "norm-linear": lambda **where: float8lab.LayerNormLinear(32, 48, **where),
+    "mlp": lambda **where: float8lab.LayerNormMLP(32, 48, **where),
+    "transformer": lambda **where: float8lab.TransformerLayer(32, 48, 2, **where),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_what_stands_for_a_module_in_graphs_is_where_its_parameters_are(make):
+    def devices(module):
+        return {precision.handle.device.type for precision in precisions_below(module)}
+
+    module = make(device="cuda")
+    assert devices(module) == {"cuda"}
+    assert devices(module.cpu()) == {"cpu"}
+    assert devices(module.cuda()) == {"cuda"}
+    assert devices(copy.deepcopy(module)) == {"cuda"}
+    assert devices(make(device="meta").to_empty(device="cuda")) == {"cuda"}
+    model = nn.Sequential(nn.Linear(32, 48)).cuda()
+    float8lab.convert_to_float8(model, RECIPES["delayed"])
+    assert devices(model) == {"cuda"}
+
+
 @pytest.mark.gpu
 @each_recipe
-def test_reduce_overhead_equals_eager(recipe):
+@pytest.mark.parametrize("moved", [False, True], ids=["converted-there", "moved"])
+def test_reduce_overhead_equals_eager(recipe, moved):
     torch._dynamo.reset()
     eager = GPT(width=64)
+    if not moved:
+        eager.cuda()
     float8lab.convert_to_float8(eager, recipe)
-    eager.cuda()
+    if moved:
+        eager.cuda()
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     plain = torch.compile(eager, fullgraph=True)

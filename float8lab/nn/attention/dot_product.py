@@ -151,6 +151,12 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self.backends = tuple(backends)
         self._fp8 = AttentionPrecision()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        # Without a parameter, what becomes of another tensor says where the module goes.
+        self._fp8.to(fn(torch.empty(0, device=self._fp8.handle.device)).device)
+        return result
+
     @eager_while_calibrating
     def forward(
         self,

@@ -219,6 +219,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             q_size, hidden_size, return_bias=return_bias, init_method=output_layer_init_method,
             **common,
         )  # fmt: skip
+        self.core_attention.to(self.proj.weight.device)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
 
     def forward(
