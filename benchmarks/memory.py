@@ -1,6 +1,6 @@
 """Memory of Llama-3-8B layers: one, a stack of 8, and whether 200 steps need more than 20.
 
-    python -m benchmarks.memory [--batch 4] [--sequence 4096]
+    python -m benchmarks.memory [--compile] [--batch 4] [--sequence 4096]
 
 Needs a CUDA GPU. ``held`` is what the CUDA allocator has more between forward and backward than
 before the forward, the output included; ``peak`` is the most it has more until the end of backward,
@@ -8,8 +8,9 @@ gradients of the parameters, which exist before, not included; ``saved`` are the
 that autograd saves, parameters not included; ``weights`` the parameters.
 
 Candidates are plain ``torch.nn`` in bfloat16, eager and compiled, and ``TransformerLayer`` in
-bfloat16, with FP8 compute and with the weights stored in FP8; each starts from the same weights and
-must give the plain layer's output and input gradient, compared without the residual stream.
+bfloat16, with FP8 compute and with the weights stored in FP8, with ``--compile`` also compiled;
+each starts from the same weights and must give the plain layer's output and input gradient,
+compared without the residual stream.
 
 ``growth`` is what the allocator has more after 200 steps of a small layer than after 20, and how
 much higher its peak was in between.
@@ -76,6 +77,16 @@ def variants(setting: Setting, size: LayerSize) -> Iterator[Variant]:
         yield Variant(f"TransformerLayer, {name}", ours, targets=(of_plain(0.70),))
         yield Variant(f"{name}, fp8_activation_input", half, targets=(of_plain(0.53),))
         yield Variant(f"{name}, FP8 weights", stored)
+        yield from compiled_variants(setting, name, ours, stored)
+
+
+def compiled_variants(
+    setting: Setting, name: str, ours: Callable[..., nn.Module], stored: Callable[..., nn.Module]
+) -> Iterator[Variant]:
+    """What a recipe's layers are under ``torch.compile``, if that was asked for."""
+    if "compile" in setting.modes:
+        yield Variant(f"TransformerLayer, {name}, compile", ours, compiled=True)
+        yield Variant(f"{name}, FP8 weights, compile", stored, compiled=True)
 
 
 class _Allocator:
@@ -170,7 +181,8 @@ def compared(
 
 def compile_layers(module: nn.Module) -> None:
     """Compile a layer, or each of a stack."""
-    for layer in module if isinstance(module, nn.Sequential) else (module,):
+    inner = module.module if isinstance(module, InContext) else module
+    for layer in inner if isinstance(inner, nn.Sequential) else (module,):
         layer.compile()
 
 
@@ -197,8 +209,10 @@ def stack_rows(setting: Setting, size: LayerSize = LLAMA, layers: int = 8) -> It
     for name in setting.recipes:
         if name != "mx":  # not in FP8 on this GPU
             ours: Any = partial(our_stack, size=size, recipe=RECIPES[name]())
+            stored = partial(ours, stored=True)
             made.append(Variant(f"TransformerLayer, {name}", ours))
-            made.append(Variant(f"{name}, FP8 weights", partial(ours, stored=True)))
+            made.append(Variant(f"{name}, FP8 weights", stored))
+            made += compiled_variants(setting, name, ours, stored)
     yield from compared(setting, case, made, stack, data, STACK_FLOOR_DB)
 
 
