@@ -31,6 +31,7 @@ from float8lab.ops import (
     quantize_pair_op,
     round_up,
     scaled_mm_op,
+    transpose_after_op,
     transpose_op,
 )
 from float8lab.recipes.recipe import Recipe
@@ -57,7 +58,6 @@ __all__ = [
     "plain",
     "same_when_transposed",
     "stored_as",
-    "transposed_weight",
     "wgrad",
 ]
 
@@ -296,8 +296,8 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def transposed_weight(kept: Tensor | Operand, call: Call) -> Operand:
-    """The weight's transpose in FP8, for dgrad, from the weight or from its cast."""
+def _transposed_weight(kept: Tensor | Operand, call: Call, dy_q: Operand) -> Operand:
+    """The weight's transpose in FP8, for dgrad by ``dy_q``, from the weight or from its cast."""
     if isinstance(kept, Tensor):
         w_t = plain(kept).t()
         operand = cast(w_t, call.plan.w, W, call)
@@ -305,6 +305,8 @@ def transposed_weight(kept: Tensor | Operand, call: Call) -> Operand:
             observe_cast(w_t, operand, call.plan.w, W, call, only_in_backward=True)
         return operand
     # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
+    if torch.compiler.is_compiling():
+        return transpose_after_op(kept[0], 1, dy_q[1]), kept[1].t()
     return transpose_op(kept[0], 1), kept[1].t()
 
 
@@ -410,7 +412,7 @@ def dgrad(
         assert dy is not None, "one of the two"
         assert isinstance(kept, Tensor), "in high precision"
         return (dy @ plain(kept).to(dy.dtype)).to(dtype)
-    w_t = transposed_weight(kept, call)
+    w_t = _transposed_weight(kept, call, dy_q)
     _observe_gemm("dgrad", call, dy_q, w_t)
     dx = gemm(dy_q, plan.dy, w_t, plan.w, None, dtype, plan.fast_accum[1])
     return crop(dx, *shape)

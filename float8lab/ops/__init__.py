@@ -28,6 +28,7 @@ from float8lab.ops.quantize import (
     quantize_many_op,
     quantize_op,
     quantize_pair_op,
+    transpose_after_op,
     transpose_op,
 )
 from float8lab.ops.reference import ACTIVATIONS, encode_from_amax, round_up, scale_from_amax
@@ -78,6 +79,7 @@ __all__ = [
     "scale_from_amax",
     "scaled_bmm_op",
     "scaled_mm_op",
+    "transpose_after_op",
     "transpose_op",
     "update_scales_op",
     "value_of_op",

@@ -27,6 +27,7 @@ __all__ = [
     "quantize_many_op",
     "quantize_op",
     "quantize_pair_op",
+    "transpose_after_op",
     "transpose_op",
 ]
 
@@ -140,6 +141,15 @@ def _fake_transpose(q: Tensor, align: int) -> Tensor:
     return q.new_empty((round_up(q.shape[1], align), round_up(q.shape[0], align)))
 
 
+def _transpose_after(q: Tensor, align: int, event: Tensor) -> Tensor:
+    q_t: Tensor = transpose_op(q, align)
+    return q_t
+
+
+def _fake_transpose_after(q: Tensor, align: int, event: Tensor) -> Tensor:
+    return _fake_transpose(q, align)
+
+
 def _fake_dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
@@ -212,6 +222,14 @@ transpose_op = register(
     cuda="pair:transpose",
     reference=reference.transpose,
     fake=_fake_transpose,
+)
+# For graphs: what backward computes from the forward's tensors alone, the partitioner moves into
+# the forward, and keeps until then. ``event`` is a tensor of backward.
+transpose_after_op = register(
+    "transpose_after(Tensor q, int align, Tensor event) -> Tensor",
+    cuda=_transpose_after,
+    reference=_transpose_after,
+    fake=_fake_transpose_after,
 )
 dequantize_op = register(
     "dequantize(Tensor q, Tensor scale, int[] block, ScalarType dtype) -> Tensor",

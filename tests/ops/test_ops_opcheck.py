@@ -95,6 +95,7 @@ def test_cast_by_block(device: torch.device) -> None:
 def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: torch.device) -> None:
     q = torch.randn(shape, device=device).to(E4M3)
     check(ops.transpose_op, q, align)
+    check(ops.transpose_after_op, q, align, torch.ones(1, device=device))
     check(ops.dequantize_op, q, torch.ones(1, 1, device=device), (-1, -1), torch.bfloat16)
     check(ops.dequantize_op, q.t(), torch.ones(1, 1, device=device), (-1, -1), torch.float16)
 
