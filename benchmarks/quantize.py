@@ -58,7 +58,8 @@ TARGETS = {
     "quantize tensor": _CURRENT,
     "quantize pair tensor": _CURRENT,
 }
-"""Delayed scaling casts, block scaling and current scaling quantize; a pair is with transpose."""
+"""Of matrices. Delayed scaling casts, block and current scaling quantize; a pair is both
+orientations."""
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -232,7 +233,7 @@ def sources(
     yield f"SwiGLU's gradient, {M} x {2 * F}", ops.Source("swiglu_backward", [h, dy], dtype), E5M2
 
 
-def measure(setting: Setting, table: str, case: Case) -> Row:
+def measure(setting: Setting, table: str, case: Case, targets: tuple[Target, ...] = ()) -> Row:
     """Check an op, then time it."""
     if refusal := compare(case):
         return setting.row(table, case.name, refusal=refusal)
@@ -242,7 +243,7 @@ def measure(setting: Setting, table: str, case: Case) -> Row:
         ms=setting.time(case.run).samples,
         floor_ms=setting.floor.move_ms(case.bytes_moved(case.run())),
         bytes=case.bytes_moved(case.run()),
-        targets=TARGETS.get(case.name, ()),
+        targets=targets,
     )
 
 
@@ -288,7 +289,8 @@ def rows(setting: Setting, sizes: Sequence[tuple[int, int]], dtype: torch.dtype)
         x = torch.randn(M, K, generator=generator, device=setting.device).to(dtype)
         table = f"{M} x {K}, {str(dtype).removeprefix('torch.')}"
         for case in cases(x):
-            yield setting.attempt(table, case.name, partial(measure, setting, table, case))
+            run = partial(measure, setting, table, case, TARGETS.get(case.name, ()))
+            yield setting.attempt(table, case.name, run)
         for name, other in others(setting).items():
             run = partial(measure_other, setting, table, name, x, other)
             yield setting.attempt(table, name, run)

@@ -117,9 +117,16 @@ CHARTS = (
         "layer", "implementation", "x bf16", ("GPU ms (quartiles)",), baseline="plain bfloat16",
     ),
     Chart(
+        "performance_layer_compiled",
+        "Compiled transformer layer",
+        "The same layer, also under `torch.compile`, and torchao 0.18 in the same run.",
+        "Compiled layers, and torchao", "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="plain bfloat16",
+    ),
+    Chart(
         "performance_mlp",
         "Norm and MLP",
-        "`LayerNormMLP`, forward and backward, beside the same modules of torch.",
+        "`LayerNormMLP`, forward and backward, beside the same modules of torch, and torchao 0.18.",
         "mlp", "implementation", "x bf16", ("GPU ms (quartiles)",), baseline="plain bfloat16",
     ),
     Chart(
