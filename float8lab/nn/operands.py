@@ -118,7 +118,8 @@ def cast(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Operan
         scale, slot = call.scale(index, x)
         return cast_op(x, scale, slot, spec.fp8_dtype, spec.block, ALIGN), scale
     how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN)
-    q, scale, _ = quantize_op(x, *how, _amax_in_graph(x, spec, index))
+    amax = _amax_in_graph(x, spec, index) if torch.compiler.is_compiling() else None
+    q, scale, _ = quantize_op(x, *how, amax)
     return q, scale
 
 
@@ -143,7 +144,7 @@ def cast_pair(
         scale, slot = call.scale(index, x)
         q, q_t, total = cast_pair_op(x, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
         return (q, scale), (q_t, scale), total
-    amax = _amax_in_graph(x, spec, index)
+    amax = _amax_in_graph(x, spec, index) if torch.compiler.is_compiling() else None
     q, scale, q_t, scale_t, total = quantize_pair_op(x, *how, amax)
     return (q, scale), (q_t, scale_t), total
 
@@ -156,9 +157,8 @@ def _amax_in_graph(x: Tensor, spec: Float8Spec, index: int) -> Tensor | None:
     rows make Inductor hold whole ones in registers: right for a norm, but a costly gradient, such
     as that of rotary embedding, took three times as long on an H200.
     """
-    if not (spec.per_tensor and torch.compiler.is_compiling()) or not x.numel():
-        return None
-    if index == W or (index == DY and x.shape[1] <= _SHORT_ROWS):
+    short = index == DY and x.shape[1] <= _SHORT_ROWS
+    if not spec.per_tensor or index == W or short or not x.numel():
         return None
     return x.abs().amax(1).amax().float().view(1, 1)
 
