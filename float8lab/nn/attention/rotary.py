@@ -141,8 +141,12 @@ def apply_rotary_pos_emb(
 
 
 def _takes_op(t: Tensor, angles: Tensor) -> bool:
-    """Whether one kernel does it: not where a compiler fuses it or more is differentiated."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    """Whether one kernel does it: not where more is differentiated.
+
+    Compiled too: fused into the rotation, a table's sines and cosines are computed again for every
+    head.
+    """
+    if torch._C._are_functorch_transforms_active():
         return False
     plain = type(t) in (Tensor, nn.Parameter) and not angles.requires_grad
     return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
@@ -160,8 +164,10 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        interleaved, back = ctx.how
-        return _Rotate.apply(dy, *ctx.saved_tensors, interleaved, not back), None, None, None, None
+        how = (*ctx.saved_tensors, ctx.how[0], not ctx.how[1])
+        # A graph has no backward of backward.
+        rotate = rotate_op if torch.compiler.is_compiling() else _Rotate.apply
+        return rotate(dy, *how), None, None, None, None
 
 
 def _positions_in_sequences(

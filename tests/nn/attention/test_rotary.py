@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -163,6 +165,32 @@ def test_the_function_and_its_two_derivatives(interleaved, device):
         found.append((dt, ddy))
     for own, exact in zip(*found, strict=True):
         assert torch.allclose(own, exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_compiled_it_is_the_op_both_ways(percent, device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(rotary, "_takes_op", lambda t, angles: True)
+    angles, seen = RotaryPositionEmbedding(D, percent, device=device)(S), []
+
+    def look(graph, inputs):
+        seen.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        apply_rotary_pos_emb,
+        fullgraph=True,
+        backend=aot_autograd(fw_compiler=look, bw_compiler=look),
+    )
+    x, dy = torch.randn(2, S, B, H, D, device=device).unbind()
+    results = []
+    for function in (compiled, apply_rotary_pos_emb):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, angles)
+        results.append((y, *torch.autograd.grad(y, leaf, dy)))
+    assert all(map(torch.equal, *results))
+    assert [targets.count("float8lab.rotate.default") for targets in seen] == [1, 1]
 
 
 def test_opcheck(device):
