@@ -49,6 +49,11 @@ def _check_amax(cases: Cases) -> None:
 def _check_quantize(cases: Cases) -> None:
     for there, here, how in quantize_cases(cases):
         cases.same(ops.quantize_op(there, *how), reference.quantize(here, *how))
+        fp8_dtype, block, rule, eps, align = how
+        if block == (-1, -1):
+            amax = 2 * reference.amax(here, block)
+            got = ops.quantize_op(there, *how, amax.to(there.device))
+            cases.same(got, reference.quantize(here, fp8_dtype, block, rule, eps, align, amax))
 
 
 @checks("casts", f"{REFERENCE}; column sums: float64", "quantize_pair_op")
@@ -189,9 +194,12 @@ def _check_many(cases: Cases) -> None:
         cases.same(again, [one[0] for one in want])
 
 
+_TRANSPOSED = ((1, 1), (0, 64), (33, 0), (63, 130), (272, 1040))
+
+
 @checks("casts", REFERENCE, "transpose_op")
 def _check_transpose(cases: Cases) -> None:
-    for shape in ((1, 1), (0, 64), (33, 0), (63, 130), (272, 1040)):
+    for shape in _TRANSPOSED:
         for layout, lay_out in LAYOUTS.items():
             if layout == "misaligned" and not shape[1]:
                 continue
@@ -201,6 +209,17 @@ def _check_transpose(cases: Cases) -> None:
                 got = ops.transpose_op(lay_out(here.to(cases.device)).view(fp8_dtype), align)
                 want = reference.transpose(here.view(fp8_dtype), align)
                 cases.same(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@checks("casts", REFERENCE, "transpose_after_op")
+def _check_transpose_after(cases: Cases) -> None:
+    for shape in _TRANSPOSED:
+        cases.begin(f"{shape[0]}x{shape[1]}")
+        here = cases.bytes(*shape)
+        there = here.to(cases.device).view(E4M3)
+        got = ops.transpose_after_op(there, 16, torch.empty(0, device=cases.device))
+        want = reference.transpose(here.view(E4M3), 16)
+        cases.same(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @checks("casts", _TABLE, "dequantize_op")
