@@ -69,7 +69,14 @@ class LinearPlan(NamedTuple):
     """Per GEMM: let the tensor cores accumulate with fewer bits."""
     delayed: bool
     """Scales come from the amax history; else from the tensor itself."""
-    amax_epsilon: float
+    epsilon: str
+    """``amax_epsilon`` as text. Under ``torch.compile(dynamic=True)`` a float is an input of the
+    graph, and Dynamo does not find it again in a second autograd function."""
+
+    @property
+    def amax_epsilon(self) -> float:
+        """What amaxes are raised to at least."""
+        return float(self.epsilon)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -152,7 +159,7 @@ class Recipe:
             wgrad=wgrad and not high[2],
             fast_accum=self.fast_accum,
             delayed=delayed,
-            amax_epsilon=amax_epsilon,
+            epsilon=repr(float(amax_epsilon)),
         )
 
     def __repr__(self) -> str:

@@ -133,6 +133,22 @@ def test_ten_sequence_lengths_compile_at_most_twice(recipe):
 
 
 @each_recipe
+def test_dynamic_true_serves_every_length_from_the_first_on(recipe):
+    """``dynamic=True`` makes an input of the graph of every number that a module reads."""
+    eager = GPT()
+    float8lab.convert_to_float8(eager, recipe)
+    model = copy.deepcopy(eager)
+    backend = Counted()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    counts = []
+    for length in (70, 96, 65):
+        assert torch.equal(train(compiled, tokens(length)), train(eager, tokens(length)))
+        assert same_gradients(model, eager)
+        counts.append(backend.graphs)  # torch calls a backend twice for numbers of its own
+    assert counts == counts[:1] * 3
+
+
+@each_recipe
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_autocast_inside_and_outside_the_compiled_function(recipe, where):
     layer = float8lab.Linear(32, 48, device="cpu")
