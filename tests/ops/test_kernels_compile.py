@@ -350,7 +350,8 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        patch.setattr(block_gemm, "_programs", lambda device: 132)
+        for module in (attention, block_gemm):
+            patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded
 

@@ -30,6 +30,7 @@ __all__ = [
     "encode_from_scale",
     "grid_of",
     "load_tile",
+    "multiprocessors",
     "next_power_of_2",
     "on_device_of_first",
     "pack",
@@ -92,6 +93,12 @@ class Tile:
 def ceil_div(size: int, part: int) -> int:
     """How many parts it takes to hold ``size``."""
     return -(-size // part)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has: the programs of a persistent kernel that fills one with each."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def next_power_of_2(size: int) -> int:

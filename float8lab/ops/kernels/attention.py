@@ -1,11 +1,13 @@
 """FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head size.
 
-Forward is one Gluon kernel. A program has 128 queries of a head; two groups of four warps have 64
-each, and one warp loads keys and values for both through a ring of buffers. While a group computes
-the probabilities of one tile of keys, its tensor cores multiply the next tile's, and the other
-group's whatever is due there. Softmax is online: probabilities are rounded relative to the largest
-score so far, not to the row's largest, which is the one difference from the reference besides the
-order of sums and the tensor cores' accumulator (14 bits of each sum of 32 products).
+Forward is one persistent Gluon kernel: a program for each multiprocessor, which takes tiles of 128
+queries of a head from a common counter until there are none left. Two groups of four warps have 64
+queries each; one warp loads queries, keys and values for both, of the next tile too while the last
+one is being stored. While a group computes the probabilities of one tile of keys, its tensor cores
+multiply the next tile's scores, then the first half of the probabilities by their values, and the
+other group's whatever is due there. Softmax is online: probabilities are rounded relative to the
+largest score so far, not to the row's largest, which is the one difference from the reference
+besides the order of sums and the tensor cores' accumulator (14 bits of each sum of 32 products).
 
 The second product contracts over the keys, and FP8 operands must be contiguous along a contraction:
 ``_turn_kernel`` transposes the values first. It also orders the keys of every 16 such that the four
@@ -34,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from float8lab.ops.attention import has_fp8_attention
 from float8lab.ops.kernels._common import (
     ceil_div,
+    multiprocessors,
     next_power_of_2,
     on_device_of_first,
 )
@@ -51,7 +54,7 @@ _GROUP = 64
 """Queries of a group of four warps: the rows of one tensor core instruction."""
 _QUERIES = 2 * _GROUP
 _KEYS = 128
-_STAGES = 2
+_STAGES = 3
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
 
@@ -68,11 +71,16 @@ P_BITS = gl.constexpr(8.0)
 def _turn_kernel(
     v_ptr,  # [B, G, SK, DV] uint8
     out_ptr,  # [B, G, DV, PADDED / 4] int32: bytes of four keys each
+    counter_ptr,  # [1] int32, set to zero
     SK, PADDED, DV, G, stride_b, stride_g, stride_s, stride_d,
     TILE_K: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    words = tl.program_id(0) * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
+    # The end first: a cast that has just written it has left it in the cache.
+    head = tl.num_programs(1) - 1 - tl.program_id(1).to(tl.int64)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    if (head == 0) & (tile == 0):
+        tl.store(counter_ptr, 0)
+    words = tile * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
     # Of every 16 keys, the words of keys 0 1 8 9, then 2 3 10 11, and so on.
     keys = (words // 4) * 16 + (words % 4) * 2
     columns = tl.arange(0, TILE_D)
@@ -89,13 +97,16 @@ def _turn_kernel(
     tl.store(out_ptrs, tl.trans(word), mask=(columns < DV)[:, None])
 
 
-def _turn(v: Tensor) -> Tensor:
-    """``[B, G, DV, PADDED]`` of the values, keys in the order of ``_turn_kernel``, then zeros."""
+def _turn(v: Tensor, counter: Tensor) -> Tensor:
+    """``[B, G, DV, PADDED]`` of the values, keys in the order of ``_turn_kernel``, then zeros.
+
+    ``counter`` is zero afterwards.
+    """
     B, G, SK, DV = v.shape
     padded = round_up(SK, _KEYS)
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
     _turn_kernel[(padded // _KEYS, B * G)](
-        v.view(torch.uint8), out.view(torch.int32), SK, padded, DV, G, *v.stride(),
+        v.view(torch.uint8), out.view(torch.int32), counter, SK, padded, DV, G, *v.stride(),
         TILE_K=_KEYS, TILE_D=next_power_of_2(DV),
     )  # fmt: skip
     return out
@@ -105,179 +116,255 @@ def _turn(v: Tensor) -> Tensor:
 
 
 @gluon.jit
-def _load_tiles(arguments, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    """What the loading warp does."""
-    q_desc, k_desc, v_desc, tiles, bars, where = arguments
-    batch, head, kv_head, _, first, blocks = where
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, k_full, k_empty, v_full, v_empty = bars
-    for group in gl.static_range(2):
-        mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
-        at = [batch, head, first + GROUP * group, 0]
-        async_load(q_desc, at, q_full.index(group), q_tiles.index(group))
-    for block in range(blocks):
-        stage = block % STAGES
-        phase = (block // STAGES) & 1
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        at = [batch, kv_head, block * KEYS, 0]
-        async_load(k_desc, at, k_full.index(stage), k_tiles.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        at = [batch, kv_head, 0, block * KEYS]
-        async_load(v_desc, at, v_full.index(stage), v_tiles.index(stage))
+def _place(number, sizes, CAUSAL: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Of a tile: batch, head, key/value head, row of lse, first query, tiles of keys to see."""
+    _, H, G, SQ, SK = sizes
+    tiles = gl.cdiv(SQ, QUERIES)
+    row_of_lse = number // tiles
+    tile = number % tiles
+    blocks = gl.cdiv(SK, KEYS)
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest first
+        blocks = gl.minimum(blocks, tile + 1)
+    head = row_of_lse % H
+    return row_of_lse // H, head, head // (H // G), row_of_lse, tile * QUERIES, blocks
 
 
 @gluon.jit
-def _probabilities(s, largest, total, factor, P_LAYOUT: gl.constexpr):
-    """Of a tile of scores: rounded, what to scale former sums by, and the new maximum and total."""
+def _tiles_in_all(sizes, QUERIES: gl.constexpr):
+    B, H, _, SQ, _ = sizes
+    return B * H * gl.cdiv(SQ, QUERIES)
+
+
+@gluon.jit
+def _load_tiles(
+    arguments, CAUSAL: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
+):
+    """What the loading warp does: take numbers of tiles, tell the groups, load what they need."""
+    q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
+    q_tiles, k_tiles, v_tiles, numbers = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    end = _tiles_in_all(sizes, 2 * GROUP)
+    number = gl.program_id(0)
+    turn = 0
+    count = 0
+    while number < end:
+        side = turn % 2
+        mbarrier.wait(q_empty.index(side), ((turn // 2) & 1) ^ 1)
+        numbers.index(side).store(gl.full([1], number, gl.int32, ONE))
+        batch, head, kv_head, _, first, blocks = _place(number, sizes, CAUSAL, 2 * GROUP, KEYS)
+        mbarrier.expect(q_full.index(side), 2 * q_desc.block_type.nbytes)
+        for group in gl.static_range(2):
+            at = [batch, head, first + GROUP * group, 0]
+            async_load(q_desc, at, q_full.index(side), q_tiles.index(2 * side + group))
+        for block in range(blocks):
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            at = [batch, kv_head, block * KEYS, 0]
+            async_load(k_desc, at, k_full.index(stage), k_tiles.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), 2 * v_desc.block_type.nbytes)
+            for half in gl.static_range(2):
+                at = [batch, kv_head, 0, block * KEYS + half * (KEYS // 2)]
+                async_load(v_desc, at, v_full.index(stage), v_tiles.index(2 * stage + half))
+            count += 1
+        turn += 1
+        number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+    # A number that is no tile's: the end.
+    side = turn % 2
+    mbarrier.wait(q_empty.index(side), ((turn // 2) & 1) ^ 1)
+    numbers.index(side).store(gl.full([1], number, gl.int32, ONE))
+    mbarrier.arrive(q_full.index(side), count=1)
+
+
+@gluon.jit
+def _next_number(numbers, q_full, turn):
+    """The number that the loading warp has told."""
+    side = turn % 2
+    mbarrier.wait(q_full.index(side), (turn // 2) & 1)
+    return gl.max(numbers.index(side).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _exponents(s, largest, factor):
+    """Of a tile of scores: its probabilities' logarithms, what to scale former sums by, maxima."""
     new = gl.maximum(largest, gl.max(s, 1))
     rescale = gl.exp2((largest - new) * factor)
-    p = gl.exp2(s * factor - gl.expand_dims(new * factor - P_BITS, 1))
-    total = total * rescale + gl.sum(p, 1)
-    # In the order of keys that ``_turn_kernel`` has this moves nothing between threads.
-    ROWS: gl.constexpr = s.shape[0]
-    KEYS: gl.constexpr = s.shape[1]
-    p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, KEYS // 16, 2, 4, 2])
-    p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, KEYS])
-    return gl.convert_layout(p8, P_LAYOUT, assert_trivial=True), rescale, new, total
+    return s * factor - gl.expand_dims(new * factor - P_BITS, 1), rescale, new
 
 
 @gluon.jit
-def _attend(
+def _add_values(x, rescale, total, out, v_tiles, v_full, stage, phase):
+    """The products of a tile's probabilities and values, in flight, and the new total.
+
+    While the tensor cores multiply one half, the other half's exponentials are computed.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    HALF: gl.constexpr = x.shape[1] // 2
+    WIDTH: gl.constexpr = v_tiles.shape[1]
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    out = out * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT)), 1)
+    total *= rescale
+    halves = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
+    for half in gl.static_range(2):
+        p = gl.exp2(gl.convert_layout(halves[half], X_LAYOUT, assert_trivial=True))
+        total += gl.convert_layout(gl.sum(p, 1), total.type.layout)
+        # In the order of keys that ``_turn_kernel`` has this moves nothing between threads.
+        p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, HALF // 16, 2, 4, 2])
+        p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, HALF])
+        p8 = gl.convert_layout(p8, P_LAYOUT, assert_trivial=True)
+        if half == 0:
+            mbarrier.wait(v_full.index(stage), phase)
+        v_tile = v_tiles.index(2 * stage + half).permute((1, 0))
+        out = warpgroup_mma(p8, v_tile, out, is_async=True)
+    return out, total
+
+
+@gluon.jit
+def _attend(  # noqa: PLR0915
     arguments, group: gl.constexpr, CAUSAL: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What a group of four warps does: its queries, all the keys."""
+    """What a group of four warps does: its queries of every tile, all the keys."""
     (
-        tiles, bars, where, factor, v_scale, out_ptr, lse_ptr, SQ, SK, DV,
-        stride_ob, stride_oh, stride_os,
+        tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, DV, stride_ob, stride_oh, stride_os,
     ) = arguments  # fmt: skip
-    batch, head, _, row_of_lse, first, blocks = where
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, k_full, k_empty, v_full, v_empty = bars
+    q_tiles, k_tiles, v_tiles, numbers = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    _, _, _, SQ, SK = sizes
     ROWS: gl.constexpr = q_tiles.shape[1]
     WIDTH: gl.constexpr = v_tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
 
-    out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
-    none = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
-    largest = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
-    total = gl.zeros([ROWS], gl.float32, S_ROWS)
-    q = q_tiles.index(group)
-    mbarrier.wait(q_full.index(group), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    s = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), none, use_acc=False)
-    mbarrier.arrive(k_empty.index(0), count=1)
-    for block in range(blocks - 1):
-        ahead = (block + 1) % STAGES
-        mbarrier.wait(k_full.index(ahead), ((block + 1) // STAGES) & 1)
-        next_s = warpgroup_mma(
-            q, k_tiles.index(ahead).permute((1, 0)), none, use_acc=False, is_async=True
-        )
-        p, rescale, largest, total = _probabilities(s, largest, total, factor, P_LAYOUT)
-        out = out * gl.expand_dims(gl.convert_layout(rescale, O_ROWS), 1)
-        stage = block % STAGES
-        mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
-        next_out = warpgroup_mma(p, v_tiles.index(stage).permute((1, 0)), out, is_async=True)
-        s = warpgroup_mma_wait(1, (next_s,))
-        mbarrier.arrive(k_empty.index(ahead), count=1)
-        out = warpgroup_mma_wait(0, (next_out,))
+    end = _tiles_in_all(sizes, 2 * ROWS)
+    turn = 0
+    count = 0
+    number = _next_number(numbers, q_full, turn)
+    while number < end:
+        batch, head, _, row_of_lse, first, blocks = _place(number, sizes, CAUSAL, 2 * ROWS, KEYS)
+        out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
+        largest = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
+        total = gl.zeros([ROWS], gl.float32, S_ROWS)
+        q = q_tiles.index(2 * (turn % 2) + group)
+        stage = count % STAGES
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
+        s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        for _block in range(blocks - 1):
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            count += 1
+            ahead = count % STAGES
+            x, rescale, largest = _exponents(s, largest, factor)
+            mbarrier.wait(k_full.index(ahead), (count // STAGES) & 1)
+            # Into the registers of the scores that are done with: none have to be moved.
+            k = k_tiles.index(ahead).permute((1, 0))
+            s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+            out, total = _add_values(x, rescale, total, out, v_tiles, v_full, stage, phase)
+            s = warpgroup_mma_wait(2, (s,))
+            mbarrier.arrive(k_empty.index(ahead), count=1)
+            out = warpgroup_mma_wait(0, (out,))
+            mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.arrive(q_empty.index(turn % 2), count=1)
+
+        # Only the last tile has keys that are not there or not yet to be seen: tiles are square.
+        rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
+        keys = (blocks - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_LAYOUT))
+        seen = gl.expand_dims(keys < SK, 0)
+        if CAUSAL:
+            seen = seen & (gl.expand_dims(keys, 0) <= gl.expand_dims(rows, 1))
+        x, rescale, largest = _exponents(gl.where(seen, s, -float("inf")), largest, factor)
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+        out, total = _add_values(x, rescale, total, out, v_tiles, v_full, stage, phase)
+        out = warpgroup_mma_wait(0, (out,))
         mbarrier.arrive(v_empty.index(stage), count=1)
+        count += 1
+        turn += 1
 
-    # Only the last tile has keys that are not there or not yet to be seen: tiles are square.
-    last = blocks - 1
-    keys = last * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_LAYOUT))
-    seen = gl.expand_dims(keys < SK, 0)
-    if CAUSAL:
-        seen = seen & (gl.expand_dims(keys, 0) <= gl.expand_dims(rows, 1))
-    s = gl.where(seen, s, -float("inf"))
-    p, rescale, largest, total = _probabilities(s, largest, total, factor, P_LAYOUT)
-    out = out * gl.expand_dims(gl.convert_layout(rescale, O_ROWS), 1)
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    out = warpgroup_mma(p, v_tiles.index(last % STAGES).permute((1, 0)), out)
-
-    decode = v_scale / total  # the total is times 2 ** 8 too
-    out = out * gl.expand_dims(gl.convert_layout(decode, O_ROWS), 1)
-    out_ptr += batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-    _store(out_ptr, out, first + ROWS * group, SQ, DV, stride_os)
-    lse = (largest * factor - P_BITS) * LN_2 + gl.log(total)
-    gl.store(lse_ptr + row_of_lse.to(gl.int64) * SQ + rows, lse, mask=rows < SQ)
+        decode = v_scale / total  # the total is times 2 ** 8 too
+        out = out * gl.expand_dims(gl.convert_layout(decode, gl.SliceLayout(1, O_LAYOUT)), 1)
+        of_head = out_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+        _store(of_head, out, first + ROWS * group, SQ, DV, stride_os)
+        lse = (largest * factor - P_BITS) * LN_2 + gl.log(total)
+        gl.store(lse_ptr + row_of_lse.to(gl.int64) * SQ + rows, lse, mask=rows < SQ)
+        number = _next_number(numbers, q_full, turn)
 
 
 @gluon.jit
 def _store(out_ptr, out, first, SQ, DV, stride_os):
-    rows = first + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
-    columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    # Eight neighbours to a thread: of the tensor cores' layout a warp stores eight rows at a time,
+    # 16 bytes of each.
+    LANES: gl.constexpr = out.shape[1] // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+    rows = first + gl.arange(0, out.shape[0], gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, LAYOUT))
     offsets = gl.expand_dims(rows.to(gl.int64) * stride_os, 1) + gl.expand_dims(columns, 0)
     inside = gl.expand_dims(rows < SQ, 1) & gl.expand_dims(columns < DV, 0)
-    gl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
+    gl.store(out_ptr + offsets, out, mask=inside)
 
 
 @gluon.jit
 def _attention_kernel(
-    q_desc,  # [B, H, SQ, D] fp8
-    k_desc,  # [B, G, SK, D] fp8
-    v_desc,  # [B, G, DV, SK] fp8, from _turn
+    q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, D_TILE]
+    k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, D_TILE]
+    v_desc,  # [B, G, DV, SK] fp8, from _turn, in tiles of [DV_TILE, KEYS / 2]
     q_scale_ptr,  # [1] fp32
     k_scale_ptr,  # [1] fp32
     v_scale_ptr,  # [1] fp32
     out_ptr,  # [B, H, SQ, DV]
     lse_ptr,  # [B, H, SQ] fp32
-    H, G, SQ, SK, DV, stride_ob, stride_oh, stride_os, scale,
+    counter_ptr,  # [1] int32, zero
+    B, H, G, SQ, SK, DV, stride_ob, stride_oh, stride_os, scale,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     D_TILE: gl.constexpr, DV_TILE: gl.constexpr, QK_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    QUERIES: gl.constexpr = 2 * GROUP
-    gl.static_assert(QUERIES == KEYS, "a causal mask cuts the last tile of keys only")
-    programs = gl.cdiv(SQ, QUERIES)
-    row_of_lse = gl.program_id(0) // programs
-    tile = gl.program_id(0) % programs
-    blocks = gl.cdiv(SK, KEYS)
-    if CAUSAL:
-        tile = programs - 1 - tile  # the longest first
-        blocks = gl.minimum(blocks, tile + 1)
-    batch = row_of_lse // H
-    head = row_of_lse % H
-    kv_head = head // (H // G)
-
+    gl.static_assert(2 * GROUP == KEYS, "a causal mask cuts the last tile of keys only")
+    # Queries and numbers of two tiles.
     tiles = (
-        gl.allocate_shared_memory(q_desc.dtype, [2, GROUP, D_TILE], QK_LAYOUT),
+        gl.allocate_shared_memory(q_desc.dtype, [4, GROUP, D_TILE], QK_LAYOUT),
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D_TILE], QK_LAYOUT),
-        gl.allocate_shared_memory(v_desc.dtype, [STAGES, DV_TILE, KEYS], V_LAYOUT),
+        gl.allocate_shared_memory(v_desc.dtype, [2 * STAGES, DV_TILE, KEYS // 2], V_LAYOUT),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = (q_full, k_full, k_empty, v_full, v_empty)
-    for group in gl.static_range(2):
-        mbarrier.init(q_full.index(group), count=1)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    for side in gl.static_range(2):
+        mbarrier.init(q_full.index(side), count=1)
+        mbarrier.init(q_empty.index(side), count=2)  # both groups
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)  # both groups
+        mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
 
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
-    where = (batch, head, kv_head, row_of_lse, tile * QUERIES, blocks)
-    loads = (q_desc, k_desc, v_desc, tiles, bars, where)
+    sizes = (B, H, G, SQ, SK)
+    loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
     sums = (
-        tiles, bars, where, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, SQ, SK, DV,
-        stride_ob, stride_oh, stride_os,
+        tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, DV, stride_ob,
+        stride_oh, stride_os,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_attend, (sums, 0, CAUSAL, KEYS, STAGES)),
             (_attend, (sums, 1, CAUSAL, KEYS, STAGES)),
-            (_load_tiles, (loads, GROUP, KEYS, STAGES)),
+            (_load_tiles, (loads, CAUSAL, GROUP, KEYS, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -334,11 +421,13 @@ def fp8_attention(
     dv_tile = max(next_power_of_2(DV), 16)
     out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse = q.new_empty((B, H, SQ), dtype=torch.float32)
-    v_desc = _descriptor(_turn(v), dv_tile, _KEYS)
+    counter = torch.empty(1, dtype=torch.int32, device=q.device)
+    v_desc = _descriptor(_turn(v, counter), dv_tile, _KEYS // 2)
     q_desc = _descriptor(_loadable(q), _GROUP, d_tile)
     k_desc = _descriptor(_loadable(k), _KEYS, d_tile)
-    _attention_kernel[(ceil_div(SQ, _QUERIES) * B * H,)](
-        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, H, G, SQ, SK, DV,
+    programs = min(multiprocessors(q.device), ceil_div(SQ, _QUERIES) * B * H)
+    _attention_kernel[(programs,)](
+        q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, counter, B, H, G, SQ, SK, DV,
         *out.stride()[:3], scale, CAUSAL=causal, GROUP=_GROUP, KEYS=_KEYS, STAGES=_STAGES,
         D_TILE=d_tile, DV_TILE=dv_tile, QK_LAYOUT=_of_rank_2(q_desc), V_LAYOUT=_of_rank_2(v_desc),
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS,

@@ -12,8 +12,6 @@ then, and their scales come from shared memory once for both. Else they are side
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from float8lab.ops.kernels._common import ceil_div, on_device_of_first
+from float8lab.ops.kernels._common import ceil_div, multiprocessors, on_device_of_first
 from float8lab.ops.kernels._copy_engine import async_load, async_store
 
 __all__ = ["load_tiles", "multiply_blocks", "place", "store_part"]
@@ -261,7 +259,7 @@ def multiply_blocks(
     """
     (M, K), N = a.shape, b.shape[0]
     y = a.new_empty((M, N), dtype=out_dtype)
-    programs = min(_programs(a.device), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS))
+    programs = min(multiprocessors(a.device), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS))
     _multiply_blocks_kernel[(programs,)](
         _descriptor(a, _ROWS, 128), _descriptor(b, _COLUMNS, 128), _descriptor(y, 64, 128),
         a_scale, b_scale, M, N, K, a_scale.stride(1), b_scale.stride(1), b_scale.stride(0),
@@ -270,9 +268,3 @@ def multiply_blocks(
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
     return y
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """One for each multiprocessor."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
