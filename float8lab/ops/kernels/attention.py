@@ -189,15 +189,29 @@ def _next_number(numbers, q_full, turn):
 
 
 @gluon.jit
+def _row_max(x, like):
+    """In four chains a thread and row, since a warp has no other work while it waits for one."""
+    parts = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
+    return gl.convert_layout(gl.max(gl.max(gl.max(parts, 2), 1), 1), like.type.layout)
+
+
+@gluon.jit
+def _row_sum(x, like):
+    """In four chains as well."""
+    parts = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
+    return gl.convert_layout(gl.sum(gl.sum(gl.sum(parts, 2), 1), 1), like.type.layout)
+
+
+@gluon.jit
 def _exponents(s, largest, factor):
     """Of a tile of scores: its probabilities' logarithms, what to scale former sums by, maxima."""
-    new = gl.maximum(largest, gl.max(s, 1))
+    new = gl.maximum(largest, _row_max(s, largest))
     rescale = gl.exp2((largest - new) * factor)
     return s * factor - gl.expand_dims(new * factor - P_BITS, 1), rescale, new
 
 
 @gluon.jit
-def _add_values(x, rescale, total, out, v_tiles, v_full, stage, phase):
+def _add_values(x, rescale, total, out, v_tiles, stage):
     """The products of a tile's probabilities and values, in flight, and the new total.
 
     While the tensor cores multiply one half, the other half's exponentials are computed.
@@ -213,13 +227,11 @@ def _add_values(x, rescale, total, out, v_tiles, v_full, stage, phase):
     halves = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
     for half in gl.static_range(2):
         p = gl.exp2(gl.convert_layout(halves[half], X_LAYOUT, assert_trivial=True))
-        total += gl.convert_layout(gl.sum(p, 1), total.type.layout)
+        total += _row_sum(p, total)
         # In the order of keys that ``_turn_kernel`` has this moves nothing between threads.
         p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, HALF // 16, 2, 4, 2])
         p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, HALF])
         p8 = gl.convert_layout(p8, P_LAYOUT, assert_trivial=True)
-        if half == 0:
-            mbarrier.wait(v_full.index(stage), phase)
         v_tile = v_tiles.index(2 * stage + half).permute((1, 0))
         out = warpgroup_mma(p8, v_tile, out, is_async=True)
     return out, total
@@ -267,7 +279,10 @@ def _attend(  # noqa: PLR0915
             # Into the registers of the scores that are done with: none have to be moved.
             k = k_tiles.index(ahead).permute((1, 0))
             s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-            out, total = _add_values(x, rescale, total, out, v_tiles, v_full, stage, phase)
+            # As early as this, because the branch in a wait keeps ptxas from moving exponentials
+            # ahead of the scores' product.
+            mbarrier.wait(v_full.index(stage), phase)
+            out, total = _add_values(x, rescale, total, out, v_tiles, stage)
             s = warpgroup_mma_wait(2, (s,))
             mbarrier.arrive(k_empty.index(ahead), count=1)
             out = warpgroup_mma_wait(0, (out,))
@@ -282,8 +297,8 @@ def _attend(  # noqa: PLR0915
             seen = seen & (gl.expand_dims(keys, 0) <= gl.expand_dims(rows, 1))
         x, rescale, largest = _exponents(gl.where(seen, s, -float("inf")), largest, factor)
         stage = count % STAGES
-        phase = (count // STAGES) & 1
-        out, total = _add_values(x, rescale, total, out, v_tiles, v_full, stage, phase)
+        mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+        out, total = _add_values(x, rescale, total, out, v_tiles, stage)
         out = warpgroup_mma_wait(0, (out,))
         mbarrier.arrive(v_empty.index(stage), count=1)
         count += 1
