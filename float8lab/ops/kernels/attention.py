@@ -327,7 +327,9 @@ def _store(out_ptr, out, first, SQ, DV, stride_os):
     gl.store(out_ptr + offsets, out, mask=inside)
 
 
-@gluon.jit
+# Sizes are no constants: of a single key, all masked probabilities would be one value to ptxas,
+# which then takes half of a word of them from a register that was never written (CUDA 12.8).
+@gluon.jit(do_not_specialize=["SQ", "SK"])
 def _attention_kernel(
     q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, D_TILE]
     k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, D_TILE]
