@@ -119,8 +119,15 @@ CHARTS = (
     Chart(
         "performance_layer_compiled",
         "Compiled transformer layer",
-        "The same layer, also under `torch.compile`, and torchao 0.18 in the same run.",
-        "Compiled layers, and torchao", "implementation", "x bf16", ("GPU ms (quartiles)",),
+        "The same layer, also under `torch.compile`.",
+        "Compiled layers", "implementation", "x bf16", ("GPU ms (quartiles)",),
+        baseline="plain bfloat16",
+    ),
+    Chart(
+        "performance_layer_torchao",
+        "Transformer layer beside torchao",
+        "The plain layer after `convert_to_float8`, and after torchao 0.18's conversion, in one run.",
+        "Beside torchao, compiled", "implementation", "x bf16", ("GPU ms (quartiles)",),
         baseline="plain bfloat16",
     ),
     Chart(
