@@ -239,8 +239,10 @@ def check_turned_values() -> None:
         want = torch.zeros(B, G, DV, padded, dtype=torch.uint8)
         want[..., :SK] = v.view(torch.uint8).mT
         want = want.unflatten(3, (-1, 16))[..., order].flatten(3)
-        got = attention._turn(v)
+        counter = torch.tensor([7], dtype=torch.int32)
+        got = attention._turn(v, counter)
         assert torch.equal(got.view(torch.uint8), want)
+        assert counter.item() == 0
 
 
 def check_rotary() -> None:

@@ -206,6 +206,15 @@ def test_kernel_dtypes_and_determinism(dtype):
 
 
 @pytest.mark.gpu
+def test_more_heads_than_a_grid_has_rows():
+    pairs = [quantized((1100, 60, 2, 16), E4M3, "cuda") for _ in range(3)]
+    tensors, scales = zip(*pairs, strict=True)
+    settings = (True, 0.25, 0.0)
+    out, lse = ops.fp8_attention_op(*tensors, *scales, None, None, None, *settings, torch.bfloat16)
+    check_forward(out, lse, decoded(tensors, scales), settings)
+
+
+@pytest.mark.gpu
 def test_kernel_holds_no_scores():
     S = 65536  # scores of one head: 16 GiB in float32
     pairs = [quantized((1, 1, S, 64), E4M3, "cuda") for _ in range(3)]

@@ -76,10 +76,11 @@ def _turn_kernel(
     TILE_K: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     # The end first: a cast that has just written it has left it in the cache.
-    head = tl.num_programs(1) - 1 - tl.program_id(1).to(tl.int64)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    if (head == 0) & (tile == 0):
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    if program == 0:
         tl.store(counter_ptr, 0)
+    head = (program // (PADDED // TILE_K)).to(tl.int64)
+    tile = program % (PADDED // TILE_K)
     words = tile * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
     # Of every 16 keys, the words of keys 0 1 8 9, then 2 3 10 11, and so on.
     keys = (words // 4) * 16 + (words % 4) * 2
@@ -105,7 +106,7 @@ def _turn(v: Tensor, counter: Tensor) -> Tensor:
     B, G, SK, DV = v.shape
     padded = round_up(SK, _KEYS)
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
-    _turn_kernel[(padded // _KEYS, B * G)](
+    _turn_kernel[(padded // _KEYS * B * G,)](
         v.view(torch.uint8), out.view(torch.int32), counter, SK, padded, DV, G, *v.stride(),
         TILE_K=_KEYS, TILE_D=next_power_of_2(DV),
     )  # fmt: skip
