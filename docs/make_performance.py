@@ -126,7 +126,8 @@ CHARTS = (
     Chart(
         "performance_layer_torchao",
         "Transformer layer beside torchao",
-        "The plain layer after `convert_to_float8`, and after torchao 0.18's conversion, in one run.",
+        "The plain layer after `convert_to_float8`, and after torchao 0.18's conversion, in the "
+        "same run.",
         "Beside torchao, compiled", "implementation", "x bf16", ("GPU ms (quartiles)",),
         baseline="plain bfloat16",
     ),
