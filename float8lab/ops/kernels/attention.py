@@ -449,7 +449,7 @@ def fp8_attention(
         *out.stride()[:3], scale, CAUSAL=causal, GROUP=_GROUP, KEYS=_KEYS, STAGES=_STAGES,
         D_TILE=d_tile, DV_TILE=dv_tile, QK_LAYOUT=_of_rank_2(q_desc), V_LAYOUT=_of_rank_2(v_desc),
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 

@@ -266,5 +266,6 @@ def multiply_blocks(
         B_BY_ROW=b_scale.shape[0] == N, BAND=_BAND,
         STAGES=_STAGES_OF_FLOAT32 if out_dtype == torch.float32 else _STAGES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return y
