@@ -207,6 +207,13 @@ def plain(weight: Tensor) -> Tensor:
     return weight.dequantize() if STATE.onnx is None else STATE.onnx.dequantized(weight)
 
 
+def _plain_in_backward(weight: Tensor, event: Tensor) -> Tensor:
+    """``plain``, of which a compiled forward keeps nothing for backward, whose is ``event``."""
+    if not torch.compiler.is_compiling() or not isinstance(weight, Float8Tensor):
+        return plain(weight)
+    return weight._decode(event)
+
+
 def stored_as(weight: Tensor, spec: Float8Spec) -> TypeGuard[Float8Tensor]:
     """Whether a weight's own bytes are the operand."""
     if not isinstance(weight, Float8Tensor):
@@ -299,7 +306,7 @@ def _version(x: Tensor) -> int:
 def _transposed_weight(kept: Tensor | Operand, call: Call, dy_q: Operand) -> Operand:
     """The weight's transpose in FP8, for dgrad by ``dy_q``, from the weight or from its cast."""
     if isinstance(kept, Tensor):
-        w_t = plain(kept).t()
+        w_t = _plain_in_backward(kept, dy_q[1]).t()
         operand = cast(w_t, call.plan.w, W, call)
         if not call.plan.fprop:  # else the forward has cast it
             observe_cast(w_t, operand, call.plan.w, W, call, only_in_backward=True)
@@ -411,7 +418,7 @@ def dgrad(
         _observe_gemm("dgrad", call, None, None)
         assert dy is not None, "one of the two"
         assert isinstance(kept, Tensor), "in high precision"
-        return (dy @ plain(kept).to(dy.dtype)).to(dtype)
+        return (dy @ _plain_in_backward(kept, dy).to(dy.dtype)).to(dtype)
     w_t = _transposed_weight(kept, call, dy_q)
     _observe_gemm("dgrad", call, dy_q, w_t)
     dx = gemm(dy_q, plan.dy, w_t, plan.w, None, dtype, plan.fast_accum[1])

@@ -22,6 +22,7 @@ __all__ = [
     "cast_op",
     "cast_pair_op",
     "cast_unrecorded_op",
+    "dequantize_after_op",
     "dequantize_op",
     "empty_scale",
     "quantize_many_op",
@@ -150,6 +151,19 @@ def _fake_transpose_after(q: Tensor, align: int, event: Tensor) -> Tensor:
     return _fake_transpose(q, align)
 
 
+def _dequantize_after(
+    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor
+) -> Tensor:
+    x: Tensor = dequantize_op(q, scale, block, dtype)
+    return x
+
+
+def _fake_dequantize_after(
+    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor
+) -> Tensor:
+    return _fake_dequantize(q, scale, block, dtype)
+
+
 def _fake_dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
@@ -236,4 +250,11 @@ dequantize_op = register(
     cuda="quantize:dequantize",
     reference=reference.dequantize,
     fake=_fake_dequantize,
+)
+dequantize_after_op = register(
+    "dequantize_after(Tensor q, Tensor scale, int[] block, ScalarType dtype, Tensor event)"
+    " -> Tensor",
+    cuda=_dequantize_after,
+    reference=_dequantize_after,
+    fake=_fake_dequantize_after,
 )

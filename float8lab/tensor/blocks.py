@@ -16,6 +16,7 @@ from torch import Tensor
 from float8lab.formats import FLOAT32_MAX, Float8Spec
 from float8lab.ops import (
     cast_unrecorded_op,
+    dequantize_after_op,
     dequantize_op,
     quantize_many_op,
     quantize_op,
@@ -212,10 +213,19 @@ def _matrices(
         yield value, spec, stored
 
 
-def dequantize_blocks(q: Tensor, scale: Tensor, spec: Float8Spec, dtype: torch.dtype) -> Tensor:
-    """``q * scale``, multiplied in float32 and rounded once to ``dtype``."""
+def dequantize_blocks(
+    q: Tensor, scale: Tensor, spec: Float8Spec, dtype: torch.dtype, *, event: Tensor | None = None
+) -> Tensor:
+    """``q * scale``, multiplied in float32 and rounded once to ``dtype``.
+
+    ``event`` is a tensor of a graph that must be there first, if an op can do it.
+    """
     if q.ndim == 2 and all(size in _OP_SIZES for size in spec.block):
-        result: Tensor = dequantize_op(q, scale, spec.block, dtype)
+        result: Tensor
+        if event is None:
+            result = dequantize_op(q, scale, spec.block, dtype)
+        else:
+            result = dequantize_after_op(q, scale, spec.block, dtype, event)
         return result
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
 

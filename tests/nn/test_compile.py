@@ -209,11 +209,8 @@ def test_current_scaling_leaves_the_amax_to_the_compiler(name, count):
     assert x.grad.shape == (0, 32)
 
 
-@each_recipe
-def test_what_is_saved_for_backward(recipe):
-    """Not what follows a layer in float32, and no transpose of a weight: backward makes them."""
-    model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 16)).bfloat16()
-    float8lab.convert_to_float8(model, recipe)
+def saved_by(model, x):
+    """Outputs of the compiled forward, as Inductor would have them."""
     saved = []
 
     def forward(graph, inputs):
@@ -227,8 +224,35 @@ def test_what_is_saved_for_backward(recipe):
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),  # SiLU computes in float32
     )
-    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(model, fullgraph=True, backend=backend)(x).sum().backward()
+    return saved
+
+
+@pytest.mark.parametrize("name", ["rowwise", "mx"])
+def test_weights_stored_in_fp8_save_no_more_than_others(name):
+    """What these recipes cast again for dgrad they cast in backward."""
+    recipe = RECIPES[name]
+    size = {}
+    for stored in (False, True):
+        torch._dynamo.reset()
+        with float8lab.fp8_model_init(enabled=stored, recipe=recipe):
+            model = float8lab.TransformerLayer(
+                64, 192, 2, activation="swiglu", hidden_dropout=0.0, attention_dropout=0.0,
+                params_dtype=torch.bfloat16, bias=False, device="cpu",
+            )  # fmt: skip
+        x = torch.randn(32, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+        with float8lab.autocast(recipe=recipe):
+            saved = [node.meta["val"] for node in saved_by(model, x) if node.op != "placeholder"]
+        size[stored] = sum(value.numel() * value.element_size() for value in saved)
+    assert size[True] <= size[False]
+
+
+@each_recipe
+def test_what_is_saved_for_backward(recipe):
+    """Not what follows a layer in float32, and no transpose of a weight: backward makes them."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 16)).bfloat16()
+    float8lab.convert_to_float8(model, recipe)
+    saved = saved_by(model, torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True))
     kinds = {(node.meta["val"].shape, node.meta["val"].dtype) for node in saved}
     assert ((64, 48), torch.float32) not in kinds
     assert ((64, 48), torch.bfloat16) in kinds  # SiLU's input

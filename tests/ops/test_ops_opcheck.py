@@ -98,6 +98,8 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     check(ops.transpose_after_op, q, align, torch.ones(1, device=device))
     check(ops.dequantize_op, q, torch.ones(1, 1, device=device), (-1, -1), torch.bfloat16)
     check(ops.dequantize_op, q.t(), torch.ones(1, 1, device=device), (-1, -1), torch.float16)
+    one = torch.ones(1, 1, device=device)
+    check(ops.dequantize_after_op, q, one, (-1, -1), torch.bfloat16, torch.ones(1, device=device))
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])

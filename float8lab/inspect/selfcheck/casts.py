@@ -222,6 +222,17 @@ def _check_transpose_after(cases: Cases) -> None:
         cases.same(got.view(torch.uint8), want.view(torch.uint8))
 
 
+@checks("casts", REFERENCE, "dequantize_after_op")
+def _check_dequantize_after(cases: Cases) -> None:
+    scale = cases.normal(1, 1).exp()
+    for shape in _TRANSPOSED:
+        cases.begin(f"{shape[0]}x{shape[1]}")
+        q = cases.bytes(*shape)
+        there, event = q.to(cases.device).view(E4M3), torch.empty(0, device=cases.device)
+        got = ops.dequantize_after_op(there, scale.to(cases.device), (-1, -1), FP32, event)
+        cases.same(got, reference.dequantize(q.view(E4M3), scale, (-1, -1), FP32))
+
+
 @checks("casts", _TABLE, "dequantize_op")
 def _check_dequantize(cases: Cases) -> None:
     one = torch.ones(1, 1, dtype=FP32, device=cases.device)
