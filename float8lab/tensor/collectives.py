@@ -73,12 +73,16 @@ def _pad(op: Any, x: Float8Tensor, pad: Any, value: Any = 0) -> Any:
 
 @implements(*_existing(torch.ops.c10d, "broadcast_"))
 def _broadcast(op: Any, tensors: list[Any], *args: Any) -> Any:
-    """In place, bit for bit, into tensors of the same spec."""
+    """In place, bit for bit, into tensors of the same spec.
+
+    The caller waits for the work that is returned, the last. Gloo runs several at a time, so the
+    others are waited for here.
+    """
     work = None
     for x in tensors:
-        if isinstance(x, Float8Tensor):
-            for t in (x.qdata.view(torch.uint8), x.scale, x.amax):
-                _, work = op([t], *args)
-        else:
-            _, work = op([x], *args)
+        float8 = isinstance(x, Float8Tensor)
+        for t in (x.qdata.view(torch.uint8), x.scale, x.amax) if float8 else (x,):
+            if work is not None:
+                work.wait()
+            _, work = op([t], *args)
     return tensors, work
