@@ -6,7 +6,8 @@ The public functions check their arguments and call the registered op; the ops u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,28 +143,6 @@ def _fake_transpose(q: Tensor, align: int) -> Tensor:
     return q.new_empty((round_up(q.shape[1], align), round_up(q.shape[0], align)))
 
 
-def _transpose_after(q: Tensor, align: int, event: Tensor) -> Tensor:
-    q_t: Tensor = transpose_op(q, align)
-    return q_t
-
-
-def _fake_transpose_after(q: Tensor, align: int, event: Tensor) -> Tensor:
-    return _fake_transpose(q, align)
-
-
-def _dequantize_after(
-    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor
-) -> Tensor:
-    x: Tensor = dequantize_op(q, scale, block, dtype)
-    return x
-
-
-def _fake_dequantize_after(
-    q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype, event: Tensor
-) -> Tensor:
-    return _fake_dequantize(q, scale, block, dtype)
-
-
 def _fake_dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
@@ -237,24 +216,35 @@ transpose_op = register(
     reference=reference.transpose,
     fake=_fake_transpose,
 )
-# For graphs: what backward computes from the forward's tensors alone, the partitioner moves into
-# the forward, and keeps until then. ``event`` is a tensor of backward.
-transpose_after_op = register(
-    "transpose_after(Tensor q, int align, Tensor event) -> Tensor",
-    cuda=_transpose_after,
-    reference=_transpose_after,
-    fake=_fake_transpose_after,
-)
 dequantize_op = register(
     "dequantize(Tensor q, Tensor scale, int[] block, ScalarType dtype) -> Tensor",
     cuda="quantize:dequantize",
     reference=reference.dequantize,
     fake=_fake_dequantize,
 )
-dequantize_after_op = register(
+
+
+# For graphs: what backward computes from the forward's tensors alone, the partitioner moves into
+# the forward, and keeps until then. ``event`` is a tensor of backward.
+
+
+def _without_event(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with one more argument at the end, which it does not get."""
+    return lambda *arguments: function(*arguments[:-1])
+
+
+def _register_after(schema: str, op: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """An op that does what ``op`` does, once the last of its arguments is there."""
+    run = _without_event(op)
+    return register(schema, cuda=run, reference=run, fake=_without_event(fake))
+
+
+transpose_after_op = _register_after(
+    "transpose_after(Tensor q, int align, Tensor event) -> Tensor", transpose_op, _fake_transpose
+)
+dequantize_after_op = _register_after(
     "dequantize_after(Tensor q, Tensor scale, int[] block, ScalarType dtype, Tensor event)"
     " -> Tensor",
-    cuda=_dequantize_after,
-    reference=_dequantize_after,
-    fake=_fake_dequantize_after,
+    dequantize_op,
+    _fake_dequantize,
 )

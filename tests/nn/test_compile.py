@@ -104,14 +104,18 @@ def same_gradients(a, b):
     )
 
 
-@each_recipe
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-def test_a_converted_gpt_compiles_without_breaks_and_equals_eager(recipe, checkpointed):
-    eager = GPT(checkpointed=checkpointed)
+def compiled_twin(eager, recipe, **how):
+    """A model, converted, its copy, what compiles the copy, and the count of its compilations."""
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
     backend = Counted()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    return eager, model, torch.compile(model, fullgraph=True, backend=backend, **how), backend
+
+
+@each_recipe
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_a_converted_gpt_compiles_without_breaks_and_equals_eager(recipe, checkpointed):
+    eager, model, compiled, backend = compiled_twin(GPT(checkpointed=checkpointed), recipe)
     for step in range(3):
         batch = tokens(8, seed=step)
         assert torch.equal(train(compiled, batch), train(eager, batch))
@@ -121,11 +125,7 @@ def test_a_converted_gpt_compiles_without_breaks_and_equals_eager(recipe, checkp
 
 @each_recipe
 def test_ten_sequence_lengths_compile_at_most_twice(recipe):
-    eager = GPT()
-    float8lab.convert_to_float8(eager, recipe)
-    model = copy.deepcopy(eager)
-    backend = Counted()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    eager, _, compiled, backend = compiled_twin(GPT(), recipe)
     # 130 tokens and more: one block of scales alone would be a third case, size 1.
     for length in (70, 96, 65, 81, 127, 66, 128, 129, 140, 99):
         assert torch.equal(compiled(tokens(length)), eager(tokens(length)))
@@ -135,11 +135,7 @@ def test_ten_sequence_lengths_compile_at_most_twice(recipe):
 @each_recipe
 def test_dynamic_true_serves_every_length_from_the_first_on(recipe):
     """``dynamic=True`` makes an input of the graph of every number that a module reads."""
-    eager = GPT()
-    float8lab.convert_to_float8(eager, recipe)
-    model = copy.deepcopy(eager)
-    backend = Counted()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    eager, model, compiled, backend = compiled_twin(GPT(), recipe, dynamic=True)
     counts = []
     for length in (70, 96, 65):
         assert torch.equal(train(compiled, tokens(length)), train(eager, tokens(length)))

@@ -94,12 +94,12 @@ def test_cast_by_block(device: torch.device) -> None:
 @each_shape
 def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: torch.device) -> None:
     q = torch.randn(shape, device=device).to(E4M3)
+    one, event = torch.ones(1, 1, device=device), torch.ones(1, device=device)
     check(ops.transpose_op, q, align)
-    check(ops.transpose_after_op, q, align, torch.ones(1, device=device))
-    check(ops.dequantize_op, q, torch.ones(1, 1, device=device), (-1, -1), torch.bfloat16)
-    check(ops.dequantize_op, q.t(), torch.ones(1, 1, device=device), (-1, -1), torch.float16)
-    one = torch.ones(1, 1, device=device)
-    check(ops.dequantize_after_op, q, one, (-1, -1), torch.bfloat16, torch.ones(1, device=device))
+    check(ops.transpose_after_op, q, align, event)
+    check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
+    check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
+    check(ops.dequantize_after_op, q, one, (-1, -1), torch.bfloat16, event)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])

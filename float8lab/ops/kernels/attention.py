@@ -145,15 +145,13 @@ def _load_tiles(
     q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     end = _tiles_in_all(sizes, 2 * GROUP)
     number = gl.program_id(0)
     turn = 0
     count = 0
     while number < end:
         side = turn % 2
-        mbarrier.wait(q_empty.index(side), ((turn // 2) & 1) ^ 1)
-        numbers.index(side).store(gl.full([1], number, gl.int32, ONE))
+        _tell_number(numbers, number, q_empty, turn)
         batch, head, kv_head, _, first, blocks = _place(number, sizes, CAUSAL, 2 * GROUP, KEYS)
         mbarrier.expect(q_full.index(side), 2 * q_desc.block_type.nbytes)
         for group in gl.static_range(2):
@@ -175,10 +173,17 @@ def _load_tiles(
         turn += 1
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
     # A number that is no tile's: the end.
+    _tell_number(numbers, number, q_empty, turn)
+    mbarrier.arrive(q_full.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _tell_number(numbers, number, q_empty, turn):
+    """The groups, as soon as both have done with the queries of the turn before the last."""
     side = turn % 2
     mbarrier.wait(q_empty.index(side), ((turn // 2) & 1) ^ 1)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(side).store(gl.full([1], number, gl.int32, ONE))
-    mbarrier.arrive(q_full.index(side), count=1)
 
 
 @gluon.jit
