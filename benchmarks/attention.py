@@ -1,6 +1,6 @@
 """Attention, forward and forward with backward: torch's bfloat16 backends and FP8, casts included.
 
-    python -m benchmarks.attention [--shape 4 4096 causal]
+    python -m benchmarks.attention [--compile] [--shape 4 4096 causal]
 
 Needs a CUDA GPU. 32 heads of 128 features. ``DotProductAttention`` is ours; in FP8 its inputs and
 the gradient of its output are bfloat16, and the times contain their casts. The baseline is cuDNN in
@@ -158,6 +158,7 @@ class Candidate(NamedTuple):
     fp8: bool = False
     recipe: Recipe | None = None
     baseline: bool = False
+    compiled: bool = False
     peer: bool = False
 
 
@@ -172,13 +173,22 @@ def candidates(setting: Setting, size: AttentionSize) -> Iterator[Candidate]:
     for index, (name, backend) in enumerate(backends.items()):
         make = partial(Sdpa, backend, causal=size.causal)
         yield Candidate(name, make, baseline=index == 0)
-    yield Candidate("DotProductAttention, bfloat16", partial(ours, size))
-    # How attention is cast depends on whether scales are delayed, not on the blocks of a recipe.
-    for name in setting.recipes:
-        if name in ("delayed", "current"):
-            recipe = RECIPES[name]()
-            fp8 = partial(ours, size, recipe)
-            yield Candidate(f"DotProductAttention, FP8 {name}", fp8, fp8=True, recipe=recipe)
+    for mode in setting.modes:
+        compiled = mode == "compile"
+        suffix = ", compile" if compiled else ""
+        bf16 = f"DotProductAttention, bfloat16{suffix}"
+        yield Candidate(bf16, partial(ours, size), compiled=compiled)
+        # How attention is cast depends on whether scales are delayed, not on a recipe's blocks.
+        for name in setting.recipes:
+            if name in ("delayed", "current"):
+                recipe = RECIPES[name]()
+                yield Candidate(
+                    f"DotProductAttention, FP8 {name}{suffix}",
+                    partial(ours, size, recipe),
+                    fp8=True,
+                    recipe=recipe,
+                    compiled=compiled,
+                )
     for name, is_fp8, make_peer in attention_peers(size.H, size.D, causal=size.causal):
         yield Candidate(name, make_peer, fp8=is_fp8, peer=True)
 
@@ -192,6 +202,8 @@ def measure(
 ) -> Row:
     """Check output and gradients, then time."""
     module, dout = candidate.make(), problem.dout.flatten(2)
+    if candidate.compiled:
+        module.compile()
     leaves = [x.detach().requires_grad_() for x in problem[:3]]
 
     def forward() -> Tensor:

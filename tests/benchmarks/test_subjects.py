@@ -212,6 +212,17 @@ def test_attention(few, causal):
     assert rows[0].flops == 3.5 * 4 * 2 * 2 * 40 * 40 * 16 * (0.5 if causal else 1.0)
 
 
+def test_compiled_attention(few, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    few.recipes, few.compile = ("delayed",), True
+    rows = list(attention.rows(few, [attention.AttentionSize(2, 40, H=2, D=16)]))
+    check(attention.SUBJECT, rows)
+    ours = {"DotProductAttention, bfloat16", "DotProductAttention, FP8 delayed"}
+    assert names(rows) == {"math bfloat16", *ours, *(f"{name}, compile" for name in ours)}
+    assert len(compiled) == 2
+
+
 def test_exact_attention_is_autograds():
     size = attention.AttentionSize(2, 24, H=3, D=8)
     problem = attention.Problem.make(size, torch.Generator().manual_seed(0))
