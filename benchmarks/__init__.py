@@ -14,6 +14,7 @@ attention   torch's backends and FP8 attention
 layer       a Llama-3-8B decoder layer
 model       training steps of 8 of them
 overhead    what calls cost the CPU, and how many kernels they launch
+path        how many functions a call enters, and how large the package is; prints; needs no GPU
 memory      what a layer and a stack hold, and whether many steps need more
 accuracy    SQNR of a linear layer; needs no GPU
 advise      how far the steps that ``float8lab.inspect.advise`` predicts are from measured ones
