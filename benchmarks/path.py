@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,7 +179,7 @@ def _times() -> Iterator[tuple[str, float]]:
     for name, make in RECIPES.items():
         layer = nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16)
         float8lab.convert_to_float8(layer, make())
-        yield f"Linear, {name}, forward, us", us(lambda layer=layer: layer(x))
+        yield f"Linear, {name}, forward, us", us(partial(layer, x))
         yield f"Linear, {name}, forward + backward, us", us(both(layer))
     for name in ("delayed", "current"):
         block = float8lab.TransformerLayer(
