@@ -154,11 +154,11 @@ def train() -> tuple[nn.Module, torch.optim.Optimizer, inspect.watch]:
     """A transformer layer and a linear layer after four watched steps."""
     layer = float8lab.TransformerLayer(64, 256, 4, self_attn_mask_type="causal", device="cpu")
     model = nn.Sequential(layer, nn.Linear(64, 32))
-    report = float8lab.convert_to_float8(model, recipes.DelayedScaling())
+    float8lab.convert_to_float8(model, recipes.DelayedScaling())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with (
         float8lab.autocast(recipe=recipes.DelayedScaling()),
-        inspect.watch(model, report=report) as w,
+        inspect.watch(model) as w,
     ):
         for step in range(4):
             scale = 8 if step == 3 else 1  # a batch that the scales are too small for

@@ -176,8 +176,8 @@ def main(argv: Sequence[str]) -> dict[str, Read]:
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     model = build(options)
-    report = float8lab.convert_to_float8(model, RECIPES[options.recipe], exclude=["lm_head"])
-    print(str(report).splitlines()[-1])
+    float8lab.convert_to_float8(model, RECIPES[options.recipe], exclude=["lm_head"])
+    print(float8lab.conversion_report(model).summary)
     train(model, options)
     x = tokens(1, 0, options.batch, LENGTH).to(options.device)
     with torch.no_grad(), float8lab.autocast(enabled=False):

@@ -73,10 +73,8 @@ def tune(
     with torch.device(options.device):
         model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
     if recipe is not None:
-        report = float8lab.convert_to_float8(
-            model, recipe, exclude=["lm_head"], freeze_weights=True
-        )
-        print(str(report).splitlines()[-1])
+        float8lab.convert_to_float8(model, recipe, exclude=["lm_head"], freeze_weights=True)
+        print(float8lab.conversion_report(model).summary)
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=TARGETS)
     model = get_peft_model(model, lora)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -77,9 +77,9 @@ def train(
     with device:  # or a large model would take its time on the CPU
         model = GPT(config)
     if recipe is not None:
-        report = float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+        float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
         if rank == 0:
-            print(str(report).splitlines()[-1], flush=True)
+            print(float8lab.conversion_report(model).summary, flush=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

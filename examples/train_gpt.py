@@ -416,16 +416,17 @@ def compare(
     model = job.initial_model()
     if job.fused:
         use_transformer_layers(model)
-    report = float8lab.convert_to_float8(model, recipe, exclude=exclude)
+    float8lab.convert_to_float8(model, recipe, exclude=exclude)
     watch: AbstractContextManager[Any] = nullcontext()
     if watched:
         every = max(1, job.training.steps // WATCHED)
-        watch = float8lab.inspect.watch(model, every=every, report=report)
+        watch = float8lab.inspect.watch(model, every=every)
     with watch as watcher:
         fp8 = job.train("FP8", model, progress, watcher)
     progress.close()
     log = watcher.log if watched else None
     fp8.sizes = job.count_bytes(model) | fp8.sizes
+    report = float8lab.conversion_report(model)
     return [baseline, fp8], report, job.count_gemms(model), log
 
 

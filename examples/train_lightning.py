@@ -67,9 +67,9 @@ def train(options: argparse.Namespace, precision: Float8Precision | None) -> tup
     with torch.device(options.device):  # or a large model would take its time on the CPU
         module = Module(config)
     if precision is not None:  # the plugin alone would convert the output layer, too
-        report = float8lab.convert_to_float8(module, precision.recipe, exclude=["lm_head"])
+        float8lab.convert_to_float8(module, precision.recipe, exclude=["lm_head"])
         float8lab.nn.convert_norms(module)
-        print(str(report).splitlines()[-1])
+        print(float8lab.conversion_report(module).summary)
     data = [tokens(0, i, options.batch, config.context) for i in range(options.steps)]
     trainer = lightning.Trainer(
         accelerator=options.device,

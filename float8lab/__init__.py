@@ -1,7 +1,7 @@
 """FP8 training and inference for PyTorch, in pure Python.
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
->>> report = float8lab.convert_to_float8(model)
+>>> model = float8lab.convert_to_float8(model)
 >>> model(torch.ones(2, 64)).shape
 torch.Size([2, 64])
 """
@@ -25,6 +25,7 @@ from float8lab.nn import (
     RotaryPositionEmbedding,
     TransformerLayer,
     apply_rotary_pos_emb,
+    conversion_report,
     convert_to_float8,
     count_gemms,
     make_graphed_callables,
@@ -59,6 +60,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
+    "conversion_report",
     "convert_to_float8",
     "count_gemms",
     "distributed",

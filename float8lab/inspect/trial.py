@@ -18,6 +18,7 @@ from float8lab.nn.convert import convert_to_float8, remove_region_hooks
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import precisions, precisions_below
+from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, STATE
 
@@ -175,13 +176,14 @@ class Trial:
         self, filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str]
     ) -> None:
         """Let every layer that can run in FP8 do so on request, by ``use``; none does yet."""
-        report = convert_to_float8(
+        convert_to_float8(
             self.model,
             Float8CurrentScaling(),
             filter_fn=filter_fn,
             exclude=exclude,
             fp8_all_gather=False,
         )
+        report = conversion_report(self.model)
         modules: dict[str, Any] = dict(self.model.named_modules())
         self.layers = {layer.name: modules[layer.name] for layer in report.converted}
         self.skipped = {layer.name: layer.note for layer in report.skipped}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from float8lab import recipes
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.inspect.optional import needs
 from float8lab.integrations.recipe_mapping import recipe_of
-from float8lab.nn.convert import ConversionReport, convert_to_float8
+from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.norm import convert_norms
 from float8lab.nn.precision import precisions_below
+from float8lab.nn.report import conversion_report
 from float8lab.nn.scaling_state import ScalingState
 
 with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):
@@ -66,9 +66,10 @@ class Float8Precision(TrainerPrecision):
             not in FP8 and for what FP8 layers return; None is ``weights_dtype``. There is no such
             autocast if that is float32.
 
+    What was replaced, what not and why is logged on rank zero.
+
     Attributes:
         recipe: as given, or made of the mapping.
-        report: of the last conversion: what was replaced, what not and why. Logged on rank zero.
 
     Raises:
         TypeError: ``weights_dtype`` or ``recipe`` is none of the above.
@@ -107,7 +108,6 @@ class Float8Precision(TrainerPrecision):
         # An enclosing autocast's recipe would win over those that layers have of their own.
         self._recipe_of_all: Any = self.recipe if recipe is not None and self._is_one() else None
         self.replace_layers = replace_layers
-        self.report: ConversionReport | None = None
         self._modules: list[weakref.ref[nn.Module]] = []  # set up with this plugin, in that order
         self._is_new = False  # some of them were not trained yet
         self._base: type[FabricPrecision] = FabricPrecision  # see _of_base
@@ -132,13 +132,15 @@ class Float8Precision(TrainerPrecision):
         return module.to(dtype=self.weights_dtype)
 
     def _replace_layers(self, module: nn.Module) -> None:
-        report = convert_to_float8(module, self.recipe)
+        convert_to_float8(module, self.recipe)
         norms = convert_norms(module)
         left = {name: why for name, why in norms.items() if why is not None}
-        notes = [f"{len(norms) - len(left)} of {len(norms)} norm layers replaced"]
-        notes += [f"norm layer {name!r} left alone: {why}" for name, why in left.items()]
-        self.report = replace(report, notes=(*report.notes, *notes))
-        rank_zero_info(f"Float8Precision:\n{self.report}")
+        lines = [
+            f"Float8Precision:\n{conversion_report(module)}",
+            f"{len(norms) - len(left)} of {len(norms)} norm layers replaced",
+            *(f"norm layer {name!r} left alone: {why}" for name, why in left.items()),
+        ]
+        rank_zero_info("\n".join(lines))
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from float8lab.inspect.optional import needs
-from float8lab.nn.convert import ConversionReport, convert_to_float8
+from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import precisions_below
+from float8lab.nn.report import conversion_report
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.recipes import Auto, Recipe
 
@@ -59,8 +60,8 @@ class Float8Callback(TrainerCallback):
     """FP8 in Transformers' Trainer: ``Trainer(..., callbacks=[Float8Callback(recipe)])``.
 
     Converts the Trainer's model when the Trainer is made, before it is sharded or compiled, and
-    prints the report. Of a Trainer that exists, ``add_callback`` converts when training starts. A
-    model that has FP8 layers already is left as it is.
+    prints its ``conversion_report``. Of a Trainer that exists, ``add_callback`` converts when
+    training starts. A model that has FP8 layers already is left as it is.
 
     With a delayed recipe the state of its scales is in every checkpoint, as a file of its own, and
     ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
@@ -70,9 +71,6 @@ class Float8Callback(TrainerCallback):
         recipe: as of ``convert_to_float8``.
         options: its other arguments, such as ``exclude=["lm_head"]``.
 
-    Attributes:
-        report: of the conversion; None if there was none.
-
     >>> from float8lab.integrations.transformers import Float8Callback
     >>> callback = Float8Callback(float8lab.recipes.DelayedScaling(), exclude=["lm_head"])
     """
@@ -81,7 +79,6 @@ class Float8Callback(TrainerCallback):
         self, recipe: Recipe | Auto | Literal["auto"] | None = None, **options: Any
     ) -> None:
         self.recipe, self.options = recipe, options
-        self.report: ConversionReport | None = None
         self._run = ""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -111,9 +108,9 @@ class Float8Callback(TrainerCallback):
     def _convert(self, model: nn.Module | None, state: Any) -> None:
         if model is None or any(precisions_below(model)):
             return
-        self.report = convert_to_float8(model, self.recipe, **self.options)
+        convert_to_float8(model, self.recipe, **self.options)
         if state.is_world_process_zero:
-            print(f"Float8Callback:\n{self.report}")
+            print(f"Float8Callback:\n{conversion_report(model)}")
 
     def _load(self, model: nn.Module, args: Any, state: Any) -> None:
         wanted = state.stateful_callbacks.get(_KEY)

@@ -7,13 +7,14 @@ from float8lab.nn.attention import (
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
 )
-from float8lab.nn.convert import ConversionReport, convert_to_float8, to_high_precision
+from float8lab.nn.convert import convert_to_float8, to_high_precision
 from float8lab.nn.count import GemmCounts, count_gemms
 from float8lab.nn.graphs import make_graphed_callables
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import LayerNorm, RMSNorm, convert_norms
+from float8lab.nn.report import ConversionReport, conversion_report
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.nn.transformer import TransformerLayer
 
@@ -32,6 +33,7 @@ __all__ = [
     "ScalingState",
     "TransformerLayer",
     "apply_rotary_pos_emb",
+    "conversion_report",
     "convert_norms",
     "convert_to_float8",
     "count_gemms",

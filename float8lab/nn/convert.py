@@ -8,36 +8,42 @@ layer stay as they are. Other libraries' linear layers are converted to classes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.dot_product import DotProductAttention
-from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
-from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class, sizes
+from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.precision import Precision, place_precisions, precisions, precisions_below
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.nn.report import (
+    candidates,
+    conversion_report,
+    emulated_gemms,
+    forget_conversion,
+    has_recipe,
+    own_matrices,
+    remember_conversion,
+    shape_of,
+)
 from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
-from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
-    "ConversionReport",
-    "LayerReport",
     "convert_to_float8",
     "matches",
     "remove_region_hooks",
@@ -45,73 +51,9 @@ __all__ = [
     "unambiguous",
 ]
 
+_LOG = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class LayerReport:
-    """What became of one candidate layer."""
-
-    name: str
-    shape: tuple[int, ...]
-    """(out_features, in_features); of matrices that are stacked, with their number before it."""
-    converted: bool
-    note: str
-    """Converted: the recipe. Skipped: why. With predicted times where the recipe was chosen."""
-    parameters: int
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What convert_to_float8 did; ``print`` it for a table.
-
-    Attributes:
-        layers: one entry for each candidate, in the model's order.
-        unmatched: names given in ``exclude`` or ``overrides`` that no layer has.
-        total_parameters: of the whole model, shared ones counted once.
-    """
-
-    layers: tuple[LayerReport, ...]
-    unmatched: tuple[str, ...]
-    total_parameters: int
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def converted(self) -> tuple[LayerReport, ...]:
-        """The layers that run in FP8."""
-        return tuple(layer for layer in self.layers if layer.converted)
-
-    @property
-    def skipped(self) -> tuple[LayerReport, ...]:
-        """The candidates left in high precision."""
-        return tuple(layer for layer in self.layers if not layer.converted)
-
-    def __str__(self) -> str:
-        rows = [("layer", "out x in", "", "", "share")]
-        for layer in self.layers:
-            shape = " x ".join(map(str, layer.shape))
-            state = "FP8" if layer.converted else "skipped"
-            rows.append((layer.name or "(model)", shape, state, layer.note, self._share(layer)))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i == 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        in_fp8 = sum(layer.parameters for layer in self.converted)
-        share = 100 * in_fp8 / self.total_parameters if self.total_parameters else 0.0
-        lines.append(
-            f"{len(self.converted)} of {len(self.layers)} linear layers in FP8, "
-            f"{share:.1f} % of {self.total_parameters:,} parameters"
-        )
-        lines += [f"no layer is called {name!r}" for name in self.unmatched]
-        lines += list(self.notes)
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _share(self, layer: LayerReport) -> str:
-        return f"{100 * layer.parameters / max(self.total_parameters, 1):.1f} %"
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -171,7 +113,7 @@ _CONVERTED = (Linear, OtherLinear, FusedModule)
 
 
 def convert_to_float8(  # each is a keyword that users set on its own
-    model: nn.Module,
+    model: _Model,
     recipe: Recipe | Auto | Literal["auto"] | None = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -180,13 +122,16 @@ def convert_to_float8(  # each is a keyword that users set on its own
     strict: bool = False,
     fp8_all_gather: bool = True,
     freeze_weights: bool = False,
-) -> ConversionReport:
-    """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place.
+) -> _Model:
+    """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place, and return the model.
 
     Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted likewise. Modules that
     multiply by parameters of their own, such as stacked experts, a router or ``torch.nn.LSTM``, are
     reported and left alone. Modules of this library, such as ``Linear`` and ``LayerNormMLP``, take
     the recipe as their own.
+
+    ``conversion_report(model)`` says of each candidate whether it was converted, and why not. Its
+    summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``.
 
     Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
     state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
@@ -217,14 +162,15 @@ def convert_to_float8(  # each is a keyword that users set on its own
             parameters, so make optimizers after.
 
     Returns:
-        A printable report of each candidate: converted or skipped, and why.
+        The same model.
 
     Raises:
         TypeError: ``recipe`` or an override is neither a recipe nor ``"auto"``.
         ValueError: ``strict`` and a layer cannot be converted, or a name matches nothing.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
-    >>> print(float8lab.convert_to_float8(model, exclude=["1"]))
+    >>> model = float8lab.convert_to_float8(model, exclude=["1"])
+    >>> print(float8lab.conversion_report(model))
     layer  out x in                                    share
     0      128 x 64  FP8      Float8CurrentScaling()  89.0 %
     1      8 x 128   skipped  excluded by '1'         11.0 %
@@ -238,8 +184,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     plans = [
         _plan_layer(layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=choices)
-        for name, layer in model.named_modules()
-        if known_linear(type(layer)) or isinstance(layer, FusedModule) or _own_matrices(layer)
+        for name, layer in candidates(model)
     ]
     plans, predicted = _choose_recipes(plans)
     attention = [
@@ -247,36 +192,25 @@ def convert_to_float8(  # each is a keyword that users set on its own
         for name, module in model.named_modules()
         if isinstance(module, DotProductAttention)
     ]
-    names = [*(plan.report.name for plan in plans), *(name for _, name, _, _ in attention)]
+    names = [*(plan.name for plan in plans), *(name for _, name, _, _ in attention)]
     unmatched = tuple(
         pattern
         for pattern in (*exclude, *choices)
         if not any(matches(name, pattern) for name in names)
     )
-    report = ConversionReport(
-        layers=tuple(plan.report for plan in plans),
-        unmatched=unmatched,
-        total_parameters=sum(_size(p) for p in model.parameters()),
-        notes=(
-            *predicted,
-            *_notes(plans),
-            *_attention_notes(base, [found for _, _, found, _ in attention]),
-        ),
-    )
-    undone = [plan.report for plan in plans if plan.failed]
+    undone = [plan for plan in plans if plan.failed]
     freezing = Freezing(model, _to_freeze(plans) if freeze_weights else ())
-    report = replace(report, notes=(*report.notes, *freezing.obstacles))
     if strict and (undone or unmatched or freezing.obstacles):
         lines = [
             "convert_to_float8(strict=True) must do all that was asked; got",
-            *[f"  {r.name}: {r.note}" for r in undone],
+            *[f"  {plan.name}: {plan.note}" for plan in undone],
             *[f"  no layer is called {name!r}" for name in unmatched],
             *[f"  {obstacle}" for obstacle in freezing.obstacles],
             "Exclude these layers, correct the names, or pass strict=False.",
         ]
         raise ValueError("\n".join(lines))
     for plan in plans:
-        if plan.report.converted or plan.stays:
+        if plan.recipe is not None or plan.stays:
             _set_recipe(plan)
     for module, name, found, pinned in attention:
         precision = module._fp8
@@ -285,14 +219,27 @@ def convert_to_float8(  # each is a keyword that users set on its own
     freezing.run()
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
         _make_region_of_calls(model)
-    return report
+    remember_conversion(
+        model,
+        unmatched=unmatched,
+        notes=(*predicted, *freezing.obstacles),
+        # A layer that this call leaves alone may run in FP8 by an earlier one, which said how.
+        layers=[
+            (p.layer, p.note) for p in plans if p.recipe is not None or not has_recipe(p.layer)
+        ],
+    )
+    _LOG.info("%s: %s", type(model).__name__, conversion_report(model).summary)
+    return model
 
 
 @dataclass(frozen=True)
 class _LayerPlan:
     layer: nn.Module
-    report: LayerReport
+    name: str
+    note: str
+    """What the report says about the layer."""
     recipe: Recipe | None
+    """None leaves the layer as it is, unless it ``stays``."""
     auto: Auto | None = None
     """Chooses the recipe."""
     pinned: bool = False
@@ -315,36 +262,6 @@ def _checked(name: str, asked: Any) -> _Choice:
     )
 
 
-_NO_MATRICES = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    _ConvNd,
-    ParametrizationList,
-)
-"""Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
-
-
-def _own_matrices(module: nn.Module) -> list[str]:
-    """Parameters of a module that is no linear layer, but seems to multiply by them like one.
-
-    They are those with three dimensions, as the experts of a mixture are stacked, and those with
-    two that are called a weight, as a router's is or those of torch.nn.MultiheadAttention. Tables
-    of positions have other names and sizes.
-    """
-    if known_linear(type(module)) is not None or isinstance(module, (FusedModule, *_NO_MATRICES)):
-        return []
-    return [
-        name
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-        and not isinstance(parameter, UninitializedParameter)
-        and (parameter.ndim == 3 or (parameter.ndim == 2 and "weight" in name))
-        and min(parameter.shape) > 1
-    ]
-
-
 def _plan_layer(
     layer: nn.Module,
     name: str,
@@ -360,9 +277,7 @@ def _plan_layer(
     obstacle = _obstacle(layer, told=bool(named))
 
     def plan(note: str, recipe: Recipe | None = None, **how: Any) -> _LayerPlan:
-        shape, count = _shape_and_count(layer)
-        report = LayerReport(name, shape, recipe is not None, note, count)
-        return _LayerPlan(layer, report, recipe, pinned=bool(named), **how)
+        return _LayerPlan(layer, name, note, recipe, pinned=bool(named), **how)
 
     if excluded is not None:
         return plan(f"excluded by {excluded!r}")
@@ -386,20 +301,19 @@ def _choose_recipes(plans: Sequence[_LayerPlan]) -> tuple[list[_LayerPlan], list
     predictions = [_predict(plans[index].layer, auto) for index, auto in asking]
     totals: dict[Auto, list[tuple[Times, Times]]] = {}
     for (index, auto), times, recipe in zip(asking, predictions, choose(predictions), strict=True):
-        plan, converted = plans[index], recipe is not None
-        report = replace(plan.report, converted=converted, note=explain(times, recipe))
-        done[index] = replace(plan, report=report, recipe=recipe, stays=not converted)
+        note = explain(times, recipe)
+        done[index] = replace(plans[index], note=note, recipe=recipe, stays=recipe is None)
         totals.setdefault(auto, []).append((times[recipe], times[None]))
     return done, [_describe_total(auto, times) for auto, times in totals.items()]
 
 
 def _predict(layer: nn.Module, auto: Auto) -> Prediction:
     device = next(layer.parameters()).device
-    usable = [recipe for recipe in auto.candidates if not _emulated_gemms(recipe.linear, device)]
+    usable = [recipe for recipe in auto.candidates if not emulated_gemms(recipe.linear, device)]
     if isinstance(layer, LayerNormMLP):
         shapes: list[Sequence[int]] = [layer.fc1_weight.shape, layer.fc2_weight.shape]
     else:
-        shapes = [_shape_and_count(layer)[0]]
+        shapes = [shape_of(layer)]
     return predict(shapes, usable, tokens=auto.tokens, mode=auto.mode)
 
 
@@ -432,37 +346,11 @@ def _attention_recipe(
     return (choice if isinstance(choice, Recipe) else None), bool(named)
 
 
-def _attention_notes(base: _Choice, found: Sequence[Recipe | None]) -> tuple[str, ...]:
-    """Whether the attention that a recipe asks for in FP8 runs in FP8."""
-    count = sum(asks_for_fp8_attention(recipe) for recipe in found if recipe is not None)
-    if count:
-        return (f"{count} of {len(found)} attention modules in FP8",)
-    if not found and isinstance(base, Recipe) and asks_for_fp8_attention(base):
-        return (
-            f"{base}: the model has no float8lab.DotProductAttention; attention stays in high "
-            "precision",
-        )
-    return ()
-
-
-def _shape_and_count(layer: nn.Module) -> tuple[tuple[int, ...], int]:
-    if names := _own_matrices(layer):
-        own = [p for p in layer._parameters.values() if p is not None]
-        return tuple(layer.get_parameter(names[0]).shape), sum(_size(p) for p in own)
-    shape = layer.fc1_weight.shape if isinstance(layer, LayerNormMLP) else sizes(layer)
-    return tuple(shape), sum(_size(p) for p in layer.parameters())
-
-
-def _size(parameter: Tensor) -> int:
-    """Number of elements; 0 for a lazy layer's parameter that has no shape yet."""
-    return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel()
-
-
 def _obstacle(layer: Any, *, told: bool) -> str | None:
     """Why a layer cannot be converted, or None."""
     if isinstance(layer, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies in a fused function"
-    if names := _own_matrices(layer):
+    if names := own_matrices(layer):
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return f"no linear layer: {type(layer).__name__} multiplies by its {listed} itself"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
@@ -481,62 +369,32 @@ def _obstacle(layer: Any, *, told: bool) -> str | None:
     return None
 
 
-def _notes(plans: Sequence[_LayerPlan]) -> tuple[str, ...]:
-    """Recipes of which this device has to run GEMMs in high precision."""
-    notes = {}
-    for plan in plans:
-        if plan.recipe is None:
-            continue
-        device = next(plan.layer.parameters()).device
-        gemms = _emulated_gemms(plan.recipe.linear, device)
-        if gemms:
-            notes[plan.recipe] = (
-                f"{plan.recipe}: {device} has no FP8 GEMM for {', '.join(gemms)}; "
-                "they run in high precision"
-            )
-    return tuple(notes.values())
-
-
-def _emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
-    gemms = {
-        "fprop": (plan.fprop, plan.x, plan.w),
-        "dgrad": (plan.dgrad, plan.dy, plan.w),
-        "wgrad": (plan.wgrad, plan.dy, plan.x),
-    }
-    return [
-        name
-        for name, (in_fp8, a, b) in gemms.items()
-        if in_fp8
-        and not has_fp8_gemm(a.block, b.block, device, a_dtype=a.fp8_dtype, b_dtype=b.fp8_dtype)
-    ]
-
-
 def _set_recipe(plan: _LayerPlan) -> None:
     layer: Any = plan.layer  # its class changes below
-    if plan.report.converted and not isinstance(layer, _CONVERTED):
+    if plan.recipe is not None and not isinstance(layer, _CONVERTED):
         layer.__class__ = _class_of(layer, _float8_class)
-        layer._fp8 = Precision(key=f"name {plan.report.name}")
+        layer._fp8 = Precision(key=f"name {plan.name}")
         place_precisions(layer)
     for part, precision in precisions(layer):
         precision.recipe, precision.pinned = plan.recipe, plan.pinned
-        precision.name = ".".join(filter(None, (plan.report.name, part)))
+        precision.name = ".".join(filter(None, (plan.name, part)))
 
 
 def _to_freeze(plans: Sequence[_LayerPlan]) -> list[tuple[str, nn.Module, Recipe]]:
     return [
-        (plan.report.name, plan.layer, plan.recipe)
+        (plan.name, plan.layer, plan.recipe)
         for plan in plans
-        if plan.recipe is not None and _TRAINED_COPIES not in plan.report.name.split(".")
+        if plan.recipe is not None and _TRAINED_COPIES not in plan.name.split(".")
     ]
 
 
 def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> None:
     """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree."""
     users = users_of(model)
-    recipes = {id(plan.layer): plan.recipe for plan in plans if plan.report.converted}
+    recipes = {id(plan.layer): plan.recipe for plan in plans if plan.recipe is not None}
     for plan in plans:
         layer: Any = plan.layer
-        if plan.report.converted and isinstance(layer, Linear):
+        if plan.recipe is not None and isinstance(layer, Linear):
             others = users.get(id(layer._parameters.get("weight")), [])
             agree = all(recipes.get(id(other)) == plan.recipe for other, _ in others)
             layer._fp8.fp8_all_gather = wanted and agree
@@ -679,7 +537,7 @@ def _make_region_of_calls(model: nn.Module) -> None:
     model.register_forward_hook(region.after, always_call=True)
 
 
-def to_high_precision(model: nn.Module) -> nn.Module:
+def to_high_precision(model: _Model) -> _Model:
     """Undo ``convert_to_float8``, in place; FP8-stored weights are dequantized.
 
     A ``float8lab.Linear`` built as one becomes a ``torch.nn.Linear``. Modules that torch has not,
@@ -692,8 +550,7 @@ def to_high_precision(model: nn.Module) -> nn.Module:
         NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, which
             torch.nn.Linear cannot express.
 
-    >>> model = torch.nn.Linear(8, 8)
-    >>> _ = float8lab.convert_to_float8(model)
+    >>> model = float8lab.convert_to_float8(torch.nn.Linear(8, 8))
     >>> type(float8lab.to_high_precision(model))
     <class 'torch.nn.modules.linear.Linear'>
     """
@@ -715,6 +572,7 @@ def to_high_precision(model: nn.Module) -> nn.Module:
         del layer._fp8
     for module in model.modules():
         remove_region_hooks(module)
+    forget_conversion(model)
     return model
 
 

@@ -33,7 +33,7 @@ class ScalingState:
             load their state before their first call.
 
     >>> layer = torch.nn.Linear(16, 16)
-    >>> _ = float8lab.convert_to_float8(layer, float8lab.recipes.DelayedScaling())
+    >>> layer = float8lab.convert_to_float8(layer, float8lab.recipes.DelayedScaling())
     >>> sorted(key.split("/")[-1] for key in float8lab.nn.ScalingState(layer).state_dict())
     ['amax', 'history', 'scale', 'seeded', 'steps']
     """

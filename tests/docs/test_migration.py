@@ -14,8 +14,9 @@ SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
 
 # Public names that Transformer Engine has nothing like.
 OWN = {
-    "Float8Tensor", "convert_to_float8", "count_gemms", "distributed", "fallback", "inspect",
-    "integrations", "nn", "optim", "quantize", "recipes", "selfcheck", "to_high_precision",
+    "Float8Tensor", "conversion_report", "convert_to_float8", "count_gemms", "distributed",
+    "fallback", "inspect", "integrations", "nn", "optim", "quantize", "recipes", "selfcheck",
+    "to_high_precision",
 }  # fmt: skip
 
 

@@ -227,7 +227,9 @@ def test_overrides_leave_what_does_not_pay_in_high_precision():
         x = torch.empty(16384, 8192)
     found = inspect.advise(model, x)
     assert found.overrides == {"1.0": None}
-    report = float8lab.convert_to_float8(model, overrides=found.overrides)
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(model, overrides=found.overrides)
+    )
     assert [layer.converted for layer in report.layers] == [True, False]
 
 

@@ -217,7 +217,7 @@ def test_names_that_are_patterns_of_others():
     x = torch.randn(32, 16)
     plant(model, 0, x)
     overrides = inspect.sensitivity(model, x, square).overrides()
-    report = float8lab.convert_to_float8(model, overrides=overrides)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, overrides=overrides))
     notes = {layer.name: layer.note for layer in report.layers}
     assert notes["0"] != repr(CURRENT)
     assert notes["1.0"] == notes["1.1"] == repr(CURRENT)

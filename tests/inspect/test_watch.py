@@ -814,8 +814,8 @@ def test_jsonl_that_was_cut_or_is_none(log, tmp_path):
 def test_jsonl_while_training(tmp_path):
     model, path = make(), tmp_path / "log.jsonl"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = float8lab.convert_to_float8(model)
-    with watch(model, every=2, jsonl=path, report=report) as w:
+    float8lab.convert_to_float8(model)
+    with watch(model, every=2, jsonl=path) as w:
         for i in range(4):
             loss = model(torch.randn(16, 48)).sum()
             loss.backward()
@@ -824,7 +824,7 @@ def test_jsonl_while_training(tmp_path):
             assert Log.from_jsonl(path) == w.log
             assert w.log.steps[-1].loss == pytest.approx(loss.item())
             assert len(w.log.steps) == i + 1
-    assert w.log.conversion == str(report)
+    assert w.log.conversion == str(float8lab.conversion_report(model))
     assert w.log.about["parameters"] == f"{sum(p.numel() for p in model.parameters()):,}"
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import convert
+from float8lab.nn import report as reports
 from float8lab.nn.convert import matches
 from float8lab.tensor import Float8Tensor
 
@@ -96,9 +96,9 @@ def test_fp8_runs_by_default_and_obeys_autocast():
 
 def test_idempotent_and_recipes_can_change():
     model = Model()
-    first = float8lab.convert_to_float8(model)
+    first = float8lab.conversion_report(float8lab.convert_to_float8(model))
     layer = model.lm_head
-    second = float8lab.convert_to_float8(model)
+    second = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert str(first) == str(second)
     assert model.lm_head is layer
     float8lab.convert_to_float8(model, BLOCK)
@@ -216,26 +216,28 @@ def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
 
 def test_subclasses_with_a_forward_are_left_alone_unless_named():
     model = nn.Sequential(WithForward(8, 8), nn.Linear(8, 8))
-    report = float8lab.convert_to_float8(model)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert converted(report) == ["1"]
     assert type(model[0]) is WithForward
     assert report.skipped[0].note == (
         "WithForward has a forward of its own; name it in overrides to convert"
     )
-    report = float8lab.convert_to_float8(model, overrides={"0": recipes.Float8CurrentScaling()})
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(model, overrides={"0": recipes.Float8CurrentScaling()})
+    )
     assert converted(report) == ["0", "1"]
 
 
 def test_a_forward_replaced_on_the_layer_is_left_alone():
     layer = nn.Linear(8, 8)
     layer.forward = lambda x: x
-    report = float8lab.convert_to_float8(layer)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(layer))
     assert report.skipped[0].note == "forward was replaced on the layer itself"
 
 
 def test_multihead_attention_is_reported_not_converted():
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
-    report = float8lab.convert_to_float8(model)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert converted(report) == ["linear1", "linear2"]
     assert [layer.name for layer in report.skipped] == ["self_attn", "self_attn.out_proj"]
     model(torch.randn(3, 2, 16)).sum().backward()
@@ -271,7 +273,7 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
             "embed": nn.Embedding(5, 6),
         }
     )
-    report = float8lab.convert_to_float8(model)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert {layer.name: (layer.shape, layer.note) for layer in report.skipped} == {
         "experts": ((4, 32, 16), "no linear layer: Experts multiplies by its up, down itself"),
         "router": ((4, 16), "no linear layer: Router multiplies by its weight itself"),
@@ -296,7 +298,7 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
 
 def test_lazy_and_integer_layers_are_skipped_with_the_reason():
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64))
-    report = float8lab.convert_to_float8(model)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
     assert [layer.note for layer in report.skipped] == [
         "not initialised yet; run one batch first",
         "its weight is torch.float64",
@@ -342,7 +344,7 @@ def test_a_converted_model_can_be_copied(duplicate):
 )
 def test_exclude_matches_components_or_globs(pattern, expected):
     model = Model()
-    report = float8lab.convert_to_float8(model, exclude=[pattern])
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, exclude=[pattern]))
     assert {layer.name for layer in report.skipped} == expected
     assert report.unmatched == (() if expected else (pattern,))
 
@@ -359,7 +361,7 @@ def test_filter_fn_gets_layer_and_name():
         seen.append((name, layer.out_features))
         return "attn2" not in name
 
-    report = float8lab.convert_to_float8(model, filter_fn=wanted)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, filter_fn=wanted))
     assert converted(report) == ["blocks.0.attn", "blocks.1.attn", "lm_head"]
     assert ("lm_head", 32) in seen
 
@@ -367,7 +369,7 @@ def test_filter_fn_gets_layer_and_name():
 def test_overrides_win_over_recipe_and_autocast():
     model = Model()
     overrides = {"blocks": BLOCK, "blocks.1": None, "lm_head": recipes.Float8RowwiseScaling()}
-    report = float8lab.convert_to_float8(model, overrides=overrides)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, overrides=overrides))
     notes = {layer.name: layer.note for layer in report.layers}
     assert notes["blocks.0.attn"] == "Float8BlockScaling()"
     assert notes["blocks.1.attn"] == "high precision by overrides"
@@ -383,7 +385,9 @@ def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
     norm_linear = float8lab.LayerNormLinear(16, 16, device="cpu")
     model = nn.Sequential(norm_linear, nn.Linear(16, 16), nn.Linear(16, 16))
     float8lab.convert_to_float8(model)
-    report = float8lab.convert_to_float8(model, overrides={"0": None, "1": None})
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(model, overrides={"0": None, "1": None})
+    )
     assert converted(report) == ["2"]
     for recipe in (None, recipes.DelayedScaling()):
         with float8lab.autocast(recipe=recipe), float8lab.count_gemms() as counts:
@@ -422,7 +426,7 @@ def decoder_layer(width, mlp, device="meta"):
 def test_auto_leaves_a_small_model_as_it_was():
     model = Model()
     reference = copy.deepcopy(model)
-    report = float8lab.convert_to_float8(model, "auto", strict=True)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto", strict=True))
     assert converted(report) == []
     assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
     assert not model._forward_pre_hooks
@@ -432,7 +436,7 @@ def test_auto_leaves_a_small_model_as_it_was():
 def test_auto_converts_a_large_layer_on_a_cpu_as_for_a_gpu():
     auto = recipes.Auto(mode="cuda_graph", candidates=(BLOCK,))
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 16))
-    report = float8lab.convert_to_float8(model, auto)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, auto))
     assert converted(report) == ["0"]
     assert model[0]._fp8.recipe == BLOCK
     assert not model[0]._fp8.pinned
@@ -450,10 +454,17 @@ def test_auto_with_a_delayed_recipe_makes_calls_of_the_model_regions():
 
 def test_auto_depends_on_the_tokens():
     few, many = decoder_layer(4096, 14336), decoder_layer(4096, 14336)
-    assert converted(float8lab.convert_to_float8(few, recipes.Auto(tokens=32))) == []
-    report = float8lab.convert_to_float8(many, "auto")
+    assert (
+        converted(
+            float8lab.conversion_report(float8lab.convert_to_float8(few, recipes.Auto(tokens=32)))
+        )
+        == []
+    )
+    report = float8lab.conversion_report(float8lab.convert_to_float8(many, "auto"))
     assert len(converted(report)) == 7
-    assert str(report) == str(float8lab.convert_to_float8(many, recipes.Auto(tokens=16384)))
+    assert str(report) == str(
+        float8lab.conversion_report(float8lab.convert_to_float8(many, recipes.Auto(tokens=16384)))
+    )
 
 
 def test_auto_decides_for_modules_of_this_library():
@@ -466,8 +477,8 @@ def test_auto_decides_for_modules_of_this_library():
         )
 
     small, large = make(256, 256), make(4096, 4096)
-    assert converted(float8lab.convert_to_float8(small, "auto")) == []
-    report = float8lab.convert_to_float8(large, "auto")
+    assert converted(float8lab.conversion_report(float8lab.convert_to_float8(small, "auto"))) == []
+    report = float8lab.conversion_report(float8lab.convert_to_float8(large, "auto"))
     assert converted(report) == ["0", "1", "2"]
     # Two GEMMs of 4096 features: 4 and 2 times as many operations as those of the first.
     first, mlp = (float(layer.note.split(": ")[1].split(" ms")[0]) for layer in report.layers[:2])
@@ -477,7 +488,7 @@ def test_auto_decides_for_modules_of_this_library():
 def test_auto_turns_fp8_off_where_it_does_not_pay():
     model = nn.Sequential(nn.Linear(16, 16), float8lab.LayerNormLinear(16, 16, device="cpu"))
     float8lab.convert_to_float8(model)
-    report = float8lab.convert_to_float8(model, "auto")
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
     assert converted(report) == []
     with float8lab.count_gemms() as counts:
         model(torch.randn(4, 16))
@@ -486,8 +497,10 @@ def test_auto_turns_fp8_off_where_it_does_not_pay():
 
 def test_auto_in_overrides_and_beside_them():
     model = decoder_layer(4096, 14336)
-    report = float8lab.convert_to_float8(
-        model, overrides={"k": "auto", "v": recipes.Auto(tokens=32), "q": None}
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(
+            model, overrides={"k": "auto", "v": recipes.Auto(tokens=32), "q": None}
+        )
     )
     notes = {layer.name: layer.note for layer in report.layers}
     assert notes["q"] == "high precision by overrides"
@@ -498,8 +511,10 @@ def test_auto_in_overrides_and_beside_them():
 
 
 def test_auto_needs_an_fp8_gemm(monkeypatch):
-    monkeypatch.setattr(convert, "has_fp8_gemm", lambda *blocks, **dtypes: False)
-    report = float8lab.convert_to_float8(decoder_layer(4096, 14336), "auto")
+    monkeypatch.setattr(reports, "has_fp8_gemm", lambda *blocks, **dtypes: False)
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(decoder_layer(4096, 14336), "auto")
+    )
     assert converted(report) == []
     assert {layer.note for layer in report.layers} == {
         "bfloat16: no recipe has FP8 GEMMs on its device"
@@ -557,7 +572,7 @@ def test_shared_weights_are_frozen_once_or_not_at_all():
     model[1].weight, model[2].weight = model[0].weight, model[4].weight
     weight = model[2].weight
     weight_norm(model[3])
-    report = float8lab.convert_to_float8(model, freeze_weights=True)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, freeze_weights=True))
     assert isinstance(model[0].weight, Float8Tensor)
     assert model[1].weight is model[0].weight
     assert model[2].weight is model[4].weight is weight
@@ -577,11 +592,13 @@ def test_low_rank_adapters_stay_in_high_precision_unless_named():
         return nn.ModuleDict({"base": nn.Linear(32, 32), **adapter})
 
     model = build()
-    report = float8lab.convert_to_float8(model, strict=True)
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
     assert converted(report) == ["base"]
     assert {layer.note.split(",")[0] for layer in report.skipped} == {"low rank"}
     assert type(model["lora_A"]) is type(model["lora_B"]) is nn.Linear
-    report = float8lab.convert_to_float8(build(), overrides={"lora_A": BLOCK})
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(build(), overrides={"lora_A": BLOCK})
+    )
     assert converted(report) == ["base", "lora_A"]
 
 
@@ -591,18 +608,22 @@ def test_strict_raises_and_changes_nothing():
         float8lab.convert_to_float8(model, exclude=["nothing"], strict=True)
     assert "no layer is called 'nothing'" in str(error.value)
     assert type(model[1]) is nn.Linear
-    report = float8lab.convert_to_float8(model, exclude=["0"], strict=True)
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(model, exclude=["0"], strict=True)
+    )
     assert converted(report) == ["1"]
 
 
 class TestReports(expecttest.TestCase):
     def test_conversion_report(self):
         model = Model()
-        report = float8lab.convert_to_float8(
-            model,
-            recipes.MXFP8BlockScaling(),
-            exclude=["lm_head", "lm_heads"],
-            overrides={"blocks.1.attn": None, "blocks.0.attn2": BLOCK},
+        report = float8lab.conversion_report(
+            float8lab.convert_to_float8(
+                model,
+                recipes.MXFP8BlockScaling(),
+                exclude=["lm_head", "lm_heads"],
+                overrides={"blocks.1.attn": None, "blocks.0.attn2": BLOCK},
+            )
         )
         self.assertExpectedInline(
             str(report),
@@ -620,10 +641,12 @@ MXFP8BlockScaling(): cpu has no FP8 GEMM for fprop, dgrad, wgrad; they run in hi
 
     def test_auto(self):
         model = decoder_layer(4096, 14336)
-        report = float8lab.convert_to_float8(
-            model,
-            recipes.Auto(tokens=4096, candidates=(BLOCK, recipes.DelayedScaling())),
-            overrides={"o": BLOCK},
+        report = float8lab.conversion_report(
+            float8lab.convert_to_float8(
+                model,
+                recipes.Auto(tokens=4096, candidates=(BLOCK, recipes.DelayedScaling())),
+                overrides={"o": BLOCK},
+            )
         )
         self.assertExpectedInline(
             str(report),
@@ -642,7 +665,7 @@ predicted on Hopper, 4096 tokens, eager: 4.31 ms GPU, 4.23 ms CPU; bfloat16 6.55
 
     def test_auto_leaves_the_layers_of_a_small_gpt_alone(self):
         model = decoder_layer(512, 1536)
-        report = float8lab.convert_to_float8(model, "auto")
+        report = float8lab.conversion_report(float8lab.convert_to_float8(model, "auto"))
         self.assertExpectedInline(
             str(report),
             """\

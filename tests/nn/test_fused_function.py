@@ -417,7 +417,9 @@ def test_converted_models_give_these_modules_their_recipe(make: Any, name: str) 
     recipe = RECIPES[name]
     model = nn.Sequential(made(make), nn.Linear(getattr(made(make), "out_features", 40), 8))
     twin = copy.deepcopy(model)
-    report = float8lab.convert_to_float8(model, recipe, overrides={"1": None})
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(model, recipe, overrides={"1": None})
+    )
     assert [layer.converted for layer in report.layers] == [True, False]
     for _ in range(2):
         x = torch.randn(6, 40)

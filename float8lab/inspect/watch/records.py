@@ -75,7 +75,7 @@ class Log:
     recipe: str = ""
     """The recipe, as it prints."""
     conversion: str = ""
-    """The report of ``convert_to_float8``, where the model has one."""
+    """The ``conversion_report`` of the model, as it prints; empty if it was not converted."""
     about: dict[str, str] = field(default_factory=dict)
     """Versions, the device, the number of parameters and the like, to be shown as they are."""
     layers: list[str] = field(default_factory=list)

@@ -39,6 +39,7 @@ from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
 from float8lab.nn.convert import matches
 from float8lab.nn.operands import Operand, plain, stored_as
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
+from float8lab.nn.report import conversion_report, was_converted
 from float8lab.ops import Source
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.recipes.region import STATE, capturing, in_backward
@@ -82,20 +83,18 @@ class watch:
             The GEMMs of a ``LayerNormMLP`` are layers of their own, called ``fc1`` and ``fc2``.
         jsonl: file that each step is appended to when it ends. What it held before is lost. In a
             job of several ranks the name must have ``{rank}`` in it.
-        report: what ``convert_to_float8`` returned, to be kept with the log.
         masters: ``masters`` of a ``MasterWeights``: weights stored in FP8 are compared with these.
 
     Attributes:
-        log: what was seen so far.
+        log: what was seen so far, with the model's ``conversion_report`` if it was converted.
 
     Raises:
         ValueError: ``every`` is below 1; no layer that can run in FP8 is meant; ``jsonl`` is one
             file for several ranks.
         RuntimeError: another watch is active.
 
-    >>> layer = torch.nn.Linear(32, 32)
-    >>> report = float8lab.convert_to_float8(layer)
-    >>> with float8lab.inspect.watch(layer, report=report) as w:
+    >>> layer = float8lab.convert_to_float8(torch.nn.Linear(32, 32))
+    >>> with float8lab.inspect.watch(layer) as w:
     ...     layer(torch.ones(16, 32)).sum().backward()
     >>> [(r.operand, r.amax) for r in w.log.records if r.operand != "w"]
     [('x', 1.0), ('dy', 1.0)]
@@ -110,7 +109,6 @@ class watch:
         every: int = 1,
         layers: Layers | None = None,
         jsonl: str | PathLike[str] | None = None,
-        report: Any = None,
         masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         if every < 1:
@@ -135,7 +133,7 @@ class watch:
                 "float8lab.convert_to_float8(model) first, or name other layers."
             )
         self.log = Log(
-            conversion="" if report is None else str(report),
+            conversion=str(conversion_report(model)) if was_converted(model) else "",
             about=_about(self._model),
             layers=self._listed(),
         )

@@ -24,6 +24,7 @@ from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.integrations.checkpoint.writing import leftovers
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.precision import Precision, W, X
+from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -397,8 +398,8 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
 
 
 def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
-    report = convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
-    undone = [layer for layer in report.skipped if layer.name in meant]
+    convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
+    undone = [layer for layer in conversion_report(model).skipped if layer.name in meant]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
 

@@ -166,8 +166,10 @@ def test_the_order_makes_no_difference(recipe, freeze):
 
 def test_adapters_in_fp8_if_they_are_named():
     model = with_lora(mlp())
-    report = float8lab.convert_to_float8(
-        model, overrides={"lora_A": recipes.Float8BlockScaling()}, freeze_weights=False
+    report = float8lab.conversion_report(
+        float8lab.convert_to_float8(
+            model, overrides={"lora_A": recipes.Float8BlockScaling()}, freeze_weights=False
+        )
     )
     assert "lora_B" in str([layer.name for layer in report.skipped])
     with float8lab.count_gemms() as counts:
@@ -237,7 +239,7 @@ def test_sharded():
             assert isinstance(layer.weight.to_local(), Float8Tensor)
         # What is sharded cannot be stored anew.
         late = fully_shard(nn.Linear(64, 64), mesh=mesh)
-        report = float8lab.convert_to_float8(late, freeze_weights=True)
+        report = float8lab.conversion_report(float8lab.convert_to_float8(late, freeze_weights=True))
         assert "it is sharded; convert before sharding" in str(report)
     finally:
         dist.destroy_process_group()

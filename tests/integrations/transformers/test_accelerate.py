@@ -73,7 +73,9 @@ class Run:
         with launched(ranks, config):
             self.accelerator = accelerate.Accelerator(cpu=uses_cpu(ranks, config))
         model, _ = build("llama", tie_word_embeddings=False)
-        self.report = float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+        self.report = float8lab.conversion_report(
+            float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scales = float8lab.nn.ScalingState(self.accelerator.unwrap_model(self.model))

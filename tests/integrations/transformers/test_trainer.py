@@ -43,10 +43,9 @@ def whole(tmp_path_factory: Any) -> Any:
 
 def test_trains_and_reports(whole: Any) -> None:
     runner, gemms, printed = whole
-    (callback,) = (c for c in runner.callback_handler.callbacks if isinstance(c, Float8Callback))
     assert gemms == 8 * 14 * 3  # seven layers in each of two blocks
     assert losses(runner)[-1] < 0.7 * losses(runner)[0]
-    assert printed[0] == f"Float8Callback:\n{callback.report}"
+    assert printed[0] == f"Float8Callback:\n{float8lab.conversion_report(runner.model)}"
     assert "14 of 15 linear layers in FP8" in printed[0]
     assert sum(line.startswith("Float8Callback") for line in printed) == 1
 
@@ -105,10 +104,10 @@ def test_two_lines_without_the_callback_train_alike(tmp_path: Path) -> None:
     """``convert_to_float8`` before the Trainer; where nothing is delayed there is no state."""
     model = build("llama")[0]
     float8lab.convert_to_float8(model)
-    before = Float8Callback(DELAYED)
-    one = trainer(tmp_path / "a", 4, before, model)
+    report = str(float8lab.conversion_report(model))
+    one = trainer(tmp_path / "a", 4, Float8Callback(DELAYED), model)
     one.train()
-    assert before.report is None  # has FP8 layers already
+    assert str(float8lab.conversion_report(model)) == report  # has FP8 layers already
     other = trainer(tmp_path / "b", 4, Float8Callback())
     other.train()
     assert losses(one) == losses(other)
@@ -121,10 +120,9 @@ def test_other_features_of_the_trainer(tmp_path: Path) -> None:
         tmp_path, 4, transformers.TrainerCallback(), bf16=True, gradient_accumulation_steps=2,
         activation_checkpointing=True, save_total_limit=1, eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
-    callback = Float8Callback(DELAYED)
-    runner.add_callback(callback)
+    runner.add_callback(Float8Callback(DELAYED))
     runner.train()
-    assert callback.report is not None
+    assert float8lab.conversion_report(runner.model).converted
     assert losses(runner)[-1] < losses(runner)[0]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
     assert (tmp_path / "checkpoint-4" / SCALING_NAME).exists()
