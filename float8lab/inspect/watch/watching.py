@@ -25,7 +25,6 @@ from float8lab.distributed.fsdp import MasterShard
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
-from float8lab.inspect.statistics import stored
 from float8lab.inspect.watch import views
 from float8lab.inspect.watch.measure import (
     Measurement,
@@ -45,6 +44,7 @@ from float8lab.recipes.region import STATE, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.fsdp import MasterGather
+from float8lab.tensor.statistics import stored
 
 __all__ = ["watch"]
 
