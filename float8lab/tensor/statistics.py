@@ -528,7 +528,7 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
         original = original._local_tensor  # type: ignore[attr-defined]
     original = original.detach()
     if _is_stored_in_fp8(original):
-        original = original.dequantize()  # type: ignore[operator]  # a Float8Tensor
+        original = original.dequantize()
     result: Tensor = original.to(stored(x).device)
     return result
 

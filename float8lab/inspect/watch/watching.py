@@ -309,8 +309,8 @@ class watch:
             elif call.precision in self._gathers:
                 return _measure_gathered(x, self._gathers[call.precision])
             else:
-                x = stored(x)
-                return measure_stored(x, self._master_of(x)) if x.numel() else None
+                current: Float8Tensor = stored(x)
+                return measure_stored(current, self._master_of(current)) if x.numel() else None
         if x.numel() == 0:
             return None
         M, K = x.shape
