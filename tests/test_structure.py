@@ -46,15 +46,6 @@ LOCAL_IMPORTS = {
     "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
     "float8lab/inspect/watch/views.py": "rich and pandas are optional, and loaded by their views",
-    "float8lab/tensor/float8_tensor.py": "its methods that show it are in a layer above (UPWARD)",
-}
-
-# Files that name a layer above their own, and why. What they do without it has no need of it.
-UPWARD = {
-    "float8lab/tensor/float8_tensor.py": (
-        "inspect",
-        "t.stats(), t.plot() and repr are methods, and statistics a layer that knows all others",
-    ),
 }
 
 # Never imported by `import float8lab`.
@@ -129,8 +120,7 @@ def test_imports_only_from_layers_below(path: Path):
         return  # the public names come from every layer
     layer = _layer(path)
     assert layer in LAYERS, f"float8lab/{layer} has no place in LAYERS"
-    upward, _why = UPWARD.get(path.relative_to(ROOT).as_posix(), (layer, ""))
-    allowed = (*LAYERS[: LAYERS.index(layer) + 1], upward)
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
     for node, name in _imports(path, _parse(path)):
         if name.split(".")[0] == "float8lab":
             imported = name.split(".")[1] if "." in name else "__init__"

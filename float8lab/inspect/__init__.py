@@ -19,18 +19,19 @@ from float8lab.inspect.html import html
 from float8lab.inspect.nonfinite import NonFinite, find_nan
 from float8lab.inspect.plot import plot
 from float8lab.inspect.report import report
-from float8lab.inspect.statistics import (
+from float8lab.inspect.text import bars, summary, table
+from float8lab.inspect.watch import watch
+from float8lab.tensor.statistics import (
     BlockStats,
     Comparison,
     Histogram,
     TensorStats,
     blocks,
     compare,
+    health,
     histogram,
     stats,
 )
-from float8lab.inspect.text import bars, health, summary, table
-from float8lab.inspect.watch import watch
 
 if TYPE_CHECKING:
     from float8lab.inspect.advice import Advice, LayerAdvice, advise

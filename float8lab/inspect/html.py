@@ -8,7 +8,8 @@ from html import escape
 import torch
 from torch import Tensor
 
-from float8lab.inspect.statistics import Histogram, blocks, stats
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.statistics import Histogram, blocks, stats
 
 __all__ = ["exponent_bars", "heat_cells", "html"]
 
@@ -16,6 +17,7 @@ MOST_CELLS = 32
 """Rows and columns of a heat map; more blocks than that share a cell, which shows the largest."""
 
 
+@Float8Tensor._add_view
 def html(x: Tensor, text: str = "") -> str:
     """A fragment of HTML: ``text``, statistics, histogram of exponents, heat map of scales.
 

@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from float8lab.inspect.optional import needs
-from float8lab.inspect.statistics import blocks, stats
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.statistics import blocks, stats
 
 __all__ = ["plot"]
 
 
+@Float8Tensor._add_view
 def plot(x: Tensor, *, local: bool = True) -> Any:
     """Draw the histogram of exponents and log2 of the scales.
 

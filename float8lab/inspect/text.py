@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from float8lab.inspect.optional import needs
-from float8lab.inspect.statistics import Histogram, TensorStats, stats
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "aligned", "bars", "bytes_text", "health", "summary", "table"]
+__all__ = ["Grid", "aligned", "bars", "bytes_text", "summary", "table"]
 
 
 class Grid(NamedTuple):
@@ -38,21 +39,6 @@ class Grid(NamedTuple):
         return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
 
 
-def health(found: TensorStats) -> str:
-    """One line: what share of the elements lost range or is no number.
-
-    >>> t = float8lab.quantize(torch.tensor([448.0, 0.01, 0.0, 1.0]))
-    >>> float8lab.inspect.health(t.stats())
-    '25% saturated, 25% subnormal, 25% zero'
-    """
-    if not found.numel:
-        return "empty"
-    kinds = ["saturated", "subnormal", "zero"]
-    shares = [f"{100 * found.share(kind):.3g}% {kind}" for kind in kinds]
-    bad = [(kind, label) for kind, label in (("nan", "NaN"), ("inf", "inf")) if found.count(kind)]
-    return ", ".join([f"{100 * found.share(kind):.3g}% {label}" for kind, label in bad] + shares)
-
-
 def bars(found: Histogram, width: int = 40) -> str:
     """A histogram by exponent or code as lines of text, without bins that are empty at the ends.
 
@@ -78,6 +64,7 @@ def summary(x: Tensor) -> str:
     return "\n\n".join(filter(None, (str(found), drawn)))
 
 
+@Float8Tensor._add_view
 def table(x: Tensor) -> Any:
     """What rich prints for ``x``: a table and the histogram of exponents. Needs rich.
 

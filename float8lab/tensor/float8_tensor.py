@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,10 +13,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.dispatch import ANY_VIEW, WHOLE_KEYS, run_fallback, table
+from float8lab.tensor.statistics import (
+    BlockStats,
+    Comparison,
+    Histogram,
+    TensorStats,
+    blocks,
+    compare,
+    health,
+    histogram,
+    stats,
+)
 from float8lab.tensor.window import Window
-
-if TYPE_CHECKING:
-    from float8lab.inspect import BlockStats, Comparison, Histogram, TensorStats
 
 __all__ = ["Float8Tensor", "quantize"]
 
@@ -296,7 +305,10 @@ class Float8Tensor(Tensor):
             return format(self.item(), format_spec)
         return object.__format__(self, format_spec)
 
-    # What a person looks at. The layer of these is above this one; a call imports it.
+    # What a person looks at.
+
+    _views: ClassVar[dict[str, Callable[..., Any]]] = {}
+    """Pictures, which ``float8lab.inspect``, a layer above this one, draws and enters here."""
 
     @overload
     def stats(
@@ -312,14 +324,10 @@ class Float8Tensor(Tensor):
         >>> float8lab.quantize(torch.tensor([448.0, 0.0])).stats().zero
         0.5
         """
-        from float8lab.inspect import stats
-
         return stats(self, original, per_block=per_block)
 
     def compare(self, original: Tensor) -> Comparison:
         """How far the tensor is from what was quantized: see ``float8lab.inspect.compare``."""
-        from float8lab.inspect import compare
-
         return compare(self, original)
 
     def histogram(self, by: str = "code") -> Histogram:  # type: ignore[override]  # hides torch's
@@ -327,40 +335,34 @@ class Float8Tensor(Tensor):
 
         Hides the method of torch, of values; ``torch.histogram(x.dequantize(), bins)`` does that.
         """
-        from float8lab.inspect import histogram
-
         return histogram(self, by)
 
     def blocks(self) -> Tensor:
         """The scales as a matrix: see ``float8lab.inspect.blocks``."""
-        from float8lab.inspect import blocks
-
         return blocks(self)
 
     def plot(self) -> Any:
         """A matplotlib figure: see ``float8lab.inspect.plot``. Needs the extra ``plot``."""
-        from float8lab.inspect import plot
-
-        return plot(self)
+        return self._views["plot"](self)
 
     def _repr_html_(self) -> str | None:
         """What Jupyter shows; None, so that it shows ``repr``, if there are no numbers."""
-        from float8lab.inspect import html
-
-        return html(self, repr(self)) if self._has_data() else None
+        return self._views["html"](self, repr(self)) if self._has_data() else None
 
     def __rich__(self) -> Any:
         """What ``rich.print`` shows."""
-        from float8lab.inspect import table
+        return self._views["table"](self) if self._has_data() else repr(self)
 
-        return table(self) if self._has_data() else repr(self)
+    @classmethod
+    def _add_view(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Enter a picture under the function's name."""
+        cls._views[function.__name__] = function
+        return function
 
     def _has_data(self) -> bool:
         return not (self.qdata.is_meta or isinstance(self.qdata, _NO_DATA))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stub
-        from float8lab.inspect import health, stats
-
         facts, lines = [f"fp8={self.spec.describe()}"], []
         if self._has_data():
             found = stats(self)

@@ -16,8 +16,8 @@ from torch import Tensor
 from float8lab.formats import E4M3, Float8Spec, scale_shape
 from float8lab.inspect.checkpoint.layout import Finding, Item
 from float8lab.inspect.checkpoint.source import Box, boxes
-from float8lab.inspect.statistics import TensorStats, code_values
 from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.statistics import TensorStats, code_values
 
 __all__ = [
     "Measured",

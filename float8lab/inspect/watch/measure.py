@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3, Float8Spec
-from float8lab.inspect.statistics import Errors, TensorStats
 from float8lab.inspect.watch.records import Record
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.statistics import Errors, TensorStats
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 

@@ -25,7 +25,6 @@ from float8lab.distributed.fsdp import MasterShard
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
-from float8lab.inspect.statistics import stored
 from float8lab.inspect.watch import views
 from float8lab.inspect.watch.measure import (
     Measurement,
@@ -46,6 +45,7 @@ from float8lab.recipes.region import STATE, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.fsdp import MasterGather
+from float8lab.tensor.statistics import stored
 
 __all__ = ["watch"]
 
@@ -307,8 +307,8 @@ class watch:
             elif call.precision in self._gathers:
                 return _measure_gathered(x, self._gathers[call.precision])
             else:
-                x = stored(x)
-                return measure_stored(x, self._master_of(x)) if x.numel() else None
+                current: Float8Tensor = stored(x)
+                return measure_stored(current, self._master_of(current)) if x.numel() else None
         if x.numel() == 0:
             return None
         M, K = x.shape

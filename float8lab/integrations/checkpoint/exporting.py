@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.inspect.checkpoint.safetensors_source import DTYPES, SPECS_KEY
-from float8lab.inspect.statistics import is_sharded
 from float8lab.integrations.checkpoint.formats import FORMATS, Format
 from float8lab.integrations.checkpoint.weights import Weight, find_weights, products
 from float8lab.integrations.checkpoint.writing import (
@@ -23,6 +22,7 @@ from float8lab.integrations.checkpoint.writing import (
 )
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.statistics import is_sharded
 
 __all__ = ["ExportReport", "export"]
 

@@ -19,7 +19,6 @@ from float8lab.inspect.checkpoint.layout import Item, recognize
 from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
 from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.source import CheckpointError, Source, boxes
-from float8lab.inspect.statistics import is_sharded
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.integrations.checkpoint.writing import leftovers
 from float8lab.nn.convert import convert_to_float8
@@ -34,6 +33,7 @@ from float8lab.recipes.recipe import (
     Recipe,
 )
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.statistics import is_sharded
 
 __all__ = ["LoadReport", "load_fp8"]
 

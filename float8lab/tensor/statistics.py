@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import E4M3, FLOAT32_MAX, Float8Spec, largest, scale_shape
-from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
 
 __all__ = [
@@ -43,8 +42,12 @@ __all__ = [
     "blocks",
     "code_values",
     "compare",
+    "health",
     "histogram",
+    "is_sharded",
+    "span",
     "stats",
+    "stored",
 ]
 
 KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
@@ -400,16 +403,36 @@ def blocks(x: Tensor) -> Tensor:
     return scale.reshape(math.prod(scale.shape[:-1]), columns).clone()
 
 
+def health(found: TensorStats) -> str:
+    """One line: what share of the elements lost range or is no number.
+
+    >>> t = float8lab.quantize(torch.tensor([448.0, 0.01, 0.0, 1.0]))
+    >>> float8lab.inspect.health(t.stats())
+    '25% saturated, 25% subnormal, 25% zero'
+    """
+    if not found.numel:
+        return "empty"
+    kinds = ["saturated", "subnormal", "zero"]
+    shares = [f"{100 * found.share(kind):.3g}% {kind}" for kind in kinds]
+    bad = [(kind, label) for kind, label in (("nan", "NaN"), ("inf", "inf")) if found.count(kind)]
+    return ", ".join([f"{100 * found.share(kind):.3g}% {label}" for kind, label in bad] + shares)
+
+
 def is_sharded(x: Any) -> bool:
     """Whether ``x`` is a DTensor."""
     # What a DTensor has; importing its class would double the time that importing us takes.
     return hasattr(x, "_local_tensor") and hasattr(x, "placements")
 
 
-def stored(x: Any) -> Float8Tensor:
+def _is_stored_in_fp8(x: Any) -> bool:
+    """Whether ``x`` is a Float8Tensor. Its class imports this file, so this file cannot."""
+    return isinstance(x, Tensor) and isinstance(getattr(x, "spec", None), Float8Spec)
+
+
+def stored(x: Any) -> Any:
     """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
     local = x._local_tensor if is_sharded(x) else x
-    if not isinstance(local, Float8Tensor):
+    if not _is_stored_in_fp8(local):
         raise TypeError(
             "x must be a Float8Tensor, or a DTensor whose local tensor is one; got "
             f"{type(local).__name__} of {getattr(local, 'dtype', 'no dtype')}. "
@@ -504,13 +527,13 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
             )
         original = original._local_tensor  # type: ignore[attr-defined]
     original = original.detach()
-    if isinstance(original, Float8Tensor):
+    if _is_stored_in_fp8(original):
         original = original.dequantize()
     result: Tensor = original.to(stored(x).device)
     return result
 
 
-def _tensor_stats(x: Any, shard: Float8Tensor, source: Tensor | None, local: bool) -> TensorStats:
+def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> TensorStats:
     scale, amax = shard.scale.detach(), shard.amax.detach()
     codes = shard.qdata.detach().view(torch.uint8).reshape(-1)
     # Sums and maxima, each in one float64 tensor: exact up to 2**53 elements.
@@ -566,7 +589,7 @@ def _tensor_stats(x: Any, shard: Float8Tensor, source: Tensor | None, local: boo
     )
 
 
-def _block_stats(shard: Float8Tensor, source: Tensor | None) -> BlockStats:
+def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
     block, qdata = shard.spec.block, shard.qdata.detach()
     masks = _kinds(qdata.view(torch.uint8), shard.spec.fp8_dtype)
     size = qdata.float().abs()
