@@ -32,7 +32,14 @@ from float8lab.tensor.fsdp import (
 )
 from float8lab.tensor.views import cut
 
-__all__ = ["MasterShard", "hook_shard", "requantize_shards_", "store_shard"]
+__all__ = [
+    "MasterShard",
+    "hook_shard",
+    "is_tensor_parallel",
+    "requantize_shards_",
+    "sharded_by_fsdp",
+    "store_shard",
+]
 
 
 class MasterShard(Tensor):
@@ -123,8 +130,7 @@ def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
         return True
     if type(local) is not Tensor or parameter.ndim != 2 or not placements:
         return False
-    *copied, cut = placements
-    if not cut.is_shard(0) or len(copied) > 1 or not all(p.is_replicate() for p in copied):
+    if not placements[-1].is_shard(0) or not _may_be_fsdp_alone(placements):
         return False
     how = make()
     if how is None:
@@ -134,6 +140,34 @@ def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
     how.shard = weakref.ref(shard)
     parameter._local_tensor = shard
     return True
+
+
+def _may_be_fsdp_alone(placements: Sequence[Any]) -> bool:
+    """Whether a mesh is one that FSDP2 shards over, after one that hybrid sharding copies over."""
+    *copied, _ = placements
+    return len(copied) <= 1 and all(p.is_replicate() for p in copied)
+
+
+def sharded_by_fsdp(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """The modules below ``model`` whose parameters FSDP2 shards, and gathers before they run.
+
+    It marks those that ``fully_shard`` was given, by their class, and all those that these manage.
+    """
+    given = [module for module in model.modules() if hasattr(module, "unshard")]
+    managed = (m for m in model.modules() if getattr(m, "_is_fsdp_managed_module", False))
+    return {*managed, *(below for module in given for below in module.modules())}
+
+
+def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
+    """Whether a parameter is a DTensor when its module runs.
+
+    Args:
+        parameter: a parameter or None.
+        sharded: whether FSDP2 shards the module's parameters, which are DTensors only between runs,
+            unless they are cut in another way as well.
+    """
+    placements = getattr(parameter, "placements", None)
+    return bool(placements) and not (sharded and _may_be_fsdp_alone(placements))
 
 
 def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:

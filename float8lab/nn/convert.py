@@ -20,8 +20,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
+from float8lab.distributed.fsdp import is_tensor_parallel, sharded_by_fsdp
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.dot_product import DotProductAttention
+from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
@@ -166,7 +168,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
 
     Raises:
         TypeError: ``recipe`` or an override is neither a recipe nor ``"auto"``.
-        ValueError: ``strict`` and a layer cannot be converted, or a name matches nothing.
+        ValueError: ``strict`` and a layer cannot be converted, a name matches nothing, or the model
+            has no linear layer.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
     >>> model = float8lab.convert_to_float8(model, exclude=["1"])
@@ -182,10 +185,14 @@ def convert_to_float8(  # each is a keyword that users set on its own
         for pattern, asked in (overrides or {}).items()
     }
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    sharded = sharded_by_fsdp(model)
     plans = [
-        _plan_layer(layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=choices)
+        _plan_layer(
+            layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=choices,
+            sharded=layer in sharded,
+        )
         for name, layer in candidates(model)
-    ]
+    ]  # fmt: skip
     plans, predicted = _choose_recipes(plans)
     attention = [
         (module, name, *_attention_recipe(module, name, base, filter_fn, exclude, choices))
@@ -200,9 +207,11 @@ def convert_to_float8(  # each is a keyword that users set on its own
     )
     undone = [plan for plan in plans if plan.failed]
     freezing = Freezing(model, _to_freeze(plans) if freeze_weights else ())
-    if strict and (undone or unmatched or freezing.obstacles):
+    nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
+    if strict and (undone or unmatched or freezing.obstacles or nothing):
         lines = [
             "convert_to_float8(strict=True) must do all that was asked; got",
+            *[f"  a {type(model).__name__} without a linear layer"] * nothing,
             *[f"  {plan.name}: {plan.note}" for plan in undone],
             *[f"  no layer is called {name!r}" for name in unmatched],
             *[f"  {obstacle}" for obstacle in freezing.obstacles],
@@ -270,11 +279,12 @@ def _plan_layer(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     exclude: Sequence[str],
     overrides: Mapping[str, _Choice | None],
+    sharded: bool,
 ) -> _LayerPlan:
     named = [pattern for pattern in overrides if matches(name, pattern)]
     choice = overrides[named[-1]] if named else base
     excluded = next((pattern for pattern in exclude if matches(name, pattern)), None)
-    obstacle = _obstacle(layer, told=bool(named))
+    obstacle = _obstacle(layer, told=bool(named), sharded=sharded)
 
     def plan(note: str, recipe: Recipe | None = None, **how: Any) -> _LayerPlan:
         return _LayerPlan(layer, name, note, recipe, pinned=bool(named), **how)
@@ -346,8 +356,11 @@ def _attention_recipe(
     return (choice if isinstance(choice, Recipe) else None), bool(named)
 
 
-def _obstacle(layer: Any, *, told: bool) -> str | None:
+def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
     """Why a layer cannot be converted, or None."""
+    for name, parameter in layer._parameters.items():
+        if is_tensor_parallel(parameter, sharded=sharded):
+            return f"its {name} is a DTensor; FP8 does not run under tensor parallelism yet"
     if isinstance(layer, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies in a fused function"
     if names := own_matrices(layer):

@@ -9,17 +9,31 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8lab.formats import E4M3, E5M2
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["GEMM_OPS", "GemmCounts", "count_gemms"]
 
-_HIGH_PRECISION = {
-    getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
-}
-_FP8 = (torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.scaled_bmm.default)
-GEMM_OPS = frozenset((*_HIGH_PRECISION, *_FP8))
+
+def _overloads(*names: str) -> frozenset[Any]:
+    """The overloads of torch's ops of these names, save those that write to ``out``."""
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return frozenset(
+        getattr(packet, overload)
+        for packet in packets
+        for overload in packet.overloads()
+        if not overload.endswith("out")
+    )
+
+
+_HIGH_PRECISION = _overloads(
+    "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "matmul", "linear",
+    "_grouped_mm",
+)  # fmt: skip
+_SCALED = _overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.scaled_bmm.default))
+GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
 """What counts as a matrix product."""
 
 
@@ -61,10 +75,11 @@ class GemmCounts:
 class count_gemms:
     """Count the matrix products that run inside the ``with`` block, forward and backward.
 
-    Counts what reaches torch's dispatcher, whoever calls it: linear layers, matmul, attention
-    written with matmul; not the products inside a fused attention kernel, nor those of a graph that
-    torch.compile has compiled. An FP8 format that this device multiplies in high precision counts
-    as high precision. Module names are qualified from the module that was called first.
+    Counts what reaches torch's dispatcher, whoever calls it: linear layers, matmul, grouped
+    products, attention written with matmul; not the products inside a fused attention kernel, nor
+    those of a graph that torch.compile has compiled. A grouped product counts as one. An FP8 format
+    that this device multiplies in high precision counts as high precision. Module names are
+    qualified from the module that was called first.
 
     >>> layer = float8lab.Linear(32, 32, device="cpu")
     >>> with float8lab.count_gemms() as counts, float8lab.autocast():
@@ -146,11 +161,15 @@ class _CountingMode(TorchDispatchMode):
         if types and all(t is Float8Tensor for t in types):
             with self:  # what counts is the products that its handler runs
                 return Float8Tensor.__torch_dispatch__(op, types, args, kwargs)
-        if op in _FP8:
-            a, b = args[0], args[3]
-            real = has_fp8_gemm(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
-            target = self._counts.fp8_by_module if real else self._counts.high_precision_by_module
+        if op in GEMM_OPS:
+            in_fp8 = self._counts.fp8_by_module
+            target = in_fp8 if _runs_in_fp8(op, args) else self._counts.high_precision_by_module
             target[self._names.current()] += 1
-        elif op in _HIGH_PRECISION:
-            self._counts.high_precision_by_module[self._names.current()] += 1
         return op(*args, **(kwargs or {}))
+
+
+def _runs_in_fp8(op: Any, args: Any) -> bool:
+    if op in _FP8:
+        a, b = args[0], args[3]
+        return has_fp8_gemm(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
+    return op in _SCALED and all(x.dtype in (E4M3, E5M2) for x in args[:2])

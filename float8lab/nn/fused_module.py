@@ -95,12 +95,14 @@ class FusedModule(nn.Module, TensorParallelGroup):
         whole = torch.cat([plain(weight) for weight in weights])
         return whole, None if biases[0] is None else torch.cat(biases)
 
-    def _checked(self, inp: Tensor, features: int, argument: str) -> Tensor:
-        """The input in high precision; raises if it has another size."""
-        if inp.shape[-1:] != (features,):
+    def _checked(self, inp: Tensor, weight: Tensor, argument: str) -> Tensor:
+        """The input in high precision; raises if norm and weight are of another size."""
+        if not inp.shape[-1:] == self.layer_norm_weight.shape == weight.shape[1:]:
             raise ValueError(
-                f"inp must have {features} as its last dimension ({argument}); got shape "
-                f"{tuple(inp.shape)}. Reshape it, or build the module with that {argument}."
+                f"inp must have {weight.shape[1]} as its last dimension ({argument}), as "
+                f"layer_norm_weight must; got shapes {tuple(inp.shape)} and "
+                f"{tuple(self.layer_norm_weight.shape)}. Reshape it, or build the module with that "
+                f"{argument}."
             )
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 

@@ -134,8 +134,8 @@ class LayerNormLinear(FusedModule):
             ``[..., out_features]``; or a tuple of it, the bias if ``return_bias``, and the norm's
             output if ``return_layernorm_output``.
         """
-        x = self._checked(inp, self.in_features, "in_features")
         weight, bias = self._whole(self._prefixes)
+        x = self._checked(inp, weight, "in_features")
         added = None if self.return_bias else bias
         call = self._begin(self._fp8, x, weight, is_first_microbatch)
         if call is None:

@@ -160,7 +160,7 @@ class LayerNormMLP(FusedModule):
             ``[..., hidden_size]``; or a tuple of it, fc2's bias if ``return_bias``, and the norm's
             output if ``return_layernorm_output``.
         """
-        x = self._checked(inp, self.hidden_size, "hidden_size")
+        x = self._checked(inp, self.fc1_weight, "hidden_size")
         added = None if self.return_bias else self.fc2_bias
         fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch)
         fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch)

@@ -257,12 +257,12 @@ class Linear(nn.Linear, TensorParallelGroup):
         Returns:
             ``[..., out_features]``; with ``return_bias``, that without bias, and the bias.
         """
-        if inp.shape[-1:] != (self.in_features,):
+        weight, bias = self._whole_parameters()
+        if inp.shape[-1:] != weight.shape[1:]:
             raise ValueError(
-                f"inp must have {self.in_features} as its last dimension (in_features); got shape "
+                f"inp must have {weight.shape[1]} as its last dimension (in_features); got shape "
                 f"{tuple(inp.shape)}. Reshape it, or build the layer with that in_features."
             )
-        weight, bias = self._whole_parameters()
         added = None if self.return_bias else bias
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         call = self._fp8.begin(x, training=self.training)

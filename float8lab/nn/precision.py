@@ -180,13 +180,15 @@ class Precision:
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         if torch.compiler.is_compiling() and STATE.onnx is None:
-            return self._begin_in_graph(training=training)
+            return self._begin_in_graph(x, training=training)
         frame = _checkpoint_frame()
         if in_backward():
             return self._begin_again(x.device, frame)
         recipe = self.active_recipe()
         call = None
         if recipe is not None:
+            if type(x) is not Tensor:
+                _refuse_dtensor(x)
             slots, record = None, False
             if recipe.linear.delayed:
                 slots = self._slots(recipe, x.device)
@@ -200,11 +202,13 @@ class Precision:
         self._remember(call, frame)
         return call
 
-    def _begin_in_graph(self, *, training: bool) -> Call | None:
+    def _begin_in_graph(self, x: Tensor, *, training: bool) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
         if recipe is None:
             return None
+        if type(x) is not Tensor:
+            _refuse_dtensor(x)
         call = Call(recipe, None, training and recipe.linear.delayed)
         call.precision = self
         if recipe.linear.delayed:
@@ -368,6 +372,16 @@ def place_precisions(module: nn.Module) -> None:
     if device is not None:
         for _, precision in precisions(module):
             precision.to(device)
+
+
+def _refuse_dtensor(x: Tensor) -> None:
+    placements = getattr(x, "placements", None)
+    if placements is not None:
+        raise NotImplementedError(
+            f"inp must not be a DTensor where a module runs in FP8; got one with placements "
+            f"{placements}. FP8 under tensor parallelism is not available yet: call "
+            "convert_to_float8 after parallelize_module, which skips such layers, or exclude them."
+        )
 
 
 def precisions_below(model: nn.Module) -> Iterator[Precision]:

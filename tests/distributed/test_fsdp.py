@@ -18,6 +18,11 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import float8lab
 from float8lab.distributed.fsdp import MasterShard
@@ -487,6 +492,40 @@ def check_inference(ranks: Ranks) -> None:
         with mode():
             assert torch.equal(model(x), single(x))
             assert torch.equal(model(x), single(x))
+
+
+def check_tensor_parallelism_is_refused_and_told_from_fsdp(ranks: Ranks) -> None:
+    plan = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
+    mesh = ranks.mesh(1, ranks.world, names=("dp", "tp"))
+    x = batch(ranks, 0)[0]
+    for then_shard in (False, True):
+        model = make_model(ranks.device, blocks=1)
+        expected = model(x)
+        parallelize_module(model, mesh["tp"], plan)
+        if then_shard:
+            shard(model, mesh=mesh["dp"])
+        for module in (model, model[0]):
+            with pytest.raises(ValueError, match=r"up: its weight is a DTensor; .*tensor parallel"):
+                float8lab.convert_to_float8(module, strict=True)
+        float8lab.convert_to_float8(model, overrides={"1": None})
+        assert fp8_linears(model) == {}
+        torch.testing.assert_close(model(x), expected)
+    # Parallelised later it raises where it would run in FP8, and there only.
+    model = make_model(ranks.device, blocks=1)
+    float8lab.convert_to_float8(model, overrides={"1": None})
+    parallelize_module(model, mesh["tp"], plan)
+    with pytest.raises(NotImplementedError, match=r"^inp must not be a DTensor where .* FP8"):
+        model(x)
+    with float8lab.autocast(enabled=False):
+        model(x).sum().backward()
+    # FSDP2's own DTensors are no obstacle: not hybrid sharding's, nor where a part is converted.
+    for mesh in (ranks.mesh(), ranks.mesh(1, ranks.world, names=("replicate", "shard"))):
+        model = make_model(ranks.device)
+        single = float8lab.convert_to_float8(copy.deepcopy(model))
+        shard(model, mesh=mesh)
+        for part in (model[0].up, model[0], model):
+            float8lab.convert_to_float8(part, strict=True)
+        assert torch.equal(model(x), single(x))
 
 
 def check_clipping_and_full_state(ranks: Ranks) -> None:

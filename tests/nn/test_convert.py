@@ -614,6 +614,15 @@ def test_strict_raises_and_changes_nothing():
     assert converted(report) == ["1"]
 
 
+def test_strict_wants_something_to_convert():
+    for model in (nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), nn.Embedding(4, 8)):
+        float8lab.convert_to_float8(model)
+        with pytest.raises(ValueError, match=f"a {type(model).__name__} without a linear layer"):
+            float8lab.convert_to_float8(model, strict=True)
+    attention = float8lab.DotProductAttention(2, 16)
+    float8lab.convert_to_float8(attention, recipes.DelayedScaling(fp8_dpa=True), strict=True)
+
+
 class TestReports(expecttest.TestCase):
     def test_conversion_report(self):
         model = Model()

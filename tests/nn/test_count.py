@@ -1,5 +1,6 @@
 """count_gemms counts what reaches the dispatcher, under the module that asked for it."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -25,6 +26,27 @@ def test_products_outside_modules():
         torch.bmm(torch.randn(2, 4, 8), torch.randn(2, 8, 4))
     assert counts.high_precision_by_module == {"": 2}
     assert "(outside any module)" in str(counts)
+
+
+def test_grouped_products():
+    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    experts = torch.randn(2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([16, 32], dtype=torch.int32)
+    with float8lab.count_gemms() as counts:
+        torch._grouped_mm(x, experts, offs=ends).square().sum().backward()
+        F.grouped_mm(x, experts, offs=ends)
+    assert (counts.fp8, counts.high_precision) == (0, 4)
+
+
+def test_torchs_own_scaled_products():
+    """The grouped ones have no CPU kernel: that they are tried is counted before they fail."""
+    x = torch.randn(32, 16).to(torch.float8_e4m3fn)
+    one = torch.ones(())
+    with float8lab.count_gemms() as counts:
+        torch._scaled_mm(x, x.t(), one, one, out_dtype=torch.bfloat16)
+        with pytest.raises((NotImplementedError, RuntimeError, ValueError)):
+            torch._scaled_grouped_mm(x, x.view(2, 16, 16).mT, one, one)
+    assert (counts.fp8, counts.high_precision) == (2, 0)
 
 
 def test_products_of_float8_tensors():

@@ -345,6 +345,49 @@ def test_wrong_input_is_refused_with_the_sizes():
         layer(torch.ones(2, 15))
 
 
+PRUNED = {
+    "Linear": {"weight": 1},
+    "LayerNormLinear": {"layer_norm_weight": 0, "layer_norm_bias": 0, "weight": 1},
+    "LayerNormMLP": {
+        "layer_norm_weight": 0,
+        "layer_norm_bias": 0,
+        "fc1_weight": 1,
+        "fc2_weight": 0,
+        "fc2_bias": 0,
+    },
+}
+"""The parameters that lose inputs with their dimension of inputs, by module."""
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_sizes_are_those_of_the_parameters(name):
+    layer, small = (getattr(float8lab, name)(size, 8, device="cpu") for size in (32, 16))
+    x = torch.randn(4, 16)
+    for module in (layer, small):
+        float8lab.convert_to_float8(module)
+    for key, dim in PRUNED[name].items():
+        parameter = nn.Parameter(getattr(layer, key).narrow(dim, 0, 16))
+        setattr(layer, key, parameter)
+    small.load_state_dict(layer.state_dict())
+    found = []
+    for module in (layer, small):
+        inp = x.clone().requires_grad_()
+        y = module(inp)
+        y.square().sum().backward()
+        found.append((y, inp.grad, *(p.grad for p in module.parameters())))
+    assert all(torch.equal(got, expected) for got, expected in zip(*found, strict=True))
+    with pytest.raises(ValueError, match=r"inp must have 16 as its last dimension"):
+        layer(torch.randn(4, 32))
+
+
+def test_a_norm_of_another_size_than_the_weight_is_refused():
+    layer = float8lab.LayerNormLinear(32, 8, device="cpu")
+    layer.weight = nn.Parameter(layer.weight[:, :16])
+    for features in (16, 32):
+        with pytest.raises(ValueError, match=r"as layer_norm_weight must; got .* and \(32,\)"):
+            layer(torch.randn(4, features))
+
+
 def test_float64_stays_in_high_precision():
     layer = float8lab.Linear(16, 8, device="cpu", params_dtype=torch.float64)
     x = torch.randn(4, 16, dtype=torch.float64)
