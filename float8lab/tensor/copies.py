@@ -124,7 +124,7 @@ def _empty_like(op: Any, x: Float8Tensor, *, dtype: Any = None, **kwargs: Any) -
     q = op(x.qdata, **kwargs)
     scales = {**kwargs, "memory_format": None}
     scale, amax = torch.ones_like(op(x.scale, **scales)), torch.zeros_like(op(x.amax, **scales))
-    return Float8Tensor(q, scale, amax, x.spec, dtype or x.dtype)
+    return x._make(q, scale, amax, x.spec, dtype or x.dtype)
 
 
 @implements(aten.new_empty.default, aten.new_zeros.default)
@@ -134,7 +134,7 @@ def _new(op: Any, x: Float8Tensor, size: Any, *, dtype: Any = None, **kwargs: An
     spec = x.spec.expand(len(size))
     scale = x.scale.new_ones(spec.scale_shape(tuple(size)), **kwargs)
     amax = torch.zeros_like(scale)
-    return Float8Tensor(op(x.qdata, size, **kwargs), scale, amax, spec, dtype or x.dtype)
+    return x._make(op(x.qdata, size, **kwargs), scale, amax, spec, dtype or x.dtype)
 
 
 @implements(
