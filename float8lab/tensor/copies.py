@@ -117,13 +117,16 @@ def _random(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor
 
 
 @implements(aten.empty_like.default)
-def _empty_like(op: Any, x: Float8Tensor, *, dtype: Any = None, **kwargs: Any) -> Any:
-    if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
-        return op(x.qdata, dtype=dtype, **kwargs)
+def _empty_like(
+    op: Any, x: Float8Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
+) -> Tensor:
+    # With a memory format it is ordinary: so torch's own functions and gradients ask for room to
+    # compute in, step by step. In C++ ``1 - x`` is ``empty_like(x, preserve).fill_(1).sub_(x)``.
+    if memory_format is not None or (dtype is not None and dtype not in DEQUANTIZED_DTYPES):
+        return _plain_like(op, x, dtype=dtype, memory_format=memory_format, **kwargs)
     kwargs["layout"] = None  # strided, as every Float8Tensor
-    q = op(x.qdata, **kwargs)
-    scales = {**kwargs, "memory_format": None}
-    scale, amax = torch.ones_like(op(x.scale, **scales)), torch.zeros_like(op(x.amax, **scales))
+    q, scale, amax = (op(t, **kwargs) for t in (x.qdata, x.scale, x.amax))
+    scale, amax = torch.ones_like(scale), torch.zeros_like(amax)
     return x._make(q, scale, amax, x.spec, dtype or x.dtype)
 
 
