@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 __all__ = [
+    "DEQUANTIZED_DTYPES",
     "E4M3",
     "E5M2",
     "FLOAT32_MAX",
@@ -35,6 +36,9 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FP8_DTYPES = (E4M3, E5M2)
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that FP8 GEMMs and casts take and give."""
+DEQUANTIZED_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64)
+"""Dtypes that a Float8Tensor may stand for. For float64 nothing runs in FP8."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 SCALE_RULES = ("fp32", "pow2", "e8m0")

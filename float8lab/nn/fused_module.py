@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from float8lab.distributed.fsdp import store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.linear import default_device, initialise, keep_initial_values
+from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
 from float8lab.nn.norm import mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
 from float8lab.nn.operands import fused_weight, plain
 from float8lab.nn.parallel import TensorParallelGroup
-from float8lab.nn.precision import Call, Precision, place_precisions
+from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["FusedModule"]
@@ -64,6 +64,7 @@ class FusedModule(nn.Module, TensorParallelGroup):
         return where, dtype
 
     def _reset_norm(self) -> None:
+        materialize(self)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
@@ -135,7 +136,5 @@ class FusedModule(nn.Module, TensorParallelGroup):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with keep_initial_values(self):
-            result = super()._apply(fn, recurse)
-        place_precisions(self)
-        return result
+        with moved_in_place(self, fn):
+            return super()._apply(fn, recurse)

@@ -112,13 +112,17 @@ class LayerNormLinear(FusedModule):
         self._prefixes = [f"{name}_" if name else "" for name in sizes]
         for prefix, size in zip(self._prefixes, sizes.values(), strict=True):
             self._register(prefix, (size, in_features), bias=bias, device=where, dtype=dtype)
-        self.reset_parameters()
+        if where.type != "meta":
+            self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
         self._keeps_initial_values = store_in_fp8(self, names)
         place_precisions(self)
 
     def reset_parameters(self) -> None:
-        """Initialise the norm, the weight by ``init_method``, and the bias to 0."""
+        """Initialise the norm, the weight by ``init_method``, and the bias to 0.
+
+        Parameters on the meta device get memory on the default one, as of a new module.
+        """
         self._reset_norm()
         self._initialise(self._prefixes, self._init_method)
 

@@ -138,12 +138,16 @@ class LayerNormMLP(FusedModule):
         self._register("fc1_", shape, bias=bias, device=where, dtype=dtype)
         shape = (hidden_size, ffn_hidden_size)
         self._register("fc2_", shape, bias=bias, device=where, dtype=dtype)
-        self.reset_parameters()
+        if where.type != "meta":
+            self.reset_parameters()
         self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
         place_precisions(self)
 
     def reset_parameters(self) -> None:
-        """Initialise the norm, the weights by their init methods, and the biases to 0."""
+        """Initialise the norm, the weights by their init methods, and the biases to 0.
+
+        Parameters on the meta device get memory on the default one, as of a new module.
+        """
         self._reset_norm()
         self._initialise(["fc1_"], self._init_methods[0])
         self._initialise(["fc2_"], self._init_methods[1])

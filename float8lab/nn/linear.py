@@ -23,7 +23,9 @@ __all__ = [
     "Linear",
     "default_device",
     "initialise",
-    "keep_initial_values",
+    "materialize",
+    "moved_in_place",
+    "reset_children",
     "sizes_of_split",
     "store_in_fp8",
     "stored_for",
@@ -110,17 +112,47 @@ def _keep_initial_value(parameter: Any, value: Tensor) -> None:
 
 
 @contextmanager
-def keep_initial_values(module: nn.Module) -> Iterator[None]:
-    """Let the initial values that parameters of ``module`` keep survive ``module._apply``."""
+def moved_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Surrounds torch's ``module._apply(function)``: FP8 parameters stay the objects they are.
 
-    def stored() -> dict[str, Any]:
-        return {n: p for n, p in module._parameters.items() if isinstance(p, Float8Tensor)}
+    So they keep their attributes and hooks, and references to them, as ordinary parameters do;
+    torch would swap a new tensor in. What goes to the meta device, or comes from there, is left to
+    torch.
+    """
+    stored = {n: p for n, p in module._parameters.items() if isinstance(p, Float8Tensor)}
+    moved: dict[str, Any] = {}
+    try:
+        with torch.no_grad():
+            for name, parameter in stored.items():
+                value = function(parameter)
+                if not torch._has_compatible_shallow_copy_type(parameter, value):
+                    continue
+                module._parameters[name] = None  # torch skips it
+                moved[name] = parameter
+                if value is not parameter:
+                    parameter.data = value
+                if parameter.grad is not None:
+                    parameter.grad.data = function(parameter.grad)
+        yield
+    finally:
+        module._parameters.update(moved)
+    place_precisions(module)
 
-    kept = {name: p.get_high_precision_init_val() for name, p in stored().items()}
-    yield
-    for name, parameter in stored().items():
-        if kept.get(name) is not None:
-            parameter._high_precision_init_val = kept[name]
+
+def materialize(module: nn.Module) -> None:
+    """Give those parameters of a module that are on the meta device memory on the default one."""
+    device = default_device()
+    if any(p is not None and p.is_meta for p in module._parameters.values()):
+        module._apply(
+            lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False
+        )
+
+
+def reset_children(module: nn.Module) -> None:
+    """Call ``reset_parameters`` of the modules that one consists of."""
+    for child in module.children():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
 
 
 def normal_init(weight: Tensor) -> None:
@@ -213,13 +245,18 @@ class Linear(nn.Linear, TensorParallelGroup):
             value = torch.zeros(size, device=where, dtype=dtype) if bias else None
             parameter = None if value is None else nn.Parameter(value)
             self.register_parameter(f"{prefix}bias", parameter)
-        self.reset_parameters()
+        if where.type != "meta":
+            self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
         self._keeps_initial_values = store_in_fp8(self, names)
         place_precisions(self)
 
     def reset_parameters(self) -> None:
-        """Initialise the weight by ``init_method``, and the bias to 0."""
+        """Initialise the weight by ``init_method``, and the bias to 0.
+
+        Parameters on the meta device get memory on the default one, as of a new module.
+        """
+        materialize(self)
         if "_names" not in vars(self):  # set by __init__, which a converted layer was not through
             super().reset_parameters()
             return
@@ -297,10 +334,9 @@ class Linear(nn.Linear, TensorParallelGroup):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with keep_initial_values(self):
+        with moved_in_place(self, fn):
             result = super()._apply(fn, recurse)
         self._hook_shard()
-        place_precisions(self)
         return result
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8lab.nn.linear import default_device
+from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 
@@ -80,11 +80,16 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, **how))
         if self._center:
             self.bias = nn.Parameter(torch.empty(shape, **how))
-        self.reset_parameters()
+        if where.type != "meta":
+            self.reset_parameters()
         mark_sequence_parallel(sequence_parallel, self.weight, getattr(self, "bias", None))
 
     def reset_parameters(self) -> None:
-        """Make gamma 1 (0 if it is zero-centered) and the bias 0."""
+        """Make gamma 1 (0 if it is zero-centered) and the bias 0.
+
+        Parameters on the meta device get memory on the default one, as of a new module.
+        """
+        materialize(self)
         nn.init.constant_(self.weight, 0.0 if self._kind.zero_centered else 1.0)
         if self._center:
             nn.init.zeros_(self.bias)

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.linear import moved_in_place
 from float8lab.nn.linear_function import linear
 from float8lab.nn.operands import plain
-from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
+from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear", "sizes"]
@@ -70,9 +71,8 @@ class OtherLinear(nn.Module):
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)
-        place_precisions(self)
-        return result
+        with moved_in_place(self, fn):
+            return super()._apply(fn, recurse)
 
 
 _LOADERS: dict[str, Callable[[], type[OtherLinear]]] = {}

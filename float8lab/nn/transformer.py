@@ -18,6 +18,7 @@ from float8lab.nn.attention.multihead import (
     ignore_extra_state,
 )
 from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.linear import reset_children
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.parallel import ContextParallelGroup
@@ -240,6 +241,13 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
                 device=device,
             )
         self.register_load_state_dict_pre_hook(ignore_extra_state)
+
+    def reset_parameters(self) -> None:
+        """Initialise attention, MLP and norms.
+
+        Parameters on the meta device get memory on the default one, as of a new module.
+        """
+        reset_children(self)
 
     def forward(
         self,

@@ -245,8 +245,18 @@ class DelayedSlots:
         self.pack.forget_live()
 
     def to(self, device: torch.device) -> None:
-        """Move to another device, into a pack of its own."""
-        if self.pack.scale.device != device:
+        """Move to another device, into a pack of its own; from the meta device the state is new."""
+        pack = self.pack
+        if pack.scale.device == device:
+            return
+        if pack.scale.is_meta:
+            fresh = DelayedSlots(
+                pack.recipe, pack.group, fp8_dtypes=self.fp8_dtypes, forward=self.forward,
+                device=device,
+            )  # fmt: skip
+            self.seeded = fresh.seeded
+            self._separate(fresh.tensors())
+        else:
             with _lasting(device):
                 self._separate({k: t.to(device, copy=True) for k, t in self.tensors().items()})
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
+from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import fp8_attention_backward_op, fp8_attention_op, has_fp8_attention
 from float8lab.tensor.dispatch import implements, implements_whole
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -54,6 +55,8 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
             return False
         if x.dtype != q.dtype or x.shape[0] != q.shape[0]:
             return False
+    if q.dtype not in HIGH_PRECISION_DTYPES:
+        return False
     if not has_fp8_attention(q.device, q.shape[3], v.shape[3]):
         return False
     heads, groups = q.shape[1], k.shape[1]

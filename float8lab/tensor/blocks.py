@@ -99,12 +99,14 @@ def quantize_blocks(
     """FP8 data, scales and amaxes of a tensor of any number of dimensions.
 
     Args:
-        x: any shape; ``spec`` has one block size for each dimension.
+        x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32.
         spec: the format to quantize to.
         scale: given decode scales, broadcastable to one per block; else they follow from ``x``.
         amax_epsilon: amaxes are raised to at least this before scales are made from them.
     """
     shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
+    if x.dtype == torch.float64:
+        x = x.float()
     if scale is not None:
         scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
     block = _matrix_block(spec, x.ndim)
@@ -216,10 +218,12 @@ def _matrices(
 def dequantize_blocks(
     q: Tensor, scale: Tensor, spec: Float8Spec, dtype: torch.dtype, *, event: Tensor | None = None
 ) -> Tensor:
-    """``q * scale``, multiplied in float32 and rounded once to ``dtype``.
+    """``q * scale``, multiplied in float32 and rounded once to ``dtype``; exact in float64.
 
     ``event`` is a tensor of a graph that must be there first, if an op can do it.
     """
+    if dtype == torch.float64:
+        return q.double() * expand_scale(scale, spec.block, q.shape)
     if q.ndim == 2 and all(size in _OP_SIZES for size in spec.block):
         result: Tensor
         if event is None:

@@ -1,16 +1,19 @@
 """Handlers that compute on values: exact ones on FP8 bytes, and ones that dequantize by intent.
 
-Questions such as ``isnan`` or ``equal``, and attention that ``attention.py`` leaves to torch, need
-the values and give ordinary results. They dequantize inside, without the warning of the fallback.
+Questions such as ``isnan`` or ``equal``, sizes (``abs``), and attention that ``attention.py`` does
+not take need the values and give ordinary results. They dequantize inside, without the warning of
+the fallback.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from float8lab.tensor.dispatch import implements, run_fallback
+from float8lab.tensor.dispatch import announce, implements, implements_whole, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 
 __all__ = ["DEQUANTIZE_INSIDE"]
@@ -26,7 +29,7 @@ _NAMES = (
     "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_scaled_dot_product_fused_attention_overrideable",
     "_scaled_dot_product_fused_attention_overrideable_backward",
-    "_local_scalar_dense", "allclose", "equal", "isinf", "isnan",
+    "_local_scalar_dense", "abs", "allclose", "equal", "isinf", "isnan",
     "eq", "ge", "gt", "le", "lt", "ne",
 )  # fmt: skip
 
@@ -54,16 +57,28 @@ def _of_metadata(op: Any, a: Any, b: Any) -> Any:
     return op(*(x.qdata if isinstance(x, Float8Tensor) else x for x in (a, b)))
 
 
-# The sign of an FP8 number is its highest bit.
+# These have gradients that multiply by the argument, or write copies of it piece by piece. Neither
+# is to happen in FP8, so autograd sees them on the dequantized.
+_DEQUANTIZED_WHOLE = (
+    "_pad_circular.default", "cholesky_inverse.default", "cholesky_solve.default",
+    "linalg_lstsq.default", "linalg_pinv.atol_rtol_tensor",
+)  # fmt: skip
 
 
-@implements(aten.abs.default)
-def _abs(op: Any, x: Float8Tensor) -> Float8Tensor:
-    q = (x.qdata.view(torch.uint8) & 0x7F).view(x.qdata.dtype)
-    return x.replace(qdata=q, scale=x.scale.clone(), amax=x.amax.clone())
+def _enter_dequantized_whole(overload: Any) -> None:
+    @implements_whole(overload)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        announce(overload)
+        return overload(*tree_map_only(Float8Tensor, Float8Tensor.dequantize, args), **kwargs)
+
+
+for _name in _DEQUANTIZED_WHOLE:
+    if hasattr(aten, _name.split(".")[0]):  # not every torch has each
+        _enter_dequantized_whole(operator.attrgetter(_name)(aten))
 
 
 @implements(aten.neg.default)
 def _neg(op: Any, x: Float8Tensor) -> Float8Tensor:
+    # The sign of an FP8 number is its highest bit.
     q = (x.qdata.view(torch.uint8) ^ 0x80).view(x.qdata.dtype)
     return x.replace(qdata=q, scale=x.scale.clone(), amax=x.amax.clone())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.formats import DEQUANTIZED_DTYPES
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.dispatch import implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -29,7 +29,7 @@ def _clone(op: Any, x: Float8Tensor, *, memory_format: Any = None) -> Float8Tens
 def _to_copy(
     op: Any, x: Float8Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
 ) -> Any:
-    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+    if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         kwargs = {"dtype": dtype, "memory_format": memory_format, **kwargs}
         return run_fallback(Float8Tensor, op, (x,), kwargs)
     result = x.replace(
@@ -117,24 +117,27 @@ def _random(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor
 
 
 @implements(aten.empty_like.default)
-def _empty_like(op: Any, x: Float8Tensor, *, dtype: Any = None, **kwargs: Any) -> Any:
-    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
-        return op(x.qdata, dtype=dtype, **kwargs)
+def _empty_like(
+    op: Any, x: Float8Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
+) -> Tensor:
+    # With a memory format it is ordinary: so torch's own functions and gradients ask for room to
+    # compute in, step by step. In C++ ``1 - x`` is ``empty_like(x, preserve).fill_(1).sub_(x)``.
+    if memory_format is not None or (dtype is not None and dtype not in DEQUANTIZED_DTYPES):
+        return _plain_like(op, x, dtype=dtype, memory_format=memory_format, **kwargs)
     kwargs["layout"] = None  # strided, as every Float8Tensor
-    q = op(x.qdata, **kwargs)
-    scales = {**kwargs, "memory_format": None}
-    scale, amax = torch.ones_like(op(x.scale, **scales)), torch.zeros_like(op(x.amax, **scales))
-    return Float8Tensor(q, scale, amax, x.spec, dtype or x.dtype)
+    q, scale, amax = (op(t, **kwargs) for t in (x.qdata, x.scale, x.amax))
+    scale, amax = torch.ones_like(scale), torch.zeros_like(amax)
+    return x._make(q, scale, amax, x.spec, dtype or x.dtype)
 
 
 @implements(aten.new_empty.default, aten.new_zeros.default)
 def _new(op: Any, x: Float8Tensor, size: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
-    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+    if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         return op(x.qdata, size, dtype=dtype, **kwargs)
     spec = x.spec.expand(len(size))
     scale = x.scale.new_ones(spec.scale_shape(tuple(size)), **kwargs)
     amax = torch.zeros_like(scale)
-    return Float8Tensor(op(x.qdata, size, **kwargs), scale, amax, spec, dtype or x.dtype)
+    return x._make(op(x.qdata, size, **kwargs), scale, amax, spec, dtype or x.dtype)
 
 
 @implements(

@@ -23,6 +23,7 @@ from float8lab.tensor.window import merge_into
 __all__ = [
     "ANY_VIEW",
     "WHOLE_KEYS",
+    "announce",
     "fallback",
     "implements",
     "implements_whole",
@@ -143,7 +144,8 @@ def implements_whole(overload: Any) -> Callable[[Handler], Handler]:
     return enter
 
 
-def _announce(op: Any) -> None:
+def announce(op: Any) -> None:
+    """Warn once that an op dequantizes, or raise, as the policy says."""
     if _POLICY.name == "error":
         raise NotImplementedError(
             f"{op} has no FP8 implementation. Call .dequantize() on its Float8Tensor arguments, or "
@@ -184,7 +186,7 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
     written = [] if not op._schema.is_mutable else _written(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
     if not quiet and not in_place:
-        _announce(op)
+        announce(op)
     if in_place and any(x.requires_grad for x in written):
         _announce_update(op, written, args, kwargs)
     plain: dict[int, Tensor] = {}

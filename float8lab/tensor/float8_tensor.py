@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.formats import E4M3, FLOAT32_MAX, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.dispatch import ANY_VIEW, WHOLE_KEYS, run_fallback, table
 from float8lab.tensor.statistics import (
@@ -50,7 +50,8 @@ class Float8Tensor(Tensor):
 
     ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
     takes is that of ``qdata``, ``scale`` and ``amax``. Strides are those of ``qdata``. It has no
-    data pointer of its own (``data_ptr()`` is 0).
+    data pointer of its own (``data_ptr()`` is 0). What ops make of a subclass is of that class,
+    made without the subclass's ``__init__``.
 
     Attributes:
         qdata: the FP8 data, same shape as the tensor.
@@ -90,15 +91,24 @@ class Float8Tensor(Tensor):
         self.amax = amax
         self.spec = spec
 
+    @classmethod
+    def _make(
+        cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
+    ) -> Float8Tensor:
+        """A tensor of this class, without the constructor of a subclass and its own arguments."""
+        x = Float8Tensor.__new__(cls, qdata, scale, amax, spec, dtype)
+        Float8Tensor.__init__(x, qdata, scale, amax, spec, dtype)
+        return x
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         context = (self.spec, self.dtype)
         return ["qdata", "scale", "amax"], context if self._window is None else (*context, True)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> Float8Tensor:
-        x = Float8Tensor(inner["qdata"], inner["scale"], inner["amax"], context[0], context[1])
+        x = cls._make(inner["qdata"], inner["scale"], inner["amax"], context[0], context[1])
         if len(context) == 3:  # a view that shares blocks with a base that is not here
             x._window = Window(base=None)
         return x
@@ -134,12 +144,12 @@ class Float8Tensor(Tensor):
         return handler(op, *args, **kwargs)
 
     def replace(self, **changes: Any) -> Float8Tensor:
-        """A Float8Tensor with some of qdata, scale, amax, spec, dtype replaced."""
+        """A tensor of this class with some of qdata, scale, amax, spec, dtype replaced."""
         fields = {name: getattr(self, name) for name in ("qdata", "scale", "amax", "spec", "dtype")}
-        return Float8Tensor(**{**fields, **changes})
+        return self._make(**{**fields, **changes})
 
     def map(self, function: Any) -> Float8Tensor:
-        """A Float8Tensor of the same spec with ``function`` applied to each of its tensors."""
+        """A tensor of this class and spec with ``function`` applied to each of its tensors."""
         return self.replace(
             qdata=function(self.qdata), scale=function(self.scale), amax=function(self.amax)
         )
@@ -298,7 +308,7 @@ class Float8Tensor(Tensor):
         spec = (self.spec.fp8_dtype, self.spec.block, self.spec.scale_rule)
         data = x.qdata.view(torch.uint8)  # pickle, unlike torch.save, cannot load FP8 tensors
         state = (data, x.scale, x.amax, *spec, self.dtype, self.requires_grad, self._extra())
-        return _rebuild, state
+        return _rebuild, state if type(self) is Float8Tensor else (*state, type(self))
 
     def __format__(self, format_spec: str) -> str:
         if self.ndim == 0 and not self.is_meta:
@@ -435,9 +445,10 @@ class _Quantize(torch.autograd.Function):
 
 def _rebuild(*state: Any) -> Float8Tensor:
     """A Float8Tensor from what ``__reduce_ex__`` made of one; the function that pickles name."""
-    qdata, scale, amax, fp8_dtype, block, scale_rule, dtype, requires_grad, extra = state
+    qdata, scale, amax, fp8_dtype, block, scale_rule, dtype, requires_grad, extra, *subclass = state
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
-    x = Float8Tensor(qdata.view(fp8_dtype), scale, amax, spec, dtype)
+    cls = subclass[0] if subclass else Float8Tensor
+    x = cls._make(qdata.view(fp8_dtype), scale, amax, spec, dtype)
     x.requires_grad_(requires_grad)
     x.__dict__.update(extra)
     return x
@@ -474,7 +485,8 @@ def quantize(
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor of a supported dtype.
-        ValueError: a bad format, block, rule or scale.
+        ValueError: a bad format, block, rule, scale or ``amax_epsilon``. Scales that lie on a GPU
+            are not looked at.
 
     >>> float8lab.quantize(torch.tensor([[1.0, -448.0]]))
     Float8Tensor([[   1., -448.]],
@@ -489,14 +501,38 @@ def quantize(
         )
     if isinstance(x, Float8Tensor):
         x = x.dequantize()
-    spec = Float8Spec(fp8_dtype, tuple(block), scale_rule).expand(x.ndim)
+    spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
+    if len(spec.block) not in (2, x.ndim):
+        raise ValueError(
+            f"block must have 2 sizes, or one for each of the {x.ndim} dimensions of x; got "
+            f"{spec.block}. Pass rows and columns."
+        )
+    if not 0 <= amax_epsilon <= FLOAT32_MAX:
+        raise ValueError(
+            f"amax_epsilon must be a finite number >= 0; got {amax_epsilon}. Pass 0.0 to leave "
+            "amaxes as they are."
+        )
+    spec = spec.expand(x.ndim)
     if scale is not None:
-        scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-        expected = spec.scale_shape(tuple(x.shape))
-        if torch.broadcast_shapes(scale.shape, expected) != torch.Size(expected):
-            raise ValueError(
-                f"scale must broadcast to one scale per block, {expected}; got shape "
-                f"{tuple(scale.shape)}. Pass a number or a tensor of that shape."
-            )
+        scale = _checked_scale(scale, spec.scale_shape(tuple(x.shape))).to(x.device)
     result: Float8Tensor = _Quantize.apply(x, spec, scale, amax_epsilon)
     return result
+
+
+def _checked_scale(scale: Tensor | float, expected: tuple[int, ...]) -> Tensor:
+    """Given decode scales in float32; raises for wrong ones, which only a CPU tells at no cost."""
+    scale = torch.as_tensor(scale, dtype=torch.float32)
+    if torch.broadcast_shapes(scale.shape, expected) != torch.Size(expected):
+        raise ValueError(
+            f"scale must broadcast to one scale per block, {expected}; got shape "
+            f"{tuple(scale.shape)}. Pass a number or a tensor of that shape."
+        )
+    if torch.compiler.is_compiling() or not scale.is_cpu or isinstance(scale, _NO_DATA):
+        return scale
+    wrong = scale[~((scale > 0) & (scale < torch.inf))]
+    if wrong.numel():
+        raise ValueError(
+            f"scale must be positive and finite in float32; got {wrong[0].item()}. Pass decode "
+            "factors, the largest absolute value of each block divided by the format's largest."
+        )
+    return scale

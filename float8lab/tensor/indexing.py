@@ -32,7 +32,7 @@ def _fresh(
     """A new tensor made of ``x`` by one function of its bytes and one of its scales."""
     q = data(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
     scale, amax = (scales(t).clone() for t in (x.scale, x.amax))
-    return Float8Tensor(q, scale, amax, replace(x.spec, block=tuple(block)), x.dtype)
+    return x._make(q, scale, amax, replace(x.spec, block=tuple(block)), x.dtype)
 
 
 def _at(block: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:

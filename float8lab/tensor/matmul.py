@@ -65,10 +65,9 @@ def _rows_by_k(x: Any, partner: Float8Spec) -> tuple[Tensor, Tensor, tuple[int, 
 def _matching_spec(a: Any, b_t: Any, bias: Tensor | None) -> Float8Spec | None:
     """The spec of the first Float8Tensor, or None if the two cannot meet in one FP8 GEMM."""
     specs = [x.spec for x in (a, b_t) if isinstance(x, Float8Tensor)]
-    plain = [x for x in (a, b_t) if not isinstance(x, Float8Tensor)]
-    if not specs or any(x.dtype not in HIGH_PRECISION_DTYPES for x in plain):
+    if not specs or isinstance(bias, Float8Tensor):
         return None
-    if isinstance(bias, Float8Tensor) or a.dtype != b_t.dtype:
+    if a.dtype not in HIGH_PRECISION_DTYPES or a.dtype != b_t.dtype:
         return None
     first = _gemm_block(specs[0].block)
     second = _gemm_block(specs[1].block) if len(specs) == 2 else _partner_spec(specs[0]).block

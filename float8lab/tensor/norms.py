@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import fp8_norm_backward_op, fp8_norm_op, norm_backward_op, norm_op
 from float8lab.tensor.dispatch import implements, implements_whole
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -29,6 +30,8 @@ def _plain(x: Any) -> Any:
 
 def _rows(x: Tensor, shape: Sequence[int]) -> Any:
     """``x`` as [M, K], of which a norm over the last dimensions, ``shape``, takes each row."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        x = _plain(x)
     leading = x.shape[: x.ndim - len(shape)]
     return x.reshape(math.prod(leading), math.prod(shape))
 

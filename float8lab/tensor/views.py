@@ -45,7 +45,7 @@ def view_of(
         partial: whether a block of the view has elements outside it.
         copied: whether the scales are a copy.
     """
-    result = Float8Tensor(*tensors, replace(x.spec, block=block), x.dtype)
+    result = x._make(*tensors, replace(x.spec, block=block), x.dtype)
     if x._window is not None or partial or copied:
         if x._window is not None and x._window.base is None:
             window = x._window
@@ -64,7 +64,7 @@ def cut(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     for dim, (length, old, new) in enumerate(zip(x.shape, x.spec.block, block, strict=True)):
         scale = refine_scale(scale, length, old, new, dim)
         amax = refine_scale(amax, length, old, new, dim)
-    return Float8Tensor(x.qdata, scale, amax, replace(x.spec, block=block), x.dtype)
+    return x._make(x.qdata, scale, amax, replace(x.spec, block=block), x.dtype)
 
 
 def _each(x: Float8Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Float8Tensor: quantize, dequantize, repr, views, matrix products, and the fallback."""
 
 import copy
+import pickle
 import warnings
 
 import expecttest
@@ -117,6 +118,16 @@ def test_amax_epsilon_and_e5m2():
             ValueError,
             r"one scale per block, \(1, 1\); got shape \(4, 1\)",
         ),
+        *(
+            (lambda bad=bad: quantize(torch.ones(2, 2), scale=bad), ValueError, "scale must be pos")
+            for bad in (0, -1.0, float("nan"), float("inf"), 1e-46, torch.tensor([[0.0]]))
+        ),
+        *(
+            (lambda bad=bad: quantize(torch.ones(2), amax_epsilon=bad), ValueError, "amax_epsilon")
+            for bad in (-1.0, float("nan"), float("inf"))
+        ),
+        (lambda: quantize(torch.ones(2, 2), block=(1, 2, 3)), ValueError, "block must have 2"),
+        (lambda: quantize(torch.ones(2, 2), block=(2,)), ValueError, "block must have 2"),
     ],
 )
 def test_bad_arguments(call, error, message):
@@ -170,6 +181,39 @@ def test_parameter():
     assert isinstance(p, Float8Tensor)
     assert isinstance(p, nn.Parameter)
     assert p.requires_grad
+
+
+def test_what_becomes_of_a_subclass_is_of_the_subclass():
+    class Named(Float8Tensor):
+        def __new__(cls, name, x):
+            return Float8Tensor.__new__(cls, x.qdata, x.scale, x.amax, x.spec, x.dtype)
+
+        def __init__(self, name, x):
+            super().__init__(x.qdata, x.scale, x.amax, x.spec, x.dtype)
+            self.label = name
+
+    p = nn.Parameter(Named("w", quantize(torch.randn(4, 6), block=(1, -1))))
+    assert isinstance(p, nn.Parameter)
+    names, context = p.__tensor_flatten__()
+    inner = {name: getattr(p, name) for name in names}
+    results = {
+        "slice": p[1:], "view": p.view(2, 12), "to": p.bfloat16(), "clone": p.clone(),
+        "pick": p[torch.tensor([1, 2])], "empty": torch.empty_like(p), "new": p.new_zeros(3, 3),
+        "deepcopy": copy.deepcopy(p), "neg": -p,
+        "unflatten": Named.__tensor_unflatten__(inner, context, p.shape, p.stride()),
+    }  # fmt: skip
+    assert {name: type(x) for name, x in results.items()} == dict.fromkeys(results, Named)
+
+
+class OfAModule(Float8Tensor):
+    """A subclass that pickle finds."""
+
+
+def test_a_subclass_pickles():
+    x = quantize(torch.randn(4, 6))
+    again = pickle.loads(pickle.dumps(OfAModule._make(x.qdata, x.scale, x.amax, x.spec, x.dtype)))
+    assert type(again) is OfAModule
+    assert torch.equal(again.dequantize(), x.dequantize())
 
 
 # --- views ---------------------------------------------------------------------------------------

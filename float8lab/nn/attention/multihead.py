@@ -14,7 +14,7 @@ from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import apply_rotary_pos_emb
 from float8lab.nn.layernorm_linear import LayerNormLinear
-from float8lab.nn.linear import Linear
+from float8lab.nn.linear import Linear, reset_children
 from float8lab.nn.parallel import ContextParallelGroup
 
 __all__ = ["MultiheadAttention", "RotaryArgument", "ignore_extra_state"]
@@ -221,6 +221,14 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
+
+    def reset_parameters(self) -> None:
+        """Initialise the projections.
+
+        Parameters on the meta device get memory on the default one, as of a new module.
+        """
+        reset_children(self)
+        self.core_attention.to(self.proj.weight.device)
 
     def forward(
         self,

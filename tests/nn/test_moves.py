@@ -1,0 +1,172 @@
+"""Modules move between devices and dtypes: FP8 parameters, delayed state, the meta device."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import float8lab
+from float8lab import Float8Tensor, recipes
+
+MODULES = {
+    "linear": lambda **k: float8lab.Linear(16, 32, **k),
+    "linear-split": lambda **k: float8lab.Linear(16, 32, parameters_split=("q", "k"), **k),
+    "layernorm": lambda **k: float8lab.LayerNorm(16, **k),
+    "rmsnorm": lambda **k: float8lab.RMSNorm(16, zero_centered_gamma=True, **k),
+    "norm-linear": lambda **k: float8lab.LayerNormLinear(16, 32, **k),
+    "mlp": lambda **k: float8lab.LayerNormMLP(16, 32, **k),
+    "attention": lambda **k: float8lab.MultiheadAttention(
+        16, 2, attention_dropout=0.0, input_layernorm=True, **k
+    ),
+    "transformer": lambda **k: float8lab.TransformerLayer(16, 32, 2, output_layernorm=True, **k),
+}
+each_stored = pytest.mark.parametrize("name", ["linear", "norm-linear", "mlp"])
+
+
+def made(name, *, fp8=True, device="cpu"):
+    torch.manual_seed(3)
+    with float8lab.fp8_model_init(enabled=fp8):
+        return MODULES[name](device=device)
+
+
+def stored(module):
+    found = {n: p for n, p in module.named_parameters() if isinstance(p, Float8Tensor)}
+    assert found
+    return found
+
+
+def image(module):
+    """The bytes of a module's FP8 parameters."""
+    return {
+        name: [t.contiguous().view(torch.uint8).tolist() for t in (p.qdata, p.scale, p.amax)]
+        for name, p in stored(module).items()
+    }
+
+
+# --- FP8 parameters ------------------------------------------------------------------------------
+
+
+MOVES = {
+    "nothing": lambda m: m.to("cpu"),
+    "copies": lambda m: m._apply(torch.clone),
+    "bfloat16": lambda m: m.bfloat16(),
+    "double": lambda m: m.double(),
+}
+GPU = pytest.param(lambda m: m.cuda(), marks=pytest.mark.gpu, id="cuda")
+
+
+@pytest.mark.parametrize("move", [*(pytest.param(f, id=n) for n, f in MOVES.items()), GPU])
+@each_stored
+def test_fp8_parameters_keep_identity_attributes_and_hooks(name, move):
+    module, seen = made(name), []
+    before, order = stored(module), [n for n, _ in module.named_parameters()]
+    for key, p in before.items():
+        p.main_grad = p.marker = object()
+        p.register_hook(lambda g, key=key: seen.append((key, g.dtype)))
+        p.register_post_accumulate_grad_hook(lambda p, key=key: seen.append((key, p.grad.dtype)))
+    watched = [weakref.ref(p) for p in before.values()]
+    x = torch.randn(4, 16)
+    module(x).sum().backward()
+    seen.clear()
+    move(nn.Sequential(module))
+    after = stored(module)
+    assert [n for n, _ in module.named_parameters()] == order
+    for key, p in after.items():
+        assert p is before[key]
+        assert p.main_grad is p.marker
+        assert (p.grad.dtype, p.grad.device) == (p.dtype, p.device) == (p.dtype, p.qdata.device)
+    assert all(ref() is not None for ref in watched)
+    kind = next(iter(after.values()))
+    module(x.to(kind)).sum().backward()
+    assert sorted(seen, key=str) == sorted(2 * [(k, p.dtype) for k, p in after.items()], key=str)
+
+
+def test_converted_layers_of_other_libraries_and_tied_weights_keep_them_too():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight = model[0].weight
+    float8lab.convert_to_float8(model, freeze_weights=True)
+    weight = model[0].weight
+    weight.marker = 1
+    model.bfloat16()
+    assert model[0].weight is model[1].weight is weight
+    assert (weight.dtype, weight.marker) == (torch.bfloat16, 1)
+
+
+@each_stored
+def test_double_is_one_dtype_for_all_and_float_brings_the_bytes_back(name):
+    module = made(name)
+    before, x = image(module), torch.randn(4, 16, dtype=torch.float64)
+    plain = made(name, fp8=False).double()
+    module.double()
+    for key, p in module.named_parameters():
+        assert p.dtype == torch.float64
+        value = p.detach()
+        if isinstance(p, Float8Tensor):
+            value = value.dequantize()
+            assert torch.equal(value, p.qdata.double() * p.scale.double())
+        plain.get_parameter(key).data.copy_(value)
+    with float8lab.fallback("error"), float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
+        results = [module(x), plain(x)]
+    assert torch.equal(*results)
+    assert results[0].dtype == torch.float64
+    for y in results:
+        y.square().sum().backward()
+    for key, p in module.named_parameters():
+        assert torch.equal(p.grad, plain.get_parameter(key).grad)
+    assert image(copy.deepcopy(module).float()) == image(module) == before
+    assert {p.dtype for p in copy.deepcopy(module).float().parameters()} == {torch.float32}
+
+
+# --- the meta device -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "attention"])
+def test_delayed_state_is_new_after_the_meta_device(name):
+    recipe = recipes.DelayedScaling(fp8_dpa=True)
+    module, fresh = made(name, fp8=False), made(name, fp8=False)
+    x = torch.randn(4, 2, 16)
+    with float8lab.autocast(recipe=recipe):
+        module(x)
+    values = {n: p.detach().clone() for n, p in module.state_dict().items()}
+    module.to("meta").to_empty(device="cpu")
+    module.load_state_dict(values)
+    for scale in (1, 30):  # the second step's scales come from the first step
+        with float8lab.autocast(recipe=recipe):
+            assert torch.equal(module(scale * x), fresh(scale * x))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "stored"])
+@pytest.mark.parametrize("name", MODULES)
+def test_reset_parameters_materializes_a_module_on_meta(name, fp8):
+    module = made(name, fp8=fp8, device="meta")
+    assert all(p.is_meta for p in module.parameters())
+    module.reset_parameters()
+    expected = made(name, fp8=fp8, device=None)
+    torch.manual_seed(3)
+    module.reset_parameters()
+    for (key, p), other in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert p.device == other.device, key
+        assert type(p) is type(other)
+        assert (p.dtype, p.requires_grad) == (other.dtype, other.requires_grad)
+        p, other = (t.detach().dequantize() if t.dtype.is_floating_point else t for t in (p, other))
+        assert torch.equal(p, other)
+    with torch.device("meta"):
+        again = MODULES[name]()
+        again.reset_parameters()
+    assert all(p.is_meta for p in again.parameters())
+
+
+def test_reset_parameters_materializes_converted_layers_and_leaves_others_where_they_are():
+    with torch.device("meta"):
+        layer = nn.Linear(16, 16)
+    float8lab.convert_to_float8(layer)
+    layer.reset_parameters()
+    assert layer.weight.device == float8lab.nn.linear.default_device()
+    layer = float8lab.Linear(16, 16, device="cpu")
+    layer.bias = nn.Parameter(torch.empty(16, device="meta"))
+    layer.marker = weight = layer.weight
+    layer.reset_parameters()
+    assert layer.weight is weight
+    assert weight.device.type == "cpu"
