@@ -39,6 +39,7 @@ class ScalePack:
         "group",
         "members",
         "amaxes",
+        "advanced",
         "keeps_previous",
         "_copy",
         "_live",
@@ -62,6 +63,7 @@ class ScalePack:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
         self.amaxes: Sequence[Tensor] = self.amax.unbind()
+        self.advanced = False  # since the last forward of a compiled graph
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
         self._copy: Tensor | None = None  # [S, 4], of ``scale`` as it is now
         self._live: Sequence[Tensor] | None = None  # views of it, of shape [1]
@@ -111,6 +113,7 @@ class ScalePack:
         recipe = self.recipe
         if self.keeps_previous:
             self.previous.copy_(self.scale)
+        self.advanced = True
         self.forget_live()
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
@@ -293,12 +296,9 @@ class DelayedSlots:
         pack = self.pack
         return pack.current(slot, shared=shared), pack.amaxes[slot] if record else None
 
-    def scale_again(self, index: int, *, advanced: bool) -> Tensor:
-        """The scale, of shape [1], that ``scale_for`` gave for the last forward's tensor.
-
-        ``advanced``: the scales have been updated since.
-        """
-        scale = self.pack.previous if advanced else self.pack.scale
+    def scale_again(self, index: int) -> Tensor:
+        """The scale, of shape [1], that ``scale_for`` gave for the last forward's tensor."""
+        scale = self.pack.previous if self.pack.advanced else self.pack.scale
         return scale[self.start + index].clone().view(1)
 
     def observe(self, index: int, x: Tensor) -> None:
