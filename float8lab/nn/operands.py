@@ -278,7 +278,8 @@ def _find_or_cast_weight(weight: Tensor, call: Call) -> Operand:
     if not first and kept is not None and kept.fits(weight, call.recipe):
         call.used[W] = kept.scale
         return kept.q, kept.scale
-    q, scale = cast(weight, spec, W, call)
+    with torch.inference_mode(False), torch.no_grad():  # training may use it next
+        q, scale = cast(weight, spec, W, call)
     precision.weight_cast = _WeightCast(
         weakref.ref(weight), _version(weight), call.recipe, q, scale
     )

@@ -68,6 +68,7 @@ class AmaxChannel:
         """Slots that are not on the wire yet."""
         return [slots for slots, key in self._keys.items() if key not in self._wire]
 
+    @torch.inference_mode(False)  # what it keeps is not for inference alone
     def reduce(self, group: Any, *, agree: bool = False) -> list[ScalePack]:
         """Maximum over ranks of every amax on the wire; a collective.
 

@@ -179,6 +179,7 @@ class Region:
             pack.discard_forward()
 
 
+@torch.inference_mode(False)  # the state is not for inference alone
 def advance_scales(
     packs: Iterable[ScalePack], groups: Iterable[Any] = (), *, agree: bool = False
 ) -> None:

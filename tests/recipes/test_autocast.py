@@ -562,6 +562,85 @@ def test_the_default_dtype_changes_no_number(make, delayed):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+# --- inference mode -------------------------------------------------------------------------------
+
+
+FP8_ATTENTION = recipes.DelayedScaling(fp8_dpa=True)
+
+
+def converted():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    float8lab.convert_to_float8(model, DELAYED)
+    return model
+
+
+class Attention(torch.nn.Module):
+    """Attention in FP8, and parameters to train before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = layer(32, 32)
+        self.attend = float8lab.DotProductAttention(
+            2, 16, qkv_format="bshd", attn_mask_type="no_mask", attention_dropout=0.0
+        )
+
+    def forward(self, x):
+        qkv = self.project(x).view(2, -1, 2, 16)
+        with float8lab.autocast(recipe=FP8_ATTENTION):
+            return self.attend(qkv, qkv, qkv)
+
+
+class Microbatches(torch.nn.Module):
+    """A layer that keeps the cast of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layer(32, 32)
+        self.casts = 0
+
+    def forward(self, x):
+        self.casts += 1
+        with float8lab.autocast(recipe=DELAYED):
+            return self.layer(x, is_first_microbatch=self.casts == 1)
+
+
+class InAutocast(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = layer(32, 32)
+
+    def forward(self, x):
+        with float8lab.autocast(
+            recipe=DELAYED, enabled=self.training, calibrating=not self.training
+        ):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("make", [converted, InAutocast, Microbatches, Attention])
+def test_calls_in_inference_mode_leave_state_that_training_goes_on_with(make):
+    first = make()
+
+    def run(model, mode):
+        """What training gives with calls in ``mode`` before, between and after its steps."""
+        found = []
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+        for training in (False, True):
+            for step in range(2):
+                with mode():
+                    found.append(model.train(training)(x * 3.0**step).clone())
+                y = model.train()(x * 2.0**step)
+                y.square().sum().backward()
+                found += [y, *(p.grad.clone() for p in model.parameters())]
+            with mode():
+                for module in (m for m in model.modules() if hasattr(m, "_fp8")):
+                    module._fp8 = copy.deepcopy(module._fp8)
+        return [*found, *float8lab.nn.ScalingState(model).state_dict().values()]
+
+    expected = run(copy.deepcopy(first), torch.no_grad)
+    got = run(first, torch.inference_mode)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 # --- threads -------------------------------------------------------------------------------------
 
 
