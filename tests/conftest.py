@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from float8lab.recipes.region import STATE
+from float8lab.recipes.region import PROCESS
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +47,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _no_warning_about_idle_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     # That an autocast region held no FP8 module is said once a process: here, by its own tests.
-    monkeypatch.setattr(STATE, "watch", False)
+    monkeypatch.setattr(PROCESS, "watch", False)
 
 
 @pytest.fixture

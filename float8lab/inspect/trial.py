@@ -215,7 +215,7 @@ def on_trial(model: nn.Module) -> Iterator[Trial]:
     anew and does not communicate.
     """
     devices = sorted({t.device.index for t in _all_tensors(model) if t.is_cuda})
-    state = {name: getattr(STATE, name) for name in STATE.__slots__}
+    state = {name: getattr(STATE, name) for name in _ISOLATED}
     buffers, random = _Buffers(model), _Random(model, devices)
     modules = [_Contents(module) for module in model.modules()]
     owned = [_Contents(precision) for precision in precisions_below(model)]

@@ -500,7 +500,7 @@ class _CallRegion:
             # In an enclosing region other ranks may not call this model at all.
             region.first = self._open is not None
         for recipe in self.recipes:
-            region.expect(recipe, STATE.group)
+            region.expect(recipe, STATE.group, calibrating=STATE.calibrating)
 
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from float8lab.nn.precision import precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
 from float8lab.recipes.recipe import Recipe
-from float8lab.recipes.region import STATE, Region
+from float8lab.recipes.region import PROCESS, STATE, Region
 from float8lab.recipes.state import autocast
 
 __all__ = ["make_graphed_callables"]
@@ -272,7 +272,7 @@ def _install(
     def fits(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
         if len(args) != unit.positional or set(named) != set(unit.names):
             return False
-        if STATE.observer is not None:  # it sees what Python does
+        if PROCESS.observer is not None:  # it sees what Python does
             return False
         if getattr(function, "training", True) != mode or (mode and not torch.is_grad_enabled()):
             return False

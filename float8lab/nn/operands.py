@@ -35,7 +35,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.recipes.recipe import Recipe
-from float8lab.recipes.region import STATE, in_backward
+from float8lab.recipes.region import PROCESS, STATE, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -84,16 +84,16 @@ def observe_cast(
     In backward that of x or w is a repetition, by activation checkpointing, unless it is made only
     there.
     """
-    if torch.compiler.is_compiling() or STATE.observer is None:
+    if torch.compiler.is_compiling() or PROCESS.observer is None:
         return
     if index == DY or only_in_backward or not in_backward():
-        STATE.observer.saw_cast(x, operand, spec, index, call)
+        PROCESS.observer.saw_cast(x, operand, spec, index, call)
 
 
 def _observe_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
     """``fprop``, ``dgrad`` or ``wgrad`` ran, of these operands or in high precision."""
-    if not torch.compiler.is_compiling() and STATE.observer is not None:
-        STATE.observer.saw_gemm(kind, call, a, b)
+    if not torch.compiler.is_compiling() and PROCESS.observer is not None:
+        PROCESS.observer.saw_gemm(kind, call, a, b)
 
 
 # Casts.
@@ -278,7 +278,8 @@ def _find_or_cast_weight(weight: Tensor, call: Call) -> Operand:
     if not first and kept is not None and kept.fits(weight, call.recipe):
         call.used[W] = kept.scale
         return kept.q, kept.scale
-    q, scale = cast(weight, spec, W, call)
+    with torch.inference_mode(False), torch.no_grad():  # training may use it next
+        q, scale = cast(weight, spec, W, call)
     precision.weight_cast = _WeightCast(
         weakref.ref(weight), _version(weight), call.recipe, q, scale
     )

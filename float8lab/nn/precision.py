@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from float8lab.recipes.region import (
     Region,
     advance_in_graph,
     advance_scales,
+    current_backward,
     in_backward,
     set_clock,
 )
@@ -48,6 +50,7 @@ X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
 
 
+_CREATED = itertools.count()  # modules with FP8 state, so far
 _HERE = object()  # the process group of the enclosing autocast
 
 
@@ -118,8 +121,7 @@ class Precision:
         self.fp8_all_gather = False
         # By this ranks know each other's modules. A copy has its original's: one rank alone may
         # keep a copy. A converted layer has its name, for ranks may differ in what else they build.
-        self.key = f"#{STATE.created}" if key is None else key
-        STATE.created += key is None
+        self.key = f"#{next(_CREATED)}" if key is None else key
         self.recipe = recipe
         self.pinned = pinned
         self.name = name
@@ -158,9 +160,10 @@ class Precision:
 
     def active_recipe(self) -> Recipe | None:
         """The recipe in force right here, or None for high precision."""
-        if STATE.enabled is False:
+        enabled = STATE.enabled
+        if enabled is False:
             return None
-        if self.pinned or STATE.enabled is None:
+        if self.pinned or enabled is None:
             return self.recipe
         return STATE.recipe or self.recipe or DEFAULT_RECIPE
 
@@ -195,10 +198,11 @@ class Precision:
                 record = (training or STATE.calibrating) and STATE.onnx is None
             call = Call(recipe, slots, record)
             call.precision = self
-            if STATE.region is not None:
-                STATE.region.fp8_calls += 1
+            region = STATE.region
+            if region is not None:
+                region.fp8_calls += 1
                 if record and slots is not None:
-                    STATE.region.packs[slots.pack] = None
+                    region.packs[slots.pack] = None
         self._remember(call, frame)
         return call
 
@@ -225,12 +229,11 @@ class Precision:
         if slots.pack.is_recorded():
             STATE.recorded.add(slots.pack)
         forward = slots.forward[index]
-        again = forward and in_backward()
-        region = STATE.region or STATE.in_graph
-        if again:
-            advanced = region is None or slots.pack not in region.packs
-            return slots.scale_again(index, advanced=advanced), None
+        if forward and in_backward():
+            return slots.scale_again(index), None
         if forward:
+            slots.pack.advanced = False
+            region = STATE.region or STATE.in_graph
             if region is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
@@ -277,18 +280,21 @@ class Precision:
             return self._replay(frame)
         by_frame = self._by_frame
         original = by_frame[frame] if by_frame and frame in by_frame else self._last
-        # Outside any autocast the recomputation runs as the original did; an autocast entered
-        # again inside the checkpointed function speaks for itself.
+        # The recomputation runs as the original did, also where backward is called inside another
+        # autocast; one entered again inside the checkpointed function speaks for itself.
         recipe = original.recipe if original is not None else None
-        if STATE.enabled is not None:
+        if STATE.enabled is not None and STATE.backward == current_backward():
             recipe = self.active_recipe()
         if recipe is None:
             return None
-        call = Call(recipe, self._slots(recipe, device) if recipe.linear.delayed else None, False)
-        call.precision = self
         if original is not None and original.recipe == recipe:
+            # Gradients are recorded if the original's were to be: this call's backward sees them.
+            call = Call(recipe, original.slots, original.record)
             call.fixed = original.used
-            call.record = original.record  # of the gradients, which only this call's backward sees
+        else:
+            slots = self._slots(recipe, device) if recipe.linear.delayed else None
+            call = Call(recipe, slots, False)
+        call.precision = self
         return call
 
     def calibrate(self, x: Tensor, weight: Tensor) -> None:

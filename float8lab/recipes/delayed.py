@@ -39,6 +39,7 @@ class ScalePack:
         "group",
         "members",
         "amaxes",
+        "advanced",
         "keeps_previous",
         "_copy",
         "_live",
@@ -62,6 +63,7 @@ class ScalePack:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
         self.amaxes: Sequence[Tensor] = self.amax.unbind()
+        self.advanced = False  # since the last forward of a compiled graph
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
         self._copy: Tensor | None = None  # [S, 4], of ``scale`` as it is now
         self._live: Sequence[Tensor] | None = None  # views of it, of shape [1]
@@ -75,11 +77,12 @@ class ScalePack:
         if not shared or self.is_recorded():
             return self.scale[slot].clone().view(1)
         if self._live is None:
-            # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
-            copy = self._copy
-            if copy is None:
-                copy = self.scale.unsqueeze(1).repeat(1, 4)
-            self._live = copy.narrow(1, 0, 1).unbind()
+            with torch.inference_mode(False):  # training's casts get the same tensors
+                # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
+                copy = self._copy
+                if copy is None:
+                    copy = self.scale.unsqueeze(1).repeat(1, 4)
+                self._live = copy.narrow(1, 0, 1).unbind()
         return self._live[slot]
 
     def is_recorded(self) -> bool:
@@ -111,6 +114,7 @@ class ScalePack:
         recipe = self.recipe
         if self.keeps_previous:
             self.previous.copy_(self.scale)
+        self.advanced = True
         self.forget_live()
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
@@ -163,18 +167,21 @@ class ScalePack:
 
 @contextmanager
 def _lasting(device: torch.device) -> Iterator[None]:
-    """Allocate state that may be made while ``torch.compile`` prepares a CUDA graph.
+    """Allocate state that outlives what is going on.
 
-    What is allocated on the stream of such a graph, then or when it is recorded, belongs to it.
+    In inference mode it would be inference tensors, which training may not write or save. While
+    ``torch.compile`` prepares a CUDA graph, what is allocated on the stream of that graph, then or
+    when it is recorded, would belong to it.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        yield
-        return
-    here, apart = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    apart.wait_stream(here)
-    with torch.cuda.stream(apart):
-        yield
-    here.wait_stream(apart)
+    with torch.inference_mode(False):
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        here, apart = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        apart.wait_stream(here)
+        with torch.cuda.stream(apart):
+            yield
+        here.wait_stream(apart)
 
 
 class DelayedSlots:
@@ -211,7 +218,7 @@ class DelayedSlots:
                 "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
                 "forward": torch.tensor(forward, device=device),
             }
-        self._adopt(ScalePack(recipe, group, tensors), 0)
+            self._adopt(ScalePack(recipe, group, tensors), 0)
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
         self.pack, self.start = pack, start
@@ -274,7 +281,11 @@ class DelayedSlots:
         self.fp8_dtypes, self.forward = state["fp8_dtypes"], state["forward"]
         self.key = state["key"]
         self.seeded = state["seeded"]
-        self._adopt(ScalePack(state["recipe"], None, state["tensors"]), 0)
+        tensors = state["tensors"]
+        with _lasting(tensors["scale"].device):
+            if tensors["scale"].is_inference():
+                tensors = {name: t.clone() for name, t in tensors.items()}
+            self._adopt(ScalePack(state["recipe"], None, tensors), 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedSlots:
         copy = DelayedSlots.__new__(DelayedSlots)
@@ -303,12 +314,9 @@ class DelayedSlots:
         pack = self.pack
         return pack.current(slot, shared=shared), pack.amaxes[slot] if record else None
 
-    def scale_again(self, index: int, *, advanced: bool) -> Tensor:
-        """The scale, of shape [1], that ``scale_for`` gave for the last forward's tensor.
-
-        ``advanced``: the scales have been updated since.
-        """
-        scale = self.pack.previous if advanced else self.pack.scale
+    def scale_again(self, index: int) -> Tensor:
+        """The scale, of shape [1], that ``scale_for`` gave for the last forward's tensor."""
+        scale = self.pack.previous if self.pack.advanced else self.pack.scale
         return scale[self.start + index].clone().view(1)
 
     def observe(self, index: int, x: Tensor) -> None:
@@ -345,7 +353,7 @@ def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     columns = [member.tensors() for member in members]
     with _lasting(packs[0].scale.device):
         tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
-    merged = ScalePack(packs[0].recipe, packs[0].group, tensors)
+        merged = ScalePack(packs[0].recipe, packs[0].group, tensors)
     merged.keeps_previous = any(pack.keeps_previous for pack in packs)
     start = 0
     for member in members:

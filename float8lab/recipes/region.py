@@ -1,4 +1,9 @@
-"""Regions of delayed scaling, and the library's only global, ``STATE``.
+"""Regions of delayed scaling, and the library's only globals: ``STATE`` and ``PROCESS``.
+
+``STATE`` is what is in force on the thread that reads it, as ``torch.autocast`` is kept per thread:
+one thread's region changes nothing for another. Autograd runs backward on threads of its own, so
+backward reads the ``Call`` that the forward captured; of ``STATE`` it sees only what was entered on
+its own thread, by a recomputation. ``PROCESS`` is the little that all threads share.
 
 A *region* is the span between the entry and the exit of the outermost enabled (or calibrating)
 autocast, or one call of a model converted with a delayed recipe; delayed scaling advances when it
@@ -8,12 +13,13 @@ ends.
 is traced, and leaves an op in it. At run time the ops that cast under delayed scaling
 (``nn/in_graph.py``) enter their packs in ``STATE.in_graph``, or in the region around the compiled
 function if there is one, and that op closes it. A compiler keeps and orders ops by the tensors they
-write. So the op claims to write ``STATE.clock``, and so does another after each module, which takes
-the module's output.
+write. So the op claims to write ``PROCESS.clock``, and so does another after each module, which
+takes the module's output.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +35,7 @@ from float8lab.recipes.reduction import channel_of, group_named, has_ranks, name
 
 __all__ = [
     "DEFAULT_RECIPE",
+    "PROCESS",
     "STATE",
     "ModelInit",
     "OnnxForm",
@@ -37,6 +44,7 @@ __all__ = [
     "advance_scales",
     "capturing",
     "come_after_in_graph",
+    "current_backward",
     "in_backward",
     "set_clock",
     "static_tensor",
@@ -65,54 +73,56 @@ class OnnxForm(NamedTuple):
     """A Float8Tensor in high precision."""
 
 
-class _State:
-    __slots__ = (
-        "calibrating",
-        "clock",
-        "created",
-        "enabled",
-        "group",
-        "in_graph",
-        "init",
-        "last_cast",
-        "observer",
-        "onnx",
-        "recipe",
-        "recorded",
-        "recordings",
-        "region",
-        "replay",
-        "watch",
-        "weights",
-    )
+class _State(threading.local):
+    """A thread's values; every thread begins with those of ``__init__``."""
 
     def __init__(self) -> None:
         self.enabled: bool | None = None  # None: no autocast is active
         self.recipe: Recipe | None = None  # None: the autocast named none
         self.calibrating = False
         self.group: Any = None
+        self.backward = NO_BACKWARD  # in which the innermost autocast was entered
         self.region: Region | None = None
         self.init: ModelInit | None = None
         self.last_cast: Any = None  # of an input that several layers may have, see shared_cast.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
-        # Packs that a CUDA graph of such a graph has recorded.
+        # Packs that a CUDA graph of such a graph has recorded; torch replays it on this thread.
         self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()
-        self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
-        self.created = 0  # modules with FP8 state, so far
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
         self.replay: Recording | None = None  # what the recomputation in progress repeats
-        self.observer: Any = None  # sees casts and GEMMs, see inspect/watch; None: nobody does
         self.onnx: OnnxForm | None = None  # while onnx_export is active
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
+
+
+class _Process:
+    """What all threads share."""
+
+    __slots__ = ("clock", "observer", "watch")
+
+    def __init__(self) -> None:
+        self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
+        # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
+        self.observer: Any = None
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
 
+NO_BACKWARD = -1
+"""Torch's number of the backward pass that runs on a thread where none does."""
+
 STATE = _State()
+PROCESS = _Process()
 
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def current_backward() -> int:
+    """Torch's number of the autograd backward pass that runs on this thread."""
+    if torch.compiler.is_compiling():
+        return NO_BACKWARD
+    return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
@@ -122,7 +132,7 @@ def in_backward() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return STATE.replay is not None or torch._C._current_graph_task_id() != -1
+    return STATE.replay is not None or torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 class Region:
@@ -139,14 +149,14 @@ class Region:
         self.silent = in_backward()
         self.training = torch.is_grad_enabled()
 
-    def expect(self, recipe: Recipe | None, group: Any) -> None:
+    def expect(self, recipe: Recipe | None, group: Any, *, calibrating: bool) -> None:
         """Reduce amaxes over ``group`` at the end, whatever this rank does until then.
 
         Without gradients only if this rank records any: one rank may evaluate alone.
         """
         recipe = recipe or DEFAULT_RECIPE
         delayed = isinstance(recipe, DelayedScaling) and recipe.reduce_amax
-        if delayed and (self.training or STATE.calibrating):
+        if delayed and (self.training or calibrating):
             self.groups[group] = None
 
     def close(self) -> None:
@@ -169,6 +179,7 @@ class Region:
             pack.discard_forward()
 
 
+@torch.inference_mode(False)  # the state is not for inference alone
 def advance_scales(
     packs: Iterable[ScalePack], groups: Iterable[Any] = (), *, agree: bool = False
 ) -> None:
@@ -204,11 +215,11 @@ def advance_scales(
 
 
 def set_clock(device: torch.device) -> None:
-    """Have ``STATE.clock``, on a GPU as soon as there is a module on one."""
-    clock = STATE.clock
+    """Have ``PROCESS.clock``, on a GPU as soon as there is a module on one."""
+    clock = PROCESS.clock
     if clock is None or (device.type == "cuda" and not clock.is_cuda):
         where = device if device.type == "cuda" else torch.device("cpu")
-        STATE.clock = static_tensor(where)
+        PROCESS.clock = static_tensor(where)
 
 
 def static_tensor(device: torch.device) -> Tensor:
@@ -222,14 +233,14 @@ def static_tensor(device: torch.device) -> Tensor:
 
 def come_after_in_graph(y: Tensor) -> None:
     """Where a graph is traced: have the region end after ``y`` was computed."""
-    if STATE.clock is not None:
-        _come_after_op(STATE.clock, y)
+    if PROCESS.clock is not None:
+        _come_after_op(PROCESS.clock, y)
 
 
 def advance_in_graph(groups: Iterable[Any]) -> None:
     """Where a graph is traced: close the region when the graph gets here."""
-    if STATE.clock is not None:
-        _advance_op(STATE.clock, [name_of_group(group) for group in groups])
+    if PROCESS.clock is not None:
+        _advance_op(PROCESS.clock, [name_of_group(group) for group in groups])
 
 
 def _advance(clock: Tensor, groups: Sequence[str]) -> Tensor:

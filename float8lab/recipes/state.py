@@ -1,6 +1,6 @@
 """The context managers: ``autocast`` and ``fp8_model_init``, each under two names.
 
-What is in force is in ``region.STATE``, which they save on entry and restore on exit.
+What is in force on a thread is in ``region.STATE``, which they save on entry and restore on exit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
-from float8lab.recipes.region import STATE, ModelInit, Region
+from float8lab.recipes.reduction import check_group
+from float8lab.recipes.region import PROCESS, STATE, ModelInit, Region, current_backward
 
 __all__ = ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
 
@@ -29,7 +30,8 @@ class autocast:
     Wrap the forward pass; backward follows by itself. Modules of a converted model use
     ``recipe`` in place of their own, except those whose recipe was set by ``overrides``. Regions
     nest, the innermost wins. Delayed-scaling state advances when the outermost enabled region ends
-    without an exception.
+    without an exception. As with ``torch.autocast``, a region is in force on the thread that
+    entered it: enter one in each thread that calls the model.
 
     Args:
         enabled: False turns FP8 off inside, for every module.
@@ -41,7 +43,7 @@ class autocast:
             default group, if torch.distributed is initialised.
 
     Raises:
-        TypeError: ``recipe`` is not a recipe.
+        TypeError: ``recipe`` is not a recipe, or ``amax_reduction_group`` not a process group.
         RuntimeError: an instance is entered while it is already active.
 
     >>> layer = float8lab.Linear(32, 32, device="cpu")
@@ -65,15 +67,23 @@ class autocast:
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe must be one of float8lab.recipes; got {type(recipe).__name__}. "
-                "Construct one, for example recipes.DelayedScaling()."
-            )
+        self._set_up(enabled, calibrating, recipe, amax_reduction_group)
+
+    def _set_up(
+        self,
+        enabled: bool,
+        calibrating: bool,
+        recipe: Recipe | None,
+        group: Any,
+        names: tuple[str, str] = ("recipe", "amax_reduction_group"),
+    ) -> None:
+        """Check and keep the arguments; ``names`` are those of the recipe's and the group's."""
+        _check_recipe(names[0], recipe)
+        check_group(names[1], group)
         self._enabled = bool(enabled)
         self._calibrating = bool(calibrating)
         self._recipe = recipe
-        self._group = amax_reduction_group
+        self._group = group
         self._outer: tuple[Any, ...] | None = None
         self._region: Region | None = None
 
@@ -84,21 +94,30 @@ class autocast:
                 "nested in itself. Create a second autocast(...) for the inner block."
             )
         state = STATE
-        self._outer = (state.enabled, state.recipe, state.calibrating, state.group, state.region)
+        outer = region = state.region
+        if self._enabled or self._calibrating:
+            if region is None:
+                region = self._region = Region()
+            region.expect(self._recipe, self._group, calibrating=self._calibrating)
+        # From here on nothing raises: what __enter__ sets, only __exit__ takes back.
+        self._outer = (
+            state.enabled, state.recipe, state.calibrating, state.group, state.backward, outer
+        )  # fmt: skip
         state.enabled = self._enabled
         state.recipe = self._recipe
         state.calibrating = self._calibrating
         state.group = self._group
-        if state.region is None and (self._enabled or self._calibrating):
-            state.region = self._region = Region()
-        if state.region is not None and (self._enabled or self._calibrating):
-            state.region.expect(self._recipe, self._group)
+        state.backward = current_backward()
+        state.region = region
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
         state, region, outer = STATE, self._region, self._outer
         assert outer is not None, "__exit__ follows __enter__"
-        state.enabled, state.recipe, state.calibrating, state.group, state.region = outer
+        (
+            state.enabled, state.recipe, state.calibrating, state.group, state.backward,
+            state.region,
+        ) = outer  # fmt: skip
         self._outer = self._region = None
         if region is None:
             return
@@ -107,7 +126,7 @@ class autocast:
             return
         region.close()
         ran = region.fp8_calls or region.silent
-        if state.watch and self._enabled and not (ran or torch.compiler.is_compiling()):
+        if PROCESS.watch and self._enabled and not (ran or torch.compiler.is_compiling()):
             _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
@@ -138,12 +157,21 @@ class fp8_autocast(autocast):
         fp8_recipe: Recipe | None = None,
         fp8_group: Any = None,
     ) -> None:
-        super().__init__(enabled, calibrating, fp8_recipe, fp8_group)
+        names = ("fp8_recipe", "fp8_group")
+        self._set_up(enabled, calibrating, fp8_recipe, fp8_group, names)
+
+
+def _check_recipe(name: str, recipe: Any) -> None:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{name} must be one of float8lab.recipes; got {type(recipe).__name__}. "
+            "Construct one, for example recipes.DelayedScaling()."
+        )
 
 
 def _warn_about_idle_region(frame: FrameType) -> None:
     """Say that no FP8 module ran in a region, and which modules its function holds."""
-    STATE.watch = False
+    PROCESS.watch = False
     compiled = sys.modules.get("torch._dynamo.utils")
     if compiled and compiled.counters["stats"]["unique_graphs"]:
         return  # calls inside a compiled graph are not seen from here
@@ -188,11 +216,7 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe must be one of float8lab.recipes; got {type(recipe).__name__}. "
-                "Construct one, for example recipes.Float8CurrentScaling()."
-            )
+        _check_recipe("recipe", recipe)
         self._enabled = bool(enabled)
         self._recipe = recipe
         self._preserve = bool(preserve_high_precision_init_val)
@@ -210,7 +234,7 @@ class quantized_model_init:
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            with quantized_model_init(self._enabled, self._recipe, self._preserve):
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]  # same signature as function

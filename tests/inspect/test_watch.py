@@ -25,7 +25,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.inspect import watch
 from float8lab.inspect.watch.records import Log, Record, Step
-from float8lab.recipes.region import STATE
+from float8lab.recipes.region import PROCESS
 from tests.recorder import Ops
 
 RECIPES = {
@@ -496,7 +496,7 @@ def test_every_and_the_losses_between():
                 loss = model(torch.randn(16, 48)).sum()
                 loss.backward()
             assert not any("bincount" in op for op in ops.names)  # modes do not see it
-            assert (STATE.observer is w) is (i % 3 == 0)
+            assert (PROCESS.observer is w) is (i % 3 == 0)
             w.step(loss)
     assert [s.step for s in w.log.steps] == list(range(7))
     assert all(s.loss is not None for s in w.log.steps)
@@ -551,7 +551,7 @@ def test_what_was_seen_before_an_error_is_kept(tmp_path):
 
     with pytest.raises(KeyError, match="stop"):
         run()
-    assert STATE.observer is None
+    assert PROCESS.observer is None
     assert [s.step for s in Log.from_jsonl(path).steps] == [0, 1, 2]
 
 
@@ -568,7 +568,7 @@ def test_what_it_refuses():
             w.__enter__()
         with pytest.raises(RuntimeError, match="watch must be the only one"):
             watch(model).__enter__()
-        assert STATE.observer is w
+        assert PROCESS.observer is w
 
 
 # Where it is off.
@@ -616,7 +616,7 @@ def test_nothing_runs_before_after_and_between(recipe):
     assert before == between == ops(Ops())
     assert hooks_of(model) == hooks
     assert [set(vars(m)) for m in model.modules()] == attributes
-    assert STATE.observer is None
+    assert PROCESS.observer is None
 
 
 @pytest.mark.gpu

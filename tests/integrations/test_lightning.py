@@ -164,6 +164,7 @@ def test_trainer_resumes_bit_for_bit(recipe: Any, device: Any, tmp_path: Path) -
 def test_validating_and_predicting_changes_no_scale(device: Any) -> None:
     model, precision = Module(), plugin(DELAYED, replace_layers=True)
     runner = trainer(device, 1, precision)
+    runner.validate(model, loader(2), verbose=False)  # in inference mode; the state is made there
     runner.fit(model, loader())
     before = precision.state_dict()["0"]
     assert any(key.endswith("/scale") for key in before)

@@ -1,6 +1,8 @@
 """torch.compile: no graph breaks, few compilations, and the numbers of eager mode."""
 
 import collections
+import concurrent.futures
+import contextlib
 import copy
 import functools
 import re
@@ -98,6 +100,12 @@ def train(model, batch):
     return loss.detach()
 
 
+def in_thread(function):
+    """The result of ``function``, run on a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
+
+
 def same_gradients(a, b):
     return all(
         torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters(), strict=True)
@@ -162,6 +170,11 @@ def test_autocast_inside_and_outside_the_compiled_function(recipe, where):
         assert torch.equal(compiled(x), step(x))
     if where == "outside":  # no longer in FP8: the autocast state is guarded
         assert torch.equal(compiled(x), F.linear(x, layer.weight, layer.bias))
+        other = RECIPES["rowwise" if recipe is RECIPES["current"] else "current"]
+        with float8lab.autocast(recipe=other):  # and so is the recipe
+            assert torch.equal(compiled(x), layer(x))
+        with float8lab.autocast(recipe=recipe):  # of this thread
+            assert torch.equal(in_thread(lambda: compiled(x)), in_thread(lambda: layer(x)))
 
 
 @each_recipe
@@ -313,6 +326,27 @@ def test_delayed_state_equals_that_of_eager(checkpointed):
     assert states(model) == states(eager)
     train(model.train(), tokens(8, seed=5))  # back in eager mode
     train(eager, tokens(8, seed=5))
+    assert states(model) == states(eager)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["after-region", "in-region"])
+def test_backward_on_a_thread_of_its_own_recomputes_with_the_scales_of_the_forward(inside):
+    eager, model, compiled, _ = compiled_twin(Block(checkpointed=True), RECIPES["delayed"])
+
+    def step(block, x):
+        block.zero_grad()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(float8lab.autocast(recipe=RECIPES["delayed"]))
+            loss = block(x).square().mean()
+            if not inside:
+                stack.close()
+            in_thread(loss.backward)  # as autograd does on a GPU
+
+    for seed in range(3):
+        x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(seed)) * 4.0**seed
+        step(compiled, x)
+        step(eager, x)
+        assert same_gradients(model, eager)
     assert states(model) == states(eager)
 
 

@@ -1,8 +1,8 @@
 """watch: see every operand that a model's FP8 layers cast, while it trains.
 
-The functions of ``float8lab/nn`` show each cast and each GEMM to ``STATE.observer``, which is None
-unless a step is being watched. Nothing is attached to the model and no op is wrapped. A compiled
-graph shows nothing, so watched steps run what is compiled uncompiled.
+The functions of ``float8lab/nn`` show each cast and each GEMM to ``PROCESS.observer``, which is
+None unless a step is being watched. Nothing is attached to the model and no op is wrapped. A
+compiled graph shows nothing, so watched steps run what is compiled uncompiled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.nn.report import conversion_report, was_converted
 from float8lab.ops import Source
 from float8lab.ops.gemm import has_fp8_gemm
-from float8lab.recipes.region import STATE, capturing, in_backward
+from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.fsdp import MasterGather
@@ -207,18 +207,18 @@ class watch:
     def _begin_step(self) -> None:
         if self._step % self._every:
             return
-        if STATE.observer is not None:
+        if PROCESS.observer is not None:
             raise RuntimeError(
                 "watch must be the only one at a time; got a second one inside another. Watch more "
                 "layers with one."
             )
         self._find_layers()
-        self._active.callback(setattr, STATE, "observer", None)
-        STATE.observer = self
+        self._active.callback(setattr, PROCESS, "observer", None)
+        PROCESS.observer = self
         self._active.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _end_step(self, loss: float | Tensor | None) -> None:
-        if STATE.observer is self:
+        if PROCESS.observer is self:
             self._active.close()
             self._collect(loss)
         else:

@@ -20,7 +20,7 @@ from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, quantize_op
 from float8lab.recipes.recipe import LinearPlan, Recipe
-from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
+from float8lab.recipes.region import DEFAULT_RECIPE, PROCESS, STATE, in_backward
 
 __all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention"]
 
@@ -93,9 +93,9 @@ def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Te
             rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
         )
     # In backward it is a repetition, by activation checkpointing.
-    if not torch.compiler.is_compiling() and STATE.observer is not None and not in_backward():
+    if not torch.compiler.is_compiling() and PROCESS.observer is not None and not in_backward():
         spec = Float8Spec(fp8_dtype, (-1, -1), plan.x.scale_rule)
-        STATE.observer.saw_cast(rows, (q, scale), spec, index, call)
+        PROCESS.observer.saw_cast(rows, (q, scale), spec, index, call)
     return q.view(laid_out.shape).permute(order), scale
 
 

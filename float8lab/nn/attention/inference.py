@@ -36,10 +36,11 @@ class _Store:
     def __init__(self, like: Tensor, rows: int, length: int, dtype: torch.dtype | None) -> None:
         shape = (rows, like.shape[1], length, like.shape[3])
         self.dtype = dtype or like.dtype
-        self.data = torch.zeros(shape, dtype=self.dtype, device=like.device)
         self.scale: Tensor | None = None
-        if self.dtype in FP8_DTYPES:
-            self.scale = torch.ones(*shape[:3], 1, dtype=torch.float32, device=like.device)
+        with torch.inference_mode(False):  # a call outside inference mode may write it, too
+            self.data = torch.zeros(shape, dtype=self.dtype, device=like.device)
+            if self.dtype in FP8_DTYPES:
+                self.scale = torch.ones(*shape[:3], 1, dtype=torch.float32, device=like.device)
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from float8lab import recipes
 from float8lab.inspect import checkpoint, diff
 from float8lab.integrations import export
 from float8lab.nn.precision import W
-from float8lab.recipes.region import STATE
+from float8lab.recipes.region import PROCESS
 from float8lab.tensor import Float8Tensor
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
@@ -59,7 +59,7 @@ class Observer:
 
 def weights_of_a_forward(model, x, recipe=None):
     """What a forward in evaluation casts, by module in order."""
-    was, STATE.observer = STATE.observer, Observer()
+    was, PROCESS.observer = PROCESS.observer, Observer()
     try:
         model.eval()
         if recipe is None:
@@ -67,9 +67,9 @@ def weights_of_a_forward(model, x, recipe=None):
         else:
             with float8lab.autocast(recipe=recipe):
                 model(x)
-        return STATE.observer.seen
+        return PROCESS.observer.seen
     finally:
-        STATE.observer = was
+        PROCESS.observer = was
 
 
 def train(model, x, recipe=None, steps=3):
