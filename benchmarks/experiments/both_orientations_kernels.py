@@ -6,7 +6,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from float8lab.ops.kernels._common import encode_from_scale
 from float8lab.ops.kernels.pair_blocks import _first, _second, _words
 
 __all__ = ["cast"]
@@ -23,7 +22,7 @@ def _cast_kernel(
     x_ptr,  # [M, K] bfloat16
     q_ptr,  # [M, K] fp8
     q_t_ptr,  # [K, M] fp8
-    scale_ptr,  # [1] fp32
+    encode_ptr,  # [1] fp32
     M,
     K,
     TILE_M: gl.constexpr,
@@ -51,7 +50,7 @@ def _cast_kernel(
     x_ptr += tile_m * TILE_M * (K // 2) + tile_k * (TILE_K // 2)
     offsets = rows[:, None] * (K // 2) + columns[None, :]
     pairs = gl.load(x_ptr + offsets, eviction_policy=READ)
-    encode = encode_from_scale(gl.load(scale_ptr))
+    encode = gl.load(encode_ptr)
     if TRANSPOSED:
         tile = gl.allocate_shared_memory(
             gl.int32, [TILE_M, TILE_K // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), pairs
@@ -89,7 +88,7 @@ def _cast_kernel(
 
 def cast(
     x: Tensor,
-    scale: Tensor,
+    encode: Tensor,
     q: Tensor,
     q_t: Tensor,
     *,
@@ -101,11 +100,11 @@ def cast(
     read: str = "",
     write: str = "",
 ) -> None:
-    """Write ``x / scale`` to ``q`` and its transpose to ``q_t``.
+    """Write ``x * encode`` to ``q`` and its transpose to ``q_t``.
 
     Args:
         x: ``[M, K]`` bfloat16, contiguous; M and K multiples of the tile.
-        scale: ``[1]`` float32.
+        encode: ``[1]`` float32.
         q: ``[M, K]``.
         q_t: ``[K, M]``.
         straight: how often the matrix is written as it is; the second time to ``q_t``.
@@ -120,6 +119,6 @@ def cast(
     if M % rows or K % columns:
         raise ValueError(f"tiles of {rows} x {columns} do not divide a matrix of {M} x {K}")
     _cast_kernel[(M // rows * (K // columns),)](
-        x, q, q_t, scale, M, K, TILE_M=rows, TILE_K=columns, DOWN=down, STRAIGHT=straight,
+        x, q, q_t, encode, M, K, TILE_M=rows, TILE_K=columns, DOWN=down, STRAIGHT=straight,
         TRANSPOSED=transposed, READ=read, WRITE=write, num_warps=warps,
     )  # fmt: skip

@@ -268,21 +268,26 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
 
 
 def _write(rewrites: Sequence[_Rewrite]) -> None:
-    """Write the scales of the whole weights, then cast by them: one op for each kind of shard."""
+    """Cast by the scales of the whole weights, one op for each kind of shard, and write them."""
+    encodes: list[Tensor] = []
     factors: list[Tensor] = []
     written: list[Tensor] = []
     groups: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for rewrite in rewrites:
         assert rewrite.scale is not None, "reduced before"
+        assert rewrite.factor is not None, "reduced before"
         assert rewrite.amax is not None, "reduced before"
         local, value, rows = rewrite.local, rewrite.value, rewrite.block_rows()
+        encodes.append(rewrite.factor[rows])
         factors += [rewrite.scale[rows], rewrite.amax[rows]]
         written += [local.scale, local.amax]
         kind = (value.dtype, local.qdata.dtype, local.spec.block)
         groups.setdefault(kind, []).append((value, local.scale, local.qdata))
-    torch._foreach_copy_(written, factors)
+    # The encode factors go where the scales will be: of memory that stays, the op keeps its table.
+    torch._foreach_copy_(written[::2], encodes)
     for (*_, block), group in groups.items():
         values, scales, data = (list(tensors) for tensors in zip(*group, strict=True))
-        # Of the shard's blocks, each of which lies in one of the weight and has its scale by now.
+        # Of the shard's blocks, each of which lies in one of the weight and has its factor by now.
         cast_many_op(values, scales, data, block)
         torch.autograd.graph.increment_version(data)
+    torch._foreach_copy_(written, factors)

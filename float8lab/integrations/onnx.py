@@ -140,8 +140,8 @@ def _delayed_scale(x: Tensor, index: int, call: Call) -> Tensor:
             "without. Train it for a step, or run it under autocast(calibrating=True)."
         )
     with _disable_current_modes():  # the value, not a symbol
-        scale, _ = call.scale(index, torch.empty(0, 0))
-        value = float(scale)
+        factors, _ = call.scale(index, torch.empty(0, 0))
+        value = float(factors.scale)
     return torch.full((), value, dtype=torch.float32, device=x.device)
 
 

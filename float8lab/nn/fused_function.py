@@ -20,11 +20,12 @@ from float8lab.nn.linear_function import linear, output_dtype
 from float8lab.nn.norm_function import NormKind, backward_of_norm, normalize, source_of_norm
 from float8lab.nn.operands import (
     Operand,
-    cast,
     cast_again,
     cast_gradient,
+    cast_repeatable,
     cast_weight,
     cast_weight_again,
+    cast_weight_repeatable,
     dgrad,
     fprop,
     lives_on,
@@ -127,10 +128,12 @@ def norm_mlp(
 class _Saved(NamedTuple):
     """What the backward of a GEMM on a source needs, but for the source."""
 
-    x_scale: Tensor | None  # under which to cast the source again, if per tensor
+    x_scale: Tensor | None  # by these two to cast the source again, if per tensor
+    x_factor: Tensor | None
     weight: Tensor | None
     w_q: Tensor | None  # unless the weight is a parameter, of which it can be made again
     w_scale: Tensor | None
+    w_factor: Tensor | None  # in case it is made again
 
 
 def _forward(
@@ -159,21 +162,25 @@ def _forward(
     keep_scale = plan.x.per_tensor and ((again and plan.fprop) or (needs[1] and plan.wgrad))
     keep_w_scale = any(in_fp8) and same_when_transposed(plan.w)
 
-    x_q = cast(value, plan.x, X, call) if plan.fprop or keep_scale else None
-    if x_q is not None:
+    x_q = x_factor = w_q = w_factor = None
+    if plan.fprop or keep_scale:
+        x_q, x_factor = cast_repeatable(value, plan.x, X, call)
         observe_cast(value, x_q, plan.x, X, call)
-    w_q = cast_weight(weight, call) if plan.fprop or keep_w_scale else None
+    if plan.fprop or keep_w_scale:
+        w_q, w_factor = cast_weight_repeatable(weight, call)
     y = fprop(
         value, x_q if plan.fprop else None, weight, w_q, bias, call,
         features=weight.shape[0], dtype=x.dtype,
     )  # fmt: skip
-    saved_scale = x_q[1] if x_q is not None and keep_scale else None
-    saved_w_q: tuple[Tensor | None, Tensor | None] = (None, None)
+    saved_x: tuple[Tensor | None, Tensor | None] = (None, None)
+    if x_q is not None and keep_scale:
+        saved_x = (x_q[1], x_factor)
+    saved_w: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if w_q is not None and keep_w_scale:
         recast = isinstance(weight, nn.Parameter) and not lives_on(w_q, weight, call)
-        saved_w_q = (None, w_q[1]) if recast else w_q
-    keep_w = bool(in_fp8) and (saved_w_q[0] is None or not all(in_fp8))
-    return y, _Saved(saved_scale, weight if keep_w else None, *saved_w_q)
+        saved_w = (None, w_q[1], w_factor) if recast else (*w_q, None)
+    keep_w = bool(in_fp8) and (saved_w[0] is None or not all(in_fp8))
+    return y, _Saved(*saved_x, weight if keep_w else None, *saved_w)
 
 
 def _forward_again(
@@ -183,7 +190,7 @@ def _forward_again(
     plan, weight = call.plan, _weight(saved)
     x_q = w_q = None
     if plan.fprop:
-        x_q = cast_again(x, plan.x, saved.x_scale, call, transposed=False)
+        x_q = cast_again(x, plan.x, saved.x_scale, saved.x_factor, call, transposed=False)
         w_q = _w_q(saved, call) or cast_weight(weight, call)
     return fprop(x, x_q, weight, w_q, bias, call, features=features, dtype=x.dtype)
 
@@ -199,7 +206,7 @@ def _w_q(saved: _Saved, call: Call) -> Operand | None:
         return None
     if saved.w_q is not None:
         return saved.w_q, saved.w_scale
-    return cast_weight_again(_weight(saved), saved.w_scale, call)
+    return cast_weight_again(_weight(saved), saved.w_scale, saved.w_factor, call)
 
 
 class _Gradient:
@@ -254,7 +261,7 @@ def _backward(
         if dy.q_t is None:
             value = x.value()
         else:
-            x_t = cast_again(x, plan.x, saved.x_scale, call, transposed=True)
+            x_t = cast_again(x, plan.x, saved.x_scale, saved.x_factor, call, transposed=True)
         dw = wgrad(dy.high, dy.q_t, value, x_t, call, shape=(N, K), dtype=dtypes[0])
     if needs_db:
         total = dy.total
@@ -420,7 +427,7 @@ class _NormMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dnorm: Tensor) -> tuple[Tensor | None, ...]:
         x2, norm_weight, norm_bias, mean, rstd, *rest, h, h_scale, fc1_bias = ctx.saved_tensors
-        saved1, saved2 = _Saved(*rest[:4]), _Saved(*rest[4:])
+        saved1, saved2 = _Saved(*rest[:6]), _Saved(*rest[6:])
         how: MlpCall = ctx.how
         x_shape, shape1, shape2 = ctx.meta
         norm_bias_dtype, dtypes1, dtypes2 = ctx.dtypes

@@ -52,11 +52,11 @@ def new_handle(owner: Precision, device: torch.device) -> Tensor:
 
 def cast_in_graph(
     x: Tensor | Source, index: int, call: Call, fp8_dtype: torch.dtype, align: int
-) -> tuple[Tensor, Tensor]:
-    """FP8 data of a matrix, or of one that is computed on the way, and its scale."""
-    q, scale = _cast_op(*_described(x), *_identified(index, call), fp8_dtype, align)
-    _end_after(scale, index, call)
-    return q, scale
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 data of a matrix, or of one that is computed on the way; its scale and encode factor."""
+    q, factors = _cast_op(*_described(x), *_identified(index, call), fp8_dtype, align)
+    _end_after(factors, index, call)
+    return q, factors[:1], factors[1:]
 
 
 def cast_pair_in_graph(
@@ -101,7 +101,7 @@ def _source(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor |
 
 
 def _begin(handle: Tensor, recipe: int, group: str, index: int, record: bool, x: Any) -> Any:
-    """Scale and slot for a cast."""
+    """Factors and slot for a cast."""
     owner = _OWNERS[handle.data_ptr()]
     return owner.scale_in_graph(recipe_numbered(recipe), group_named(group), index, record, x)
 
@@ -118,10 +118,11 @@ def _cast(
     fp8_dtype: torch.dtype,
     align: int,
 ) -> tuple[Tensor, Tensor]:
-    scale, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
+    factors, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
+    encode, both = factors.encode, factors.pair
     if kind == _MATRIX:
-        return cast_op(inputs[0], scale, slot, fp8_dtype, (-1, -1), align), scale
-    return cast_of_op(kind, inputs, dtype, False, scale, slot, fp8_dtype, align), scale
+        return cast_op(inputs[0], encode, slot, fp8_dtype, (-1, -1), align), both
+    return cast_of_op(kind, inputs, dtype, False, encode, slot, fp8_dtype, align), both
 
 
 def _cast_pair(
@@ -137,13 +138,13 @@ def _cast_pair(
     align: int,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
-    how = (scale, slot, fp8_dtype, align, column_sum)
+    factors, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
+    how = (factors.encode, slot, fp8_dtype, align, column_sum)
     if kind == _MATRIX:
         q, q_t, total = cast_pair_op(inputs[0], *how)
     else:
         q, q_t, total = cast_pair_of_op(kind, inputs, dtype, *how)
-    return q, q_t, scale, total
+    return q, q_t, factors.scale, total
 
 
 def _shape(kind: str, inputs: Sequence[Tensor]) -> tuple[int, int]:
@@ -156,17 +157,17 @@ def _fake_cast(
     fp8_dtype, align = rest[-2:]
     M, K = (round_up(size, align) for size in _shape(kind, inputs))
     x = inputs[0]
-    return x.new_empty((M, K), dtype=fp8_dtype), x.new_empty(1, dtype=torch.float32)
+    return x.new_empty((M, K), dtype=fp8_dtype), x.new_empty(2, dtype=torch.float32)
 
 
 def _fake_cast_pair(
     kind: str, inputs: Sequence[Tensor], dtype: torch.dtype, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, column_sum = rest
-    q, scale = _fake_cast(kind, inputs, dtype, *rest[:-1])
+    q, factors = _fake_cast(kind, inputs, dtype, *rest[:-1])
     columns = _shape(kind, inputs)[1] if column_sum else 0
     total = q.new_empty(columns, dtype=torch.float32)
-    return q, q.new_empty((q.shape[1], q.shape[0])), scale, total
+    return q, q.new_empty((q.shape[1], q.shape[0])), factors.new_empty(1), total
 
 
 _SCHEMA = (

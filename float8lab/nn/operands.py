@@ -34,6 +34,7 @@ from float8lab.ops import (
     transpose_after_op,
     transpose_op,
 )
+from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import PROCESS, STATE, in_backward
 from float8lab.tensor import Float8Tensor
@@ -46,8 +47,10 @@ __all__ = [
     "cast_again",
     "cast_gradient",
     "cast_pair",
+    "cast_repeatable",
     "cast_weight",
     "cast_weight_again",
+    "cast_weight_repeatable",
     "compress",
     "crop",
     "dgrad",
@@ -65,6 +68,13 @@ ALIGN = 16
 """Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
 Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+
+Repeatable = tuple[Operand, Tensor | None]
+"""An operand and what is needed, beside its scale, to cast to the same bytes again.
+
+A scale that was found does not tell the encode factor exactly. So under delayed scaling that is the
+encode factor, else the amax of a matrix that is scaled as a whole; of others the cast finds it.
+"""
 
 
 # What an observer is shown (``float8lab/inspect/watch``). A compiled graph has no trace of it.
@@ -101,26 +111,33 @@ def _observe_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -
 
 def cast(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Operand:
     """One orientation of x in FP8."""
+    return cast_repeatable(x, spec, index, call)[0]
+
+
+def cast_repeatable(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Repeatable:
+    """``cast``, and what ``cast_again`` or ``cast_weight_again`` needs."""
     plan = call.plan
     if plan.delayed and torch.compiler.is_compiling():
-        return cast_in_graph(x, index, call, spec.fp8_dtype, ALIGN)
-    if isinstance(x, Source):
-        if plan.delayed:
-            scale, slot = call.scale(index, _looked_at(x, index, call))
-            source = (x.kind, x.inputs, x.dtype, False)
-            return cast_of_op(*source, scale, slot, spec.fp8_dtype, ALIGN), scale
-        q, scale = quantize_of_op(
-            x.kind, x.inputs, x.dtype, False, x.known_amax if spec.per_tensor else None,
-            spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN,
-        )  # fmt: skip
-        return q, scale
-    if plan.delayed:
-        scale, slot = call.scale(index, x)
-        return cast_op(x, scale, slot, spec.fp8_dtype, spec.block, ALIGN), scale
+        q, scale, encode = cast_in_graph(x, index, call, spec.fp8_dtype, ALIGN)
+        return (q, scale), encode
     how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN)
-    amax = _amax_in_graph(x, spec, index) if torch.compiler.is_compiling() else None
-    q, scale, _ = quantize_op(x, *how, amax)
-    return q, scale
+    if isinstance(x, Source):
+        source = (x.kind, x.inputs, x.dtype, False)
+        if plan.delayed:
+            factors, slot = call.scale(index, _looked_at(x, index, call))
+            q = cast_of_op(*source, factors.encode, slot, spec.fp8_dtype, ALIGN)
+            return (q, factors.scale), factors.encode
+        known = x.known_amax if spec.per_tensor else None
+        q, scale, amax = quantize_of_op(*source, known, *how)
+        amax = amax if known is None else known
+    elif plan.delayed:
+        factors, slot = call.scale(index, x)
+        q = cast_op(x, factors.encode, slot, spec.fp8_dtype, spec.block, ALIGN)
+        return (q, factors.scale), factors.encode
+    else:
+        known = _amax_in_graph(x, spec, index) if torch.compiler.is_compiling() else None
+        q, scale, amax = quantize_op(x, *how, known)
+    return (q, scale), amax if spec.per_tensor else None
 
 
 def cast_pair(
@@ -135,15 +152,17 @@ def cast_pair(
     if isinstance(x, Source):
         source = (x.kind, x.inputs, x.dtype)
         if plan.delayed:
-            scale, slot = call.scale(index, _looked_at(x, index, call))
-            q, q_t, total = cast_pair_of_op(*source, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
-            return (q, scale), (q_t, scale), total
+            factors, slot = call.scale(index, _looked_at(x, index, call))
+            given = (factors.encode, slot, spec.fp8_dtype, ALIGN, column_sum)
+            q, q_t, total = cast_pair_of_op(*source, *given)
+            return (q, factors.scale), (q_t, factors.scale), total
         q, scale, q_t, scale_t, total = quantize_pair_of_op(*source, *how)
         return (q, scale), (q_t, scale_t), total
     if plan.delayed:
-        scale, slot = call.scale(index, x)
-        q, q_t, total = cast_pair_op(x, scale, slot, spec.fp8_dtype, ALIGN, column_sum)
-        return (q, scale), (q_t, scale), total
+        factors, slot = call.scale(index, x)
+        given = (factors.encode, slot, spec.fp8_dtype, ALIGN, column_sum)
+        q, q_t, total = cast_pair_op(x, *given)
+        return (q, factors.scale), (q_t, factors.scale), total
     amax = _amax_in_graph(x, spec, index) if torch.compiler.is_compiling() else None
     q, scale, q_t, scale_t, total = quantize_pair_op(x, *how, amax)
     return (q, scale), (q_t, scale_t), total
@@ -174,15 +193,21 @@ def _looked_at(x: Source, index: int, call: Call) -> Tensor:
 
 
 def cast_again(
-    x: Source, spec: Float8Spec, scale: Tensor | None, call: Call, *, transposed: bool
+    x: Source,
+    spec: Float8Spec,
+    scale: Tensor | None,
+    factor: Tensor | None,
+    call: Call,
+    *,
+    transposed: bool,
 ) -> Operand:
-    """In backward, what the forward has cast; under the same scale if that is per tensor."""
-    source = (x.kind, x.inputs, x.dtype, transposed)
-    if spec.per_tensor:
+    """In backward, what the forward has cast, by what ``cast_repeatable`` gave beside it."""
+    source, epsilon = (x.kind, x.inputs, x.dtype, transposed), call.plan.amax_epsilon
+    if call.plan.delayed:
         assert scale is not None, "the forward has saved it"
-        return cast_of_unrecorded_op(*source, scale, spec.fp8_dtype, ALIGN), scale
-    q, own = quantize_of_op(
-        *source, None, spec.fp8_dtype, spec.block, spec.scale_rule, call.plan.amax_epsilon, ALIGN
+        return cast_of_unrecorded_op(*source, factor, spec.fp8_dtype, ALIGN), scale
+    q, own, _ = quantize_of_op(
+        *source, factor, spec.fp8_dtype, spec.block, spec.scale_rule, epsilon, ALIGN
     )
     return q, own
 
@@ -240,12 +265,17 @@ def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:
 
 def cast_weight(weight: Tensor, call: Call) -> Operand:
     """The weight in FP8: stored so, kept, or cast now; CPU offload hears which."""
-    operand = _find_or_cast_weight(weight, call)
+    return cast_weight_repeatable(weight, call)[0]
+
+
+def cast_weight_repeatable(weight: Tensor, call: Call) -> Repeatable:
+    """``cast_weight``, and what ``cast_weight_again`` needs if it was cast now."""
+    operand, factor = _find_or_cast_weight(weight, call)
     observe_cast(weight, operand, call.plan.w, W, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
         key = StorageWeakRef(operand[0].untyped_storage())
         STATE.weights[key] = lives_on(operand, weight, call)
-    return operand
+    return operand, factor
 
 
 def lives_on(operand: Operand, weight: Tensor, call: Call) -> bool:
@@ -254,14 +284,18 @@ def lives_on(operand: Operand, weight: Tensor, call: Call) -> bool:
     return isinstance(weight, Float8Tensor) or (kept is not None and kept.q is operand[0])
 
 
-def cast_weight_again(weight: Tensor, scale: Tensor, call: Call) -> Operand:
-    """In backward, what the forward has cast, under its scale."""
-    spec = call.plan.w
-    q = cast_unrecorded_op(plain(weight), scale, spec.fp8_dtype, spec.block, ALIGN)
-    return q, scale
+def cast_weight_again(weight: Tensor, scale: Tensor, factor: Tensor | None, call: Call) -> Operand:
+    """In backward, what the forward has cast, by what ``cast_weight_repeatable`` gave beside it."""
+    spec, plan = call.plan.w, call.plan
+    if plan.delayed:
+        q = cast_unrecorded_op(plain(weight), factor, spec.fp8_dtype, spec.block, ALIGN)
+        return q, scale
+    how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN)
+    q, own, _ = quantize_op(plain(weight), *how, factor)
+    return q, own
 
 
-def _find_or_cast_weight(weight: Tensor, call: Call) -> Operand:
+def _find_or_cast_weight(weight: Tensor, call: Call) -> Repeatable:
     """The weight in FP8, cast in every forward unless the caller says that it did not change.
 
     Nothing about a tensor tells that reliably: fused optimizers and ``weight.data`` leave the
@@ -270,20 +304,21 @@ def _find_or_cast_weight(weight: Tensor, call: Call) -> Operand:
     spec, precision, first = call.plan.w, call.precision, call.first_microbatch
     stored = _stored(weight, spec)
     if stored is not None:
-        return stored
+        return stored, None
     weight = plain(weight)
     if first is None or precision is None or torch.compiler.is_compiling():
-        return cast(weight, spec, W, call)
+        return cast_repeatable(weight, spec, W, call)
     kept = precision.weight_cast
     if not first and kept is not None and kept.fits(weight, call.recipe):
-        call.used[W] = kept.scale
-        return kept.q, kept.scale
+        if kept.factors is not None:
+            call.used[W] = kept.factors
+        return (kept.q, kept.scale), None
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
         q, scale = cast(weight, spec, W, call)
     precision.weight_cast = _WeightCast(
-        weakref.ref(weight), _version(weight), call.recipe, q, scale
+        weakref.ref(weight), _version(weight), call.recipe, q, scale, call.used.get(W)
     )
-    return q, scale
+    return (q, scale), None
 
 
 class _WeightCast(NamedTuple):
@@ -294,6 +329,8 @@ class _WeightCast(NamedTuple):
     recipe: Recipe
     q: Tensor
     scale: Tensor
+    factors: Factors | None
+    """Under delayed scaling."""
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
         same = self.weight() is weight and self.recipe == recipe

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.in_graph import new_handle
 from float8lab.ops import Source
-from float8lab.recipes.delayed import DelayedSlots
+from float8lab.recipes.delayed import DelayedSlots, Factors
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.reduction import channel_of, name_of_group
 from float8lab.recipes.region import (
@@ -75,8 +75,8 @@ class Call:
         self.plan: LinearPlan = recipe.linear
         self.slots = slots
         self.record = record
-        self.fixed: dict[int, Tensor] | None = None  # scales that a recomputation must use again
-        self.used: dict[int, Tensor] = {}  # scales of forward tensors, for such a recomputation
+        self.fixed: dict[int, Factors] | None = None  # what a recomputation must use again
+        self.used: dict[int, Factors] = {}  # by tensor of the forward, for such a recomputation
         self.precision: Precision | None = None
         self.group_name = ""  # in a compiled graph
         self.first_microbatch: bool | None = None
@@ -90,14 +90,14 @@ class Call:
             return False  # in a compiled graph, whose casts look at them when it runs
         return not self.slots.seeded[index]
 
-    def scale(self, index: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Delayed scaling: decode scale for tensor ``index``, and the slot for its amax."""
+    def scale(self, index: int, x: Tensor) -> tuple[Factors, Tensor | None]:
+        """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
         if self.fixed is not None and index in self.fixed:
             return self.fixed[index], None
         assert self.slots is not None, "asked for under a delayed recipe only"
-        scale, slot = self.slots.scale_for(index, x, record=self.record)
-        self.used[index] = scale
-        return scale, slot
+        factors, slot = self.slots.scale_for(index, x, record=self.record)
+        self.used[index] = factors
+        return factors, slot
 
 
 class Precision:
@@ -221,8 +221,8 @@ class Precision:
 
     def scale_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source
-    ) -> tuple[Tensor, Tensor | None]:
-        """When a compiled graph casts ``x``: a scale that is the graph's own, and the amax slot."""
+    ) -> tuple[Factors, Tensor | None]:
+        """When a compiled graph casts ``x``: factors of the graph's own, and the amax slot."""
         inner = x.inputs[0] if isinstance(x, Source) else x
         slots = self._slots(recipe, inner.device, group)
         slots.pack.keeps_previous = True

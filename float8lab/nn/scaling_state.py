@@ -14,7 +14,7 @@ from float8lab.recipes.reduction import channel_of
 
 __all__ = ["ScalingState"]
 
-_NAMES = ("history", "amax", "scale", "steps")
+_NAMES = ("history", "amax", "scale", "encode", "steps")
 
 
 class ScalingState:
@@ -35,7 +35,7 @@ class ScalingState:
     >>> layer = torch.nn.Linear(16, 16)
     >>> layer = float8lab.convert_to_float8(layer, float8lab.recipes.DelayedScaling())
     >>> sorted(key.split("/")[-1] for key in float8lab.nn.ScalingState(layer).state_dict())
-    ['amax', 'history', 'scale', 'seeded', 'steps']
+    ['amax', 'encode', 'history', 'scale', 'seeded', 'steps']
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe | None = None) -> None:
@@ -64,7 +64,10 @@ class ScalingState:
         for key, slots in self._slots():
             if f"{key}/scale" not in state:
                 continue
-            slots.load({name: state[f"{key}/{name}"] for name in (*_NAMES, "seeded")})
+            names = [name for name in (*_NAMES, "seeded") if name != "encode"]
+            if f"{key}/encode" in state:
+                names.append("encode")
+            slots.load({name: state[f"{key}/{name}"] for name in names})
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
         home = next((p.device for p in self.model.parameters()), torch.device("cpu"))

@@ -32,7 +32,13 @@ from float8lab.ops.quantize import (
     transpose_after_op,
     transpose_op,
 )
-from float8lab.ops.reference import ACTIVATIONS, encode_from_amax, round_up, scale_from_amax
+from float8lab.ops.reference import (
+    ACTIVATIONS,
+    encode_from_amax,
+    factors_from_amax,
+    round_up,
+    scale_from_amax,
+)
 from float8lab.ops.rotary import rotate_op
 from float8lab.ops.scaling import NO_DATA, update_scales_op
 from float8lab.ops.source import (
@@ -62,6 +68,7 @@ __all__ = [
     "dequantize_after_op",
     "dequantize_op",
     "encode_from_amax",
+    "factors_from_amax",
     "fp8_attention_backward_op",
     "fp8_attention_op",
     "fp8_norm_backward_op",

@@ -97,38 +97,49 @@ def _fake_column_sum(x: Tensor, wanted: bool) -> Tensor:
 
 def _fake_cast(
     x: Tensor,
-    scale: Tensor,
+    factor: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     block: Sequence[int],
     align: int,
+    divide: bool = False,
 ) -> Tensor:
     shape = (round_up(x.shape[0], align), round_up(x.shape[1], align))
     return x.new_empty(shape, dtype=fp8_dtype)
 
 
 def _cast_unrecorded(
-    x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], align: int
+    x: Tensor,
+    factor: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    align: int,
+    divide: bool = False,
 ) -> Tensor:
-    q: Tensor = cast_op(x, scale, None, fp8_dtype, block, align)
+    q: Tensor = cast_op(x, factor, None, fp8_dtype, block, align, divide)
     return q
 
 
 def _fake_cast_unrecorded(
-    x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], align: int
+    x: Tensor,
+    factor: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    align: int,
+    divide: bool = False,
 ) -> Tensor:
-    return _fake_cast(x, scale, None, fp8_dtype, block, align)
+    return _fake_cast(x, factor, None, fp8_dtype, block, align)
 
 
 def _fake_cast_many_(
-    x: Sequence[Tensor], scale: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
+    x: Sequence[Tensor], encode: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
 ) -> None:
     return None
 
 
 def _fake_cast_pair(
     x: Tensor,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
@@ -171,7 +182,7 @@ quantize_many_op = register(
     fake=_fake_quantize_many_,
 )
 cast_many_op = register(
-    "cast_many_(Tensor[] x, Tensor[] scale, Tensor(a!)[] q, int[] block) -> ()",
+    "cast_many_(Tensor[] x, Tensor[] encode, Tensor(a!)[] q, int[] block) -> ()",
     cuda="many:cast_many_",
     reference=reference.cast_many_,
     fake=_fake_cast_many_,
@@ -185,8 +196,8 @@ quantize_pair_op = register(
     any_strides=True,
 )
 cast_op = register(
-    "cast(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int[] block,"
-    " int align) -> Tensor",
+    "cast(Tensor x, Tensor factor, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int[] block,"
+    " int align, bool divide=False) -> Tensor",
     cuda="quantize:cast",
     reference=reference.cast,
     fake=_fake_cast,
@@ -195,15 +206,15 @@ cast_op = register(
 # For graphs: of an op that may write a tensor it was not given, and that returns one tensor,
 # Inductor makes a call that it cannot lower.
 cast_unrecorded_op = register(
-    "cast_unrecorded(Tensor x, Tensor scale, ScalarType fp8_dtype, int[] block, int align)"
-    " -> Tensor",
+    "cast_unrecorded(Tensor x, Tensor factor, ScalarType fp8_dtype, int[] block, int align,"
+    " bool divide=False) -> Tensor",
     cuda=_cast_unrecorded,
     reference=_cast_unrecorded,
     fake=_fake_cast_unrecorded,
     any_strides=True,
 )
 cast_pair_op = register(
-    "cast_pair(Tensor x, Tensor scale, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align,"
+    "cast_pair(Tensor x, Tensor encode, Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align,"
     " bool column_sum) -> (Tensor, Tensor, Tensor)",
     cuda="pair:cast_pair",
     reference=reference.cast_pair,

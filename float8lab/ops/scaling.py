@@ -1,4 +1,4 @@
-"""Delayed-scaling update: amax history and scale of all slots at once.  S slots, H history."""
+"""Delayed-scaling update: amax history and factors of all slots at once.  S slots, H history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NO_DATA", "update_scales_op"]
 def _fake_update_scales_(
     history: Tensor,
     amax: Tensor,
-    scale: Tensor,
+    factors: Tensor,
     steps: Tensor,
     fp8_max: Tensor,
     margin: int,
@@ -22,11 +22,11 @@ def _fake_update_scales_(
     most_recent: bool,
     power_of_2: bool,
 ) -> Tensor:
-    return scale.new_empty((scale.shape[0], 4))
+    return factors.new_empty((factors.shape[1], 2, 4))
 
 
 update_scales_op = register(
-    "update_scales_(Tensor(a!) history, Tensor(b!) amax, Tensor(c!) scale, Tensor(d!) steps,"
+    "update_scales_(Tensor(a!) history, Tensor(b!) amax, Tensor(c!) factors, Tensor(d!) steps,"
     " Tensor fp8_max, int margin, int interval, bool most_recent, bool power_of_2) -> Tensor",
     cuda="scaling:update_scales_",
     reference=reference.update_scales_,

@@ -76,7 +76,7 @@ def _fake_cast_of(
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
     transposed: bool,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
@@ -89,11 +89,11 @@ def _cast_of_unrecorded(
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
     transposed: bool,
-    scale: Tensor,
+    encode: Tensor,
     fp8_dtype: torch.dtype,
     align: int,
 ) -> Tensor:
-    q: Tensor = cast_of_op(kind, inputs, dtype, transposed, scale, None, fp8_dtype, align)
+    q: Tensor = cast_of_op(kind, inputs, dtype, transposed, encode, None, fp8_dtype, align)
     return q
 
 
@@ -102,18 +102,18 @@ def _fake_cast_of_unrecorded(
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
     transposed: bool,
-    scale: Tensor,
+    encode: Tensor,
     fp8_dtype: torch.dtype,
     align: int,
 ) -> Tensor:
-    return _fake_cast_of(kind, inputs, dtype, transposed, scale, None, fp8_dtype, align)
+    return _fake_cast_of(kind, inputs, dtype, transposed, encode, None, fp8_dtype, align)
 
 
 def _fake_cast_pair_of(
     kind: str,
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
@@ -139,9 +139,12 @@ def _fake_quantize_of(
     rule: str,
     eps: float,
     align: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     shape = _shape(kind, inputs, align, transposed)
-    return inputs[0].new_empty(shape, dtype=fp8_dtype), empty_scale(inputs[0], shape, block)
+    found = known_amax is None and tuple(block) == (-1, -1)
+    q = inputs[0].new_empty(shape, dtype=fp8_dtype)
+    amax = q.new_empty((1, 1) if found else (0, 0), dtype=torch.float32)
+    return q, empty_scale(q, shape, block), amax
 
 
 def _fake_quantize_pair_of(
@@ -175,7 +178,7 @@ amax_of_op = register(
     fake=_fake_amax_of,
 )
 cast_of_op = register(
-    "cast_of(str kind, Tensor[] inputs, ScalarType dtype, bool transposed, Tensor scale,"
+    "cast_of(str kind, Tensor[] inputs, ScalarType dtype, bool transposed, Tensor encode,"
     " Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align) -> Tensor",
     cuda="source_cast:cast_of",
     reference=reference.cast_of,
@@ -183,13 +186,13 @@ cast_of_op = register(
 )
 cast_of_unrecorded_op = register(  # for graphs, as ``cast_unrecorded_op`` is
     "cast_of_unrecorded(str kind, Tensor[] inputs, ScalarType dtype, bool transposed,"
-    " Tensor scale, ScalarType fp8_dtype, int align) -> Tensor",
+    " Tensor encode, ScalarType fp8_dtype, int align) -> Tensor",
     cuda=_cast_of_unrecorded,
     reference=_cast_of_unrecorded,
     fake=_fake_cast_of_unrecorded,
 )
 cast_pair_of_op = register(
-    "cast_pair_of(str kind, Tensor[] inputs, ScalarType dtype, Tensor scale,"
+    "cast_pair_of(str kind, Tensor[] inputs, ScalarType dtype, Tensor encode,"
     " Tensor(a!)? amax_slot, ScalarType fp8_dtype, int align, bool column_sum)"
     " -> (Tensor, Tensor, Tensor)",
     cuda="source_cast:cast_pair_of",
@@ -199,7 +202,7 @@ cast_pair_of_op = register(
 quantize_of_op = register(
     "quantize_of(str kind, Tensor[] inputs, ScalarType dtype, bool transposed,"
     " Tensor? known_amax, ScalarType fp8_dtype, int[] block, str rule, float eps, int align)"
-    " -> (Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor)",
     cuda="source_quantize:quantize_of",
     reference=reference.quantize_of,
     fake=_fake_quantize_of,

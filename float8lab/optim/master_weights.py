@@ -30,8 +30,8 @@ from torch import Tensor
 
 from float8lab.distributed.fsdp import requantize_shards_
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.tensor import Float8Tensor, quantize
-from float8lab.tensor.blocks import quantize_blocks_
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import quantize_blocks_, requantize_blocks
 
 __all__ = ["MasterWeights"]
 
@@ -463,10 +463,8 @@ def _describes(value: Tensor, local: Tensor) -> bool:
     if not isinstance(local, Float8Tensor):
         return torch.equal(value.to(local.dtype), local)
     spec = local.spec
-    expected = quantize(
-        value, spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule, scale=local.scale
-    )
-    return torch.equal(expected.qdata.view(torch.uint8), local.qdata.view(torch.uint8))
+    expected = requantize_blocks(value, spec, local.scale, local.amax)
+    return torch.equal(expected.view(torch.uint8), local.qdata.view(torch.uint8))
 
 
 def _copy_options(source: Sequence[dict[str, Any]], destination: Sequence[dict[str, Any]]) -> None:

@@ -1,14 +1,16 @@
 """Delayed-scaling state: amax history and scale of every tensor that a module casts.
 
-A *slot* is the state of one cast tensor: an amax accumulator, a scale, a history column. A module's
+A *slot* is the state of one cast tensor: an amax accumulator, an encode factor and the scale that
+is 1 over it, a history column. Casts multiply by the encode factor, which the scale does not tell
+exactly unless it is a power of two; a scale that comes from elsewhere has 1 over it. A module's
 slots for one recipe are a ``DelayedSlots``; the slots of many modules lie side by side in a
 ``ScalePack``, so that one launch advances them all (``reduction.py`` makes ranks agree). Each
 ``DelayedSlots`` starts in a pack of its own; the first region in which several packs are used
 merges them.
 
-Casts never read ``ScalePack.scale`` itself but a copy, which all slots' casts share from one update
-to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA graph
-records them, each cast makes its own copy in the graph, since a replay updates ``scale`` unseen; a
+Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' casts share from one
+update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA
+graph records them, each cast makes its own copy in the graph, since a replay updates them unseen; a
 pack that was recorded keeps its tensors, and is not merged any more.
 """
 
@@ -17,17 +19,34 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.ops import NO_DATA, amax_op, encode_from_amax, scale_from_amax, update_scales_op
+from float8lab.ops import NO_DATA, amax_op, encode_from_amax, factors_from_amax, update_scales_op
 from float8lab.recipes.recipe import DelayedScaling
 
-__all__ = ["DelayedSlots", "ScalePack", "merge_packs"]
+__all__ = ["DelayedSlots", "Factors", "ScalePack", "merge_packs"]
 
-_TENSORS = ("history", "amax", "scale", "previous", "seeded", "steps", "fp8_max", "forward")
+_TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
+
+_ROWS = ("scale", "encode")
+"""The rows of ``factors``."""
+
+
+class Factors(NamedTuple):
+    """By which a tensor is decoded, and encoded: each of shape [1]."""
+
+    scale: Tensor
+    encode: Tensor
+    pair: Tensor | None = None
+    """Both, if no other cast has them."""
+
+    @staticmethod
+    def of(pair: Tensor) -> Factors:
+        """The two of a tensor ``[2]`` that nothing else has."""
+        return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
 
 
 class ScalePack:
@@ -40,6 +59,8 @@ class ScalePack:
         "members",
         "amaxes",
         "advanced",
+        "scale",
+        "encode",
         "keeps_previous",
         "_copy",
         "_live",
@@ -49,8 +70,8 @@ class ScalePack:
 
     history: Tensor  # [H, S] float32, newest first
     amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
-    scale: Tensor  # [S] float32 decode scales
-    previous: Tensor  # [S] float32, before the last update, if ``keeps_previous``
+    factors: Tensor  # [2, S] float32: decode scales, and the encode factors they are 1 over
+    previous: Tensor  # [2, S] float32, before the last update, if ``keeps_previous``
     seeded: Tensor  # [S] bool, the scale was made from a tensor's own amax
     steps: Tensor  # [S] int32, updates that saw data; 0 means the scale was never set
     fp8_max: Tensor  # [S] float32, largest value of the slot's format
@@ -63,31 +84,32 @@ class ScalePack:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
         self.amaxes: Sequence[Tensor] = self.amax.unbind()
+        self.scale, self.encode = self.factors.unbind()
         self.advanced = False  # since the last forward of a compiled graph
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
-        self._copy: Tensor | None = None  # [S, 4], of ``scale`` as it is now
-        self._live: Sequence[Tensor] | None = None  # views of it, of shape [1]
+        self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
+        self._live: Sequence[Tensor] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
 
-    def current(self, slot: int, *, shared: bool = True) -> Tensor:
-        """The decode scale of a slot, of shape [1], unchanged by later updates.
+    def current(self, slot: int, *, shared: bool = True) -> Factors:
+        """The factors of a slot, unchanged by later updates.
 
-        ``shared``: other casts may get the same tensor.
+        ``shared``: other casts may get the same tensors.
         """
         if not shared or self.is_recorded():
-            return self.scale[slot].clone().view(1)
+            return Factors.of(self.factors[:, slot].clone())
         if self._live is None:
             with torch.inference_mode(False):  # training's casts get the same tensors
                 # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
                 copy = self._copy
                 if copy is None:
-                    copy = self.scale.unsqueeze(1).repeat(1, 4)
-                self._live = copy.narrow(1, 0, 1).unbind()
-        return self._live[slot]
+                    copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
+                self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
+        return Factors(self._live[2 * slot], self._live[2 * slot + 1])
 
     def is_recorded(self) -> bool:
         """Whether a CUDA graph holds, or is recording, the addresses of these tensors."""
-        if not self._recorded and self.scale.is_cuda:
+        if not self._recorded and self.factors.is_cuda:
             self._recorded = torch.cuda.is_current_stream_capturing()
         return self._recorded
 
@@ -95,9 +117,9 @@ class ScalePack:
         """The modules' parts of the pack that still exist, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
-    def set_scale(self, slot: int, scale: Tensor) -> None:
-        """Give one slot a scale from outside its history."""
-        self.scale[slot].copy_(scale.view(()))
+    def set_factors(self, slot: int, factors: Tensor) -> None:
+        """Give one slot factors, ``[2]``, from outside its history."""
+        self.factors[:, slot].copy_(factors)
         self.seeded[slot].fill_(True)
         self.forget_live()
 
@@ -106,14 +128,14 @@ class ScalePack:
         return self.seeded | (self.steps > 0)
 
     def forget_live(self) -> None:
-        """Look at ``scale`` again: it was written from outside."""
+        """Look at ``factors`` again: they were written from outside."""
         self._copy = self._live = None
 
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
         if self.keeps_previous:
-            self.previous.copy_(self.scale)
+            self.previous.copy_(self.factors)
         self.advanced = True
         self.forget_live()
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
@@ -122,7 +144,7 @@ class ScalePack:
             self._copy = update_scales_op(
                 self.history,
                 self.amax,
-                self.scale,
+                self.factors,
                 self.steps,
                 self.fp8_max,
                 recipe.margin,
@@ -136,11 +158,11 @@ class ScalePack:
         recipe, algo = self.recipe, self.recipe.amax_compute_algo
         seen = (self.amax >= 0) & (self.amax < torch.inf)
         due = seen & (self.steps % recipe.interval == 0)
-        old = self.scale.clone()
+        old = self.factors.clone()
         update_scales_op(
             self.history,
             self.amax,
-            self.scale,
+            self.factors,
             self.steps,
             self.fp8_max,
             recipe.margin,
@@ -153,12 +175,12 @@ class ScalePack:
         else:
             chosen = self.history[0] if algo == "most_recent" else self.history.amax(0)
         if recipe.scaling_factor_compute_algo is not None:
-            encode = recipe.scaling_factor_compute_algo(chosen, 1.0 / old, self.fp8_max, recipe)
+            encode = recipe.scaling_factor_compute_algo(chosen, old[1], self.fp8_max, recipe)
         else:
             encode = encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
             encode = encode * 2.0**-recipe.margin
         usable = due & (chosen > 0) & (chosen < torch.inf) & (encode > 0) & (encode < torch.inf)
-        self.scale.copy_(torch.where(usable, 1.0 / encode, old))
+        self.factors.copy_(torch.where(usable, torch.stack((1.0 / encode, encode)), old))
 
     def discard_forward(self) -> None:
         """Forget the amaxes of forward tensors recorded since the last update."""
@@ -211,8 +233,8 @@ class DelayedSlots:
                     recipe.amax_history_len, count, dtype=torch.float32, device=device
                 ),
                 "amax": torch.full((count,), NO_DATA, dtype=torch.float32, device=device),
-                "scale": torch.ones(count, dtype=torch.float32, device=device),
-                "previous": torch.ones(count, dtype=torch.float32, device=device),
+                "factors": torch.ones(2, count, dtype=torch.float32, device=device),
+                "previous": torch.ones(2, count, dtype=torch.float32, device=device),
                 "seeded": torch.zeros(count, dtype=torch.bool, device=device),
                 "steps": torch.zeros(count, dtype=torch.int32, device=device),
                 "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
@@ -225,18 +247,20 @@ class DelayedSlots:
         pack.members.append(weakref.ref(self))
 
     def tensors(self) -> dict[str, Tensor]:
-        """This module's columns of the pack (views)."""
+        """This module's columns of the pack (views), and of the rows of ``factors``."""
         columns = slice(self.start, self.start + len(self.fp8_dtypes))
-        return {name: getattr(self.pack, name)[..., columns] for name in _TENSORS}
+        return {name: getattr(self.pack, name)[..., columns] for name in (*_TENSORS, *_ROWS)}
 
     def _separate(self, tensors: dict[str, Tensor]) -> None:
         self._adopt(ScalePack(self.pack.recipe, self.pack.group, tensors), 0)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Take over values of ``tensors()``, in place."""
+        """Take over values of ``tensors()``, in place; 1 over a scale without encode factor."""
         mine = self.tensors()
         for name, value in values.items():
             mine[name].copy_(value)
+        if "scale" in values and "encode" not in values:
+            mine["encode"].copy_(1.0 / mine["scale"])
         self.seeded = mine["seeded"].tolist()
         self.pack.forget_live()
 
@@ -245,7 +269,7 @@ class DelayedSlots:
         mine = self.tensors()
         for name in ("history", "seeded", "steps"):
             mine[name].zero_()
-        for name in ("scale", "previous"):
+        for name in ("factors", "previous"):
             mine[name].fill_(1.0)
         mine["amax"].fill_(NO_DATA)
         self.seeded = [False] * len(self.seeded)
@@ -254,15 +278,15 @@ class DelayedSlots:
     def to(self, device: torch.device) -> None:
         """Move to another device, into a pack of its own; from the meta device the state is new."""
         pack = self.pack
-        if pack.scale.device == device:
+        if pack.factors.device == device:
             return
-        if pack.scale.is_meta:
+        if pack.factors.is_meta:
             fresh = DelayedSlots(
                 pack.recipe, pack.group, fp8_dtypes=self.fp8_dtypes, forward=self.forward,
                 device=device,
             )  # fmt: skip
             self.seeded = fresh.seeded
-            self._separate(fresh.tensors())
+            self._separate({name: fresh.tensors()[name] for name in _TENSORS})
         else:
             with _lasting(device):
                 self._separate({k: t.to(device, copy=True) for k, t in self.tensors().items()})
@@ -274,7 +298,7 @@ class DelayedSlots:
             "forward": self.forward,
             "key": self.key,
             "seeded": list(self.seeded),
-            "tensors": {name: t.clone() for name, t in self.tensors().items()},
+            "tensors": {name: t.clone() for name, t in self.tensors().items() if name in _TENSORS},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -282,8 +306,8 @@ class DelayedSlots:
         self.key = state["key"]
         self.seeded = state["seeded"]
         tensors = state["tensors"]
-        with _lasting(tensors["scale"].device):
-            if tensors["scale"].is_inference():
+        with _lasting(tensors["factors"].device):
+            if tensors["factors"].is_inference():
                 tensors = {name: t.clone() for name, t in tensors.items()}
             self._adopt(ScalePack(state["recipe"], None, tensors), 0)
 
@@ -296,44 +320,45 @@ class DelayedSlots:
 
     def scale_for(
         self, index: int, x: Tensor, *, record: bool, shared: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scale to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
+    ) -> tuple[Factors, Tensor | None]:
+        """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
         slot = self.start + index
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
-            scale = self._own_scale(index, x)
+            factors = self._own_factors(index, x)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
             pack = self.pack
-            scale = torch.where(pack.has_scale()[slot], pack.scale[slot], scale.view(()))
+            factors = torch.where(pack.has_scale()[slot], pack.factors[:, slot], factors)
             if not record:
-                return scale.view(1), None
+                return Factors.of(factors), None
             if x.numel():
-                self.pack.set_scale(slot, scale)
+                self.pack.set_factors(slot, factors)
                 self.seeded[index] = True
         pack = self.pack
         return pack.current(slot, shared=shared), pack.amaxes[slot] if record else None
 
-    def scale_again(self, index: int) -> Tensor:
-        """The scale, of shape [1], that ``scale_for`` gave for the last forward's tensor."""
-        scale = self.pack.previous if self.pack.advanced else self.pack.scale
-        return scale[self.start + index].clone().view(1)
+    def scale_again(self, index: int) -> Factors:
+        """The factors that ``scale_for`` gave for the last forward's tensor."""
+        factors = self.pack.previous if self.pack.advanced else self.pack.factors
+        return Factors.of(factors[:, self.start + index].clone())
 
     def observe(self, index: int, x: Tensor) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""
         if x.numel() == 0:
             return
         if not self.seeded[index]:
-            self.pack.set_scale(self.start + index, self._own_scale(index, x))
+            self.pack.set_factors(self.start + index, self._own_factors(index, x))
             self.seeded[index] = True
         slot = self.pack.amaxes[self.start + index]
         slot.copy_(torch.maximum(slot, amax_op(x, (-1, -1)).view(())))
 
-    def _own_scale(self, index: int, x: Tensor) -> Tensor:
+    def _own_factors(self, index: int, x: Tensor) -> Tensor:
         recipe = self.pack.recipe
         rule = "pow2" if recipe.power_of_2_scale else "fp32"
-        scale = scale_from_amax(amax_op(x, (-1, -1)), self.fp8_dtypes[index], rule)
-        return scale * 2.0**recipe.margin
+        scale, encode = factors_from_amax(amax_op(x, (-1, -1)), self.fp8_dtypes[index], rule)
+        margin = 2.0**recipe.margin
+        return torch.cat((scale.view(1) * margin, encode.view(1) / margin))
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
@@ -344,14 +369,14 @@ def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
     batches: dict[Any, list[ScalePack]] = {}
     for pack in packs:
         alone = pack if pack.is_recorded() else None
-        batches.setdefault((pack.recipe, pack.group, pack.scale.device, alone), []).append(pack)
+        batches.setdefault((pack.recipe, pack.group, pack.factors.device, alone), []).append(pack)
     return [_merge(batch) if len(batch) > 1 else batch[0] for batch in batches.values()]
 
 
 def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]
-    with _lasting(packs[0].scale.device):
+    with _lasting(packs[0].factors.device):
         tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
         merged = ScalePack(packs[0].recipe, packs[0].group, tensors)
     merged.keeps_previous = any(pack.keeps_previous for pack in packs)

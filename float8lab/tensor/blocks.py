@@ -13,14 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from float8lab.formats import FLOAT32_MAX, Float8Spec
+from float8lab.formats import Float8Spec
 from float8lab.ops import (
     cast_unrecorded_op,
     dequantize_after_op,
     dequantize_op,
+    factors_from_amax,
     quantize_many_op,
     quantize_op,
-    scale_from_amax,
 )
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_blocks_",
     "refine_scale",
+    "requantize_blocks",
 ]
 
 _OP_SIZES = (-1, 1, 32, 128)
@@ -101,7 +102,8 @@ def quantize_blocks(
     Args:
         x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32.
         spec: the format to quantize to.
-        scale: given decode scales, broadcastable to one per block; else they follow from ``x``.
+        scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
+            they follow from ``x``.
         amax_epsilon: amaxes are raised to at least this before scales are made from them.
     """
     shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
@@ -119,7 +121,7 @@ def quantize_blocks(
             matrix, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1
         )
     else:
-        q = cast_unrecorded_op(matrix, _as_matrix(scale), spec.fp8_dtype, block, 1)
+        q = cast_unrecorded_op(matrix, _as_matrix(scale), spec.fp8_dtype, block, 1, True)
         amax, scale = scale * spec.largest(), scale.clone()
     return q.reshape(shape), scale.reshape(scales), amax.reshape(scales)
 
@@ -154,12 +156,29 @@ def _by_arithmetic(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if scale is None:
         amax = block_amax(x, spec.block)
-        scale = scale_from_amax(amax, spec.fp8_dtype, spec.scale_rule, amax_epsilon)
+        scale, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule, amax_epsilon)
+        value = x.float() * expand_scale(encode, spec.block, x.shape)
     else:
         amax, scale = scale * spec.largest(), scale.clone()
-    encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
-    limit = spec.largest()
-    return (x.float() * encode).clamp(-limit, limit).to(spec.fp8_dtype), scale, amax
+        value = x.float() / expand_scale(scale, spec.block, x.shape)
+    return _saturated(value, spec), scale, amax
+
+
+def _saturated(value: Tensor, spec: Float8Spec) -> Tensor:
+    return value.clamp(-spec.largest(), spec.largest()).to(spec.fp8_dtype)
+
+
+def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) -> Tensor:
+    """FP8 data of ``x`` as a cast to these scales and amaxes, one per block, has made it.
+
+    By the encode factor, which the amax tells, where the scale was found from the amax; by division
+    where it was given. An ``amax_epsilon`` above the amax is taken for a given scale.
+    """
+    own, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
+    found, encode, scale = (
+        expand_scale(t, spec.block, x.shape) for t in (own == scale, encode, scale)
+    )
+    return _saturated(torch.where(found, x.float() * encode, x.float() / scale), spec)
 
 
 _Stored = tuple[Tensor, Tensor, Tensor]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_op, cast_unrecorded_op, scale_from_amax
+from float8lab.ops import amax_op, cast_unrecorded_op, factors_from_amax
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -83,6 +83,7 @@ class WeightGather:
     def __init__(self, spec: Float8Spec) -> None:
         self.spec = spec
         self.scale: Tensor | None = None  # of every block of the weight; None: never reduced
+        self.factor: Tensor | None = None  # likewise, what ``cast`` wants
         self.amax: Tensor | None = None
         self.gathered = False  # in a forward since the last reduction
         self.version: Any = None
@@ -104,11 +105,11 @@ class WeightGather:
         """Amaxes of the blocks of some rows of the shard."""
         raise NotImplementedError
 
-    def scales(self, amax: Tensor) -> Tensor:
-        """Decode scales of blocks with these amaxes."""
+    def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode scales of blocks with these amaxes, and by what to cast."""
         raise NotImplementedError
 
-    def cast(self, rows: Tensor, scale: Tensor) -> Tensor:
+    def cast(self, rows: Tensor, factor: Tensor) -> Tensor:
         """FP8 data of some rows of the shard."""
         raise NotImplementedError
 
@@ -153,10 +154,11 @@ class WeightGather:
             self.gathered = True
             self.batch.latest = max(self.batch.latest, self.index)
         assert self.scale is not None, "reduced above"
+        assert self.factor is not None, "reduced above"
         assert self.amax is not None, "reduced above"
         gathered = Gathered(self.spec, self.scale, self.amax, self.place.shape)
         parts = [
-            self.cast(shard[rows], self.scale[blocks]).view(torch.uint8)
+            self.cast(shard[rows], self.factor[blocks]).view(torch.uint8)
             for rows, blocks in self.segments(shard.shape[0])
         ]
         missing = self.place.padded_rows - shard.shape[0]
@@ -200,13 +202,15 @@ class MasterGather(WeightGather):
     def rule(self) -> Any:
         return self.spec.fp8_dtype, self.spec.scale_rule, self.amax_epsilon, self.headroom
 
-    def scales(self, amax: Tensor) -> Tensor:
+    def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         spec = self.spec
-        scale = scale_from_amax(amax, spec.fp8_dtype, spec.scale_rule, self.amax_epsilon)
-        return scale if self.headroom == 1.0 else scale * self.headroom
+        scale, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule, self.amax_epsilon)
+        if self.headroom == 1.0:
+            return scale, encode
+        return scale * self.headroom, encode / self.headroom
 
-    def cast(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return cast_unrecorded_op(rows, scale, self.spec.fp8_dtype, self.spec.block, 1)
+    def cast(self, rows: Tensor, factor: Tensor) -> Tensor:
+        return cast_unrecorded_op(rows, factor, self.spec.fp8_dtype, self.spec.block, 1)
 
 
 class StoredGather(WeightGather):
@@ -244,15 +248,15 @@ class StoredGather(WeightGather):
     def rule(self) -> Any:
         return "stored"
 
-    def scales(self, amax: Tensor) -> Tensor:
-        return amax
+    def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        return amax, amax
 
-    def cast(self, rows: Tensor, scale: Tensor) -> Tensor:
+    def cast(self, rows: Tensor, factor: Tensor) -> Tensor:
         assert isinstance(rows, Float8Tensor), "current_shard is"
         if self.spec.block[0] == 1 and rows.spec == self.spec:
             return rows.qdata  # no block is shared
         values = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-        return cast_unrecorded_op(values, scale, self.spec.fp8_dtype, self.spec.block, 1)
+        return cast_unrecorded_op(values, factor, self.spec.fp8_dtype, self.spec.block, 1, True)
 
 
 class _Batch:
@@ -323,10 +327,13 @@ def reduce_blocks(members: list[WeightGather], device: torch.device, mesh: Any) 
             amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
         by_rule = {member.rule: member for member in members}
-        scales = {rule: member.scales(amax).split(counts) for rule, member in by_rule.items()}
+        made = {
+            rule: [factor.split(counts) for factor in member.scales(amax)]
+            for rule, member in by_rule.items()
+        }
     for index, (member, shape) in enumerate(zip(members, shapes, strict=True)):
         member.amax = views[index]
-        member.scale = scales[member.rule][index].view(shape)
+        member.scale, member.factor = (one[index].view(shape) for one in made[member.rule])
         member.version = member.current_version()
         member.gathered = False
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8lab.formats import E4M3, FLOAT32_MAX, Float8Spec, largest, scale_shape
+from float8lab.formats import E4M3, Float8Spec, largest, scale_shape
 from float8lab.tensor.blocks import expand_scale
 
 __all__ = [
@@ -636,15 +636,15 @@ class Errors:
         value = qdata.float() * expand_scale(scale, spec.block, qdata.shape)
         finite = value.isfinite() & wide.isfinite()
         error = (value - wide).masked_fill(~finite, 0.0)
-        # As the cast computes it; half a step above the largest is where the next code would be.
-        encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, qdata.shape)
+        # Half a step above the largest is where the next code would be.
+        quotient = wide / expand_scale(scale, spec.block, qdata.shape)
         top = largest(spec.fp8_dtype)
         half_step = 16.0 if spec.fp8_dtype == E4M3 else 4096.0
         return Errors(
             source=wide.masked_fill(~finite, 0.0),
             error=error,
             finite=finite,
-            clipped=(wide * encode).abs() > top + half_step,
+            clipped=quotient.abs() > top + half_step,
             flushed=(qdata.float() == 0) & (wide != 0),
         )
 

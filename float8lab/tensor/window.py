@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.ops import scale_from_amax
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale, quantize_blocks
 
 __all__ = ["Step", "Window", "merge_into"]
@@ -97,15 +96,16 @@ def merge_into(
     """
     spec = x.spec
     touched = block_amax(mask, spec.block) > 0
-    new_amax = block_amax(new, spec.block)
-    new_scale = scale_from_amax(new_amax, spec.fp8_dtype, spec.scale_rule)
+    q, new_scale, new_amax = quantize_blocks(new, spec)
+    new_bytes, old_bytes = q.view(torch.uint8), x.qdata.view(torch.uint8)
     if scale is not None and amax is not None:
-        new_amax = torch.where(scale > 0, amax, new_amax)
-        new_scale = torch.where(scale > 0, scale, new_scale)
-    new_scale = torch.where(touched, new_scale, x.scale)
-    q, _, _ = quantize_blocks(new, spec, scale=new_scale)
+        kept = scale > 0
+        new_amax = torch.where(kept, amax, new_amax)
+        new_scale = torch.where(kept, scale, new_scale)
+        q, _, _ = quantize_blocks(new, spec, scale=new_scale)
+        kept = expand_scale(kept, spec.block, new.shape)
+        new_bytes = torch.where(kept, q.view(torch.uint8), new_bytes)
     written = expand_scale(touched, spec.block, new.shape)
-    old_bytes = x.qdata.view(torch.uint8)
-    old_bytes.copy_(torch.where(written, q.view(torch.uint8), old_bytes))
+    old_bytes.copy_(torch.where(written, new_bytes, old_bytes))
     x.amax.copy_(torch.where(touched, new_amax, x.amax))
-    x.scale.copy_(new_scale)
+    x.scale.copy_(torch.where(touched, new_scale, x.scale))

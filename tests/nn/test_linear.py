@@ -402,14 +402,14 @@ def test_float64_stays_in_high_precision():
 
 def count_weight_casts(monkeypatch):
     casts = []
-    original = operands.cast
+    original = operands.cast_repeatable
 
     def counting(x, spec, index, call):
         if index == precision.W:
             casts.append(tuple(x.shape))
         return original(x, spec, index, call)
 
-    monkeypatch.setattr(operands, "cast", counting)
+    monkeypatch.setattr(operands, "cast_repeatable", counting)
     return casts
 
 

@@ -62,7 +62,7 @@ POINTER = {
 
 x = torch.zeros((256, 512), dtype=torch.bfloat16)
 one = torch.ones(1)
-slots = torch.zeros(8)
+slots, factors = torch.zeros(8), torch.zeros(2, 8)
 
 
 def quantized(block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3) -> Any:
@@ -106,8 +106,13 @@ def tiles(rule: str = "fp32", size: int = 128, column_sum: bool = False) -> Any:
     return lambda: pair_blocks.quantize_blocks(x, E4M3, (1, size), rule, 0.0, 16, column_sum)
 
 
-def cast(scale: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None) -> Any:
-    return lambda: quantize.cast(x, scale, slot, E4M3, block, 16)
+def cast(
+    factor: torch.Tensor,
+    block: tuple[int, int],
+    slot: torch.Tensor | None = None,
+    divide: bool = False,
+) -> Any:
+    return lambda: quantize.cast(x, factor, slot, E4M3, block, 16, divide)
 
 
 def cast_both(column_sum: bool, fp8_dtype: torch.dtype = E4M3) -> Any:
@@ -248,6 +253,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "many-cast-odd": many_cast((128, 128), columns=500),
     "cast": cast(one, (-1, -1)),
     "cast-amax": cast(one, (-1, -1), one),
+    "cast-divides": cast(one, (-1, -1), divide=True),
+    "cast-1x128-divides": cast(torch.ones(256, 4), (1, 128), divide=True),
     "cast-row": cast(torch.ones(256, 1), (1, -1)),
     "cast-1x128": cast(torch.ones(256, 4), (1, 128)),
     "cast-128x128": cast(torch.ones(2, 4), (128, 128)),
@@ -293,10 +300,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "tiles-of-layer-norm-transposed": tiles_of("layer_norm", write=False),
     "tiles-of-swiglu-backward-sum": tiles_of("swiglu_backward", column_sum=True),
     "update-scales": lambda: scaling.update_scales_(
-        torch.zeros(1024, 8), slots, slots, slots.int(), slots, 0, 1, False, True
+        torch.zeros(1024, 8), slots, factors, slots.int(), slots, 0, 1, False, True
     ),
     "update-scales-newest": lambda: scaling.update_scales_(
-        torch.zeros(4096, 8), slots, slots, slots.int(), slots, 0, 1, True, False
+        torch.zeros(4096, 8), slots, factors, slots.int(), slots, 0, 1, True, False
     ),
 }
 """Calls whose kernels must not spill; with those of attention they launch every kernel."""

@@ -55,6 +55,56 @@ def test_encode_factor_is_one_division(fp8_dtype: torch.dtype) -> None:
     torch.testing.assert_close(scale, torch.tensor(1.0) / encode, rtol=0, atol=0)
 
 
+def near_ties(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows whose encode factor, and whose scale, some elements tell from their roundings.
+
+    Their first elements are their amaxes; the others are, times the encode factor or over the
+    scale, halfway between two values of E4M3 but for a rounding. Encode factors and scales, too.
+    """
+    amax = 1 + torch.arange(rows).float() / rows
+    encode = torch.tensor(448.0) / amax
+    scale = torch.tensor(1.0) / encode
+    ties = torch.cat([(torch.arange(8, 16) + 0.5) * 2.0**i for i in range(-3, 5)])
+    x = (amax[:, None], ties / encode[:, None], ties * scale[:, None])
+    return torch.cat(x, 1), encode[:, None], scale[:, None]
+
+
+def test_a_scale_that_is_found_multiplies_and_one_that_is_given_divides() -> None:
+    x, encode, scale = near_ties(512)
+    found = (x * encode).clamp(-448, 448).to(E4M3)
+    given = (x / scale).clamp(-448, 448).to(E4M3)
+    reciprocal = (x * (1 / scale)).clamp(-448, 448).to(E4M3)
+    differ = [(one.float() != other.float()).any() for one, other in
+              ((found, given), (found, reciprocal), (given, reciprocal))]  # fmt: skip
+    assert all(differ)  # else this would test nothing
+    for block in ((1, -1), (1, 256)):
+        q, own, _ = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
+        assert torch.equal(own, scale)
+        assert torch.equal(q.float(), found.float())
+        _, _, q_t, _, _ = reference.quantize_pair(x.t(), E4M3, block, "fp32", 0.0, 1, False)
+        assert torch.equal(q_t.float(), found.float())
+        q = reference.cast(x, encode, None, E4M3, block, 1)
+        assert torch.equal(q.float(), found.float())
+        q = reference.cast(x, scale, None, E4M3, block, 1, divide=True)
+        assert torch.equal(q.float(), given.float())
+    for row, wanted in zip(x[::37, None], found[::37], strict=True):
+        q, _, _ = reference.quantize(row, E4M3, (-1, -1), "fp32", 0.0, 1)
+        assert torch.equal(q[0].float(), wanted.float())
+
+
+def test_a_division_by_a_scale_is_ieee() -> None:
+    x = torch.tensor([[0.0, 1.0, -1.0, INF, NAN]])
+    for scale, expected in (
+        (0.0, [NAN, 448.0, -448.0, 448.0, NAN]),
+        (2.0**-149, [0.0, 448.0, -448.0, 448.0, NAN]),
+        (INF, [0.0, 0.0, -0.0, NAN, NAN]),
+        (NAN, [NAN] * 5),
+    ):
+        q = reference.cast(x, torch.tensor(scale), None, E4M3, (-1, -1), 1, divide=True)
+        expected = torch.tensor([expected])
+        torch.testing.assert_close(q.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("rule", ["pow2", "e8m0"])
 def test_power_of_2_scales_never_overflow(rule: str) -> None:
     amax = torch.exp2(torch.rand(4096) * 200 - 100)
@@ -82,9 +132,9 @@ def test_many_are_written_as_one_is_returned(block: tuple[int, int]) -> None:
     for tensors, wanted in zip(got, want, strict=True):
         for one, other in zip(tensors, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-    scales = [scale for _, scale, _ in want]
+    encodes = [1 / scale for _, scale, _ in want]  # exactly, of powers of two
     qs = [torch.empty_like(q) for q, _, _ in want]
-    reference.cast_many_(xs, scales, qs, block)
+    reference.cast_many_(xs, encodes, qs, block)
     for one, (other, _, _) in zip(qs, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -266,7 +316,7 @@ def update(
     state = (
         history.clone(),
         torch.tensor(amax),
-        torch.full((slots,), 5.0),
+        torch.tensor([[5.0], [0.25]]).repeat(1, slots),
         torch.full((slots,), steps, dtype=torch.int32),
     )
     settings = {
@@ -276,8 +326,12 @@ def update(
         "power_of_2": True,
     }
     copy = reference.update_scales_(*state, torch.full((slots,), 448.0), **(settings | options))
-    assert torch.equal(copy, state[2].unsqueeze(1).expand(-1, 4))
-    return state
+    factors = state[2]
+    assert torch.equal(copy, factors.t().unsqueeze(2).expand(-1, -1, 4))
+    assert bool(((factors[0] == 5) == (factors[1] == 0.25)).all())
+    changed = factors[:, factors[0] != 5]
+    assert torch.equal(changed[0], 1 / changed[1])
+    return state[0], state[1], factors[0], state[3]
 
 
 def test_update_rolls_only_slots_that_saw_data() -> None:

@@ -269,7 +269,7 @@ def _converted(column: _Column, slots: DelayedSlots) -> dict[str, Tensor]:
     """The tensors of ``DelayedSlots`` for a product."""
     values = {
         name: slots.tensors()[name].clone()
-        for name in ("history", "amax", "scale", "previous", "seeded", "steps")
+        for name in ("history", "amax", "scale", "encode", "seeded", "steps")
     }
     for slot, encode, history in zip((X, W, DY), column.scale, column.histories, strict=True):
         if float(encode) == 1.0 and not bool(history.any()):
@@ -278,7 +278,7 @@ def _converted(column: _Column, slots: DelayedSlots) -> dict[str, Tensor]:
         values["history"][:, slot] = 0.0
         values["history"][: len(past), slot] = past
         values["amax"][slot] = history[0] if bool(history[0] > 0) else NO_DATA
-        values["scale"][slot] = values["previous"][slot] = 1.0 / encode
+        values["scale"][slot], values["encode"][slot] = 1.0 / encode, encode
         values["seeded"][slot] = True
     return values
 

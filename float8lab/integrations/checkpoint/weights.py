@@ -199,7 +199,7 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
             codes, scales = _cast(whole, precision, recipe)
         else:
             scales = given.to(whole.device).reshape(1, 1)
-            codes = cast_unrecorded_op(whole, scales, plan.w.fp8_dtype, plan.w.block, 1)
+            codes = cast_unrecorded_op(whole, scales, plan.w.fp8_dtype, plan.w.block, 1, True)
         amaxes = block_amax(whole, plan.w.block) if amax else None
         return _split(Stored(codes, scales, amaxes), shapes, plan.w)
 

@@ -84,10 +84,11 @@ def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Te
     first, second, third, size = laid_out.shape
     rows = laid_out.reshape(first * second, third * size)
     if plan.delayed and torch.compiler.is_compiling():
-        q, scale = cast_in_graph(rows, index, call, fp8_dtype, 1)
+        q, scale, _ = cast_in_graph(rows, index, call, fp8_dtype, 1)
     elif plan.delayed:
-        scale, slot = call.scale(index, rows)
-        q = cast_op(rows, scale, slot, fp8_dtype, (-1, -1), 1)
+        factors, slot = call.scale(index, rows)
+        scale = factors.scale
+        q = cast_op(rows, factors.encode, slot, fp8_dtype, (-1, -1), 1)
     else:
         q, scale, _ = quantize_op(
             rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1

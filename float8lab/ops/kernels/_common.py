@@ -27,7 +27,6 @@ __all__ = [
     "broadcast_scale",
     "ceil_div",
     "empty_column_sums",
-    "encode_from_scale",
     "grid_of",
     "load_tile",
     "multiprocessors",
@@ -169,14 +168,8 @@ def pow2_reciprocal(x):
 
 
 @triton.jit
-def encode_from_scale(scale):
-    encode = tl.div_rn(1.0, scale)
-    return tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
-
-
-@triton.jit
 def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
-    """Decode scales and their encode factors, as ``reference`` makes them one from the other.
+    """Decode scales and encode factors, as ``reference.factors_from_amax`` makes them.
 
     Divisions are the costly part, since every thread of a tile repeats those of its rows and
     columns. Powers of two need none: LIMIT is 1.75 * 2**LOG2, so the exponent of LIMIT / amax is
@@ -189,7 +182,6 @@ def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
         encode = tl.div_rn(LIMIT, raised)
         encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
         scale = tl.div_rn(1.0, encode)
-        encode = encode_from_scale(scale)
     else:
         tl.static_assert(LIMIT == 448.0 or LIMIT == 57344.0)
         LOG2: tl.constexpr = 8 if LIMIT == 448.0 else 15

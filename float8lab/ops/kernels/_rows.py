@@ -16,7 +16,6 @@ from torch import Tensor
 from float8lab.ops.kernels._common import (
     abs_bits,
     block_amax,
-    encode_from_scale,
     pack,
     saturate,
     scale_from_amax,
@@ -91,8 +90,7 @@ def store_by_row(
     x3,
     words,
     columns,
-    scale_ptr,  # [ROWS] fp32
-    scale_t_ptr,  # [COLUMNS] fp32
+    encode_ptr,  # [ROWS + COLUMNS] fp32: encode factors of rows, then of columns
     q_ptr,
     q_t_ptr,
     ROWS,
@@ -101,13 +99,13 @@ def store_by_row(
 ):
     """Every row, and every row of the transpose, in a scale of its own."""
     dtype: tl.constexpr = q_t_ptr.dtype.element_ty
-    scale = tl.load(scale_t_ptr + columns, mask=columns < COLUMNS, other=1.0)
-    packed = _pack_scaled(x0, x1, x2, x3, encode_from_scale(scale)[None, :], dtype)
+    encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)
+    packed = _pack_scaled(x0, x1, x2, x3, encode[None, :], dtype)
     if WRITE:
         for row in tl.static_range(4):
             rows = 4 * words + row
-            scale = tl.load(scale_ptr + rows, mask=rows < ROWS, other=1.0)
-            q = saturate(widen((x0, x1, x2, x3)[row]) * encode_from_scale(scale)[:, None], dtype)
+            encode = tl.load(encode_ptr + rows, mask=rows < ROWS, other=1.0)
+            q = saturate(widen((x0, x1, x2, x3)[row]) * encode[:, None], dtype)
             store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
     store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
 

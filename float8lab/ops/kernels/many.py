@@ -196,7 +196,7 @@ def _quantize_blocks_of_many_kernel(
     )  # fmt: skip
 
 
-# Given scales.
+# Given encode factors.
 
 
 @launched(do_not_specialize=["matrices"])
@@ -213,14 +213,14 @@ def _cast_many_kernel(
 ):
     tile = tl.program_id(0)
     row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
-    x_ptr, q_ptr, scale_ptr, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
-    stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
+    x_ptr, q_ptr, encode_ptr, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    stride_em, stride_ek = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
     tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
-    scale_rows = tl.cdiv(M, BM) if BM else 1
-    scale_columns = tl.cdiv(K, BK) if BK else 1
+    factor_rows = tl.cdiv(M, BM) if BM else 1
+    factor_columns = tl.cdiv(K, BK) if BK else 1
     write_cast(
-        x_ptr, scale_ptr, scale_ptr, q_ptr, tile, M, K, M, K, scale_rows, scale_columns,
-        stride_xm, 1, stride_sm, stride_sk, BM, BK, False, TILE_M, TILE_K,
+        x_ptr, encode_ptr, encode_ptr, q_ptr, tile, M, K, M, K, factor_rows, factor_columns,
+        stride_xm, 1, stride_em, stride_ek, BM, BK, False, False, TILE_M, TILE_K,
     )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def _table_of(key: _Key) -> Tensor | None:
 
 
 class _Job(NamedTuple):
-    """A matrix and where its quantized form goes; a cast has its scales for amaxes too."""
+    """A matrix and where its quantized form goes; a cast has encode factors for both others."""
 
     x: Tensor
     q: Tensor
@@ -319,13 +319,13 @@ def quantize_many_(
 
 
 def cast_many_(
-    xs: Sequence[Tensor], scales: Sequence[Tensor], qs: Sequence[Tensor], block: Sequence[int]
+    xs: Sequence[Tensor], encodes: Sequence[Tensor], qs: Sequence[Tensor], block: Sequence[int]
 ) -> None:
     """``reference.cast_many_``: at most two launches, and one by one what those above are."""
-    tensors = zip(xs, qs, scales, scales, strict=True)
+    tensors = zip(xs, qs, encodes, encodes, strict=True)
     jobs = _launch([_Job(*one) for one in tensors], partial(_launch_cast, block=block))
-    for x, q, scale, _ in jobs:
-        q.copy_(cast(x, scale, None, q.dtype, block, 1))
+    for x, q, encode, _ in jobs:
+        q.copy_(cast(x, encode, None, q.dtype, block, 1))
 
 
 def _launch(jobs: list[_Job], launch: Callable[..., bool]) -> list[_Job]:

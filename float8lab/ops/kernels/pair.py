@@ -22,7 +22,6 @@ from float8lab.ops.kernels._common import (
     abs_bits,
     ceil_div,
     empty_column_sums,
-    encode_from_scale,
     grid_of,
     load_tile,
     record_amax,
@@ -85,9 +84,10 @@ def _load_rows(x_ptr, tile_m, columns, M, K, stride_m, stride_k, TILE_M: tl.cons
 @launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_pair_kernel(
     x_ptr,  # [M, K] any float
-    scale_ptr,  # [1], or [ROWS] if PER_ROW, fp32
-    scale_t_ptr,  # [1], or [COLUMNS] if PER_ROW, fp32
-    partial_ptr,  # [programs] fp32 partial amaxes, from which RULE makes the scales
+    scale_ptr,  # [1] fp32 to be made
+    scale_t_ptr,  # [1] fp32 to be made
+    given_ptr,  # fp32: the encode factor [1], or those of rows and columns [ROWS + COLUMNS] if
+    # PER_ROW, or the partial amaxes [programs] from which RULE makes scale and encode factor
     slot_ptr,  # [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
     q_t_ptr,  # [COLUMNS, ROWS] fp8
@@ -101,7 +101,7 @@ def _cast_pair_kernel(
     programs,
     eps,
     LIMIT: tl.constexpr,
-    RULE: tl.constexpr,  # "" where scales are given
+    RULE: tl.constexpr,  # "" where encode factors are given
     PER_ROW: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     COLUMN_SUM: tl.constexpr,
@@ -123,14 +123,13 @@ def _cast_pair_kernel(
         store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
     if PER_ROW:
         store_by_row(
-            x0, x1, x2, x3, words, columns, scale_ptr, scale_t_ptr, q_ptr, q_t_ptr, ROWS, COLUMNS,
-            True,
+            x0, x1, x2, x3, words, columns, given_ptr, q_ptr, q_t_ptr, ROWS, COLUMNS, True
         )  # fmt: skip
     else:
         if RULE == "":
-            encode = encode_from_scale(tl.load(scale_ptr))
+            encode = tl.load(given_ptr)
         else:
-            scale, encode, _ = scale_of_tensor(partial_ptr, programs, eps, LIMIT, RULE, PARTIALS)
+            scale, encode, _ = scale_of_tensor(given_ptr, programs, eps, LIMIT, RULE, PARTIALS)
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
                 tl.store(scale_t_ptr, scale)
@@ -141,13 +140,13 @@ def _cast_pair_kernel(
 
 def _cast_pair(
     x: Tensor,
-    scales: tuple[Tensor, Tensor],
+    given: Tensor,
     fp8_dtype: torch.dtype,
     align: int,
     column_sum: bool,
     *,
     slot: Tensor | None = None,
-    partial: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     rule: str = "",
     eps: float = 0.0,
     per_row: bool = False,
@@ -157,16 +156,16 @@ def _cast_pair(
     sums = empty_column_sums(x, x.shape, _TILE, column_sum)
     _cast_pair_kernel[grid_of(q.shape, _TILE)](
         x,
-        *scales,
-        scales[0] if partial is None else partial,
-        scales[0] if slot is None else slot,
+        *(scales or (given, given)),
+        given,
+        given if slot is None else slot,
         q,
         q_t,
         sums,
         *x.shape,
         *q.shape,
         *x.stride(),
-        0 if partial is None else partial.numel(),
+        given.numel(),
         eps,
         LIMIT=largest(fp8_dtype),
         RULE=rule,
@@ -206,7 +205,7 @@ def _amax_rows_columns_kernel(
 
 @launched
 def _scales_kernel(
-    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
     scale_ptr,  # [ROWS] fp32
     scale_t_ptr,  # [COLUMNS] fp32
     ROWS,
@@ -219,7 +218,8 @@ def _scales_kernel(
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
     eps = tl.cast(eps, tl.float32)
-    scale, _ = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
+    scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
+    tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
     tl.store(scale_ptr + index, scale, mask=index < ROWS)
     column = index - ROWS
     tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
@@ -227,8 +227,11 @@ def _scales_kernel(
 
 def scales_of_rows(
     amaxes: Tensor, rows: int, fp8_dtype: torch.dtype, rule: str, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Scales of rows and of columns, from the bit patterns of their amaxes in this order."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of rows and of columns, from the bit patterns of their amaxes in this order.
+
+    And the encode factors of both, in the memory of the amaxes.
+    """
     columns = amaxes.numel() - rows
     scale = amaxes.new_empty((rows, 1), dtype=torch.float32)
     scale_t = amaxes.new_empty((columns, 1), dtype=torch.float32)
@@ -236,7 +239,7 @@ def scales_of_rows(
         amaxes, scale, scale_t, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
     )  # fmt: skip
-    return scale, scale_t
+    return scale, scale_t, amaxes.view(torch.float32)
 
 
 def _quantize_rows_pair(
@@ -255,9 +258,8 @@ def _quantize_rows_pair(
         TILE_K=tile.columns,
         num_warps=tile.warps,
     )
-    scale, scale_t = scales_of_rows(amaxes, rows, fp8_dtype, rule, eps)
-    how = (fp8_dtype, align, column_sum)
-    q, q_t, total = _cast_pair(x, (scale, scale_t), *how, per_row=True)
+    scale, scale_t, encode = scales_of_rows(amaxes, rows, fp8_dtype, rule, eps)
+    q, q_t, total = _cast_pair(x, encode, fp8_dtype, align, column_sum, per_row=True)
     return q, scale, q_t, scale_t, total
 
 
@@ -273,7 +275,7 @@ def _quantize_tensor_pair(
     partial = partial_amax(x) if known_amax is None else known_amax
     scales = x.new_empty((1, 1), dtype=torch.float32), x.new_empty((1, 1), dtype=torch.float32)
     how = (fp8_dtype, align, column_sum)
-    q, q_t, total = _cast_pair(x, scales, *how, partial=partial, rule=rule, eps=eps)
+    q, q_t, total = _cast_pair(x, partial, *how, scales=scales, rule=rule, eps=eps)
     return q, scales[0], q_t, scales[1], total
 
 
@@ -400,18 +402,18 @@ def quantize_pair(
 @replayed
 def cast_pair(
     x: Tensor,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0 or x.shape[1] == 1:
-        return reference.cast_pair(x, scale, amax_slot, fp8_dtype, align, column_sum)
+        return reference.cast_pair(x, encode, amax_slot, fp8_dtype, align, column_sum)
     if not has_words(x, align):
-        q = cast(x, scale, amax_slot, fp8_dtype, (-1, -1), align)
+        q = cast(x, encode, amax_slot, fp8_dtype, (-1, -1), align)
         return q, transpose(q, 1), reference.sum_of_rows(x, column_sum)
-    return _cast_pair(x, (scale, scale), fp8_dtype, align, column_sum, slot=amax_slot)
+    return _cast_pair(x, encode, fp8_dtype, align, column_sum, slot=amax_slot)
 
 
 # One-byte transpose.

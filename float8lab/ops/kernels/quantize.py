@@ -25,7 +25,6 @@ from float8lab.ops.kernels._common import (
     block_index,
     broadcast_scale,
     ceil_div,
-    encode_from_scale,
     grid_of,
     load_tile,
     next_power_of_2,
@@ -462,13 +461,13 @@ def quantize(
     return reference.quantize(x, fp8_dtype, block, rule, eps, align)
 
 
-# Given scales.
+# Given factors.
 
 
 @triton.jit
 def write_cast(
     x_ptr,  # [M, K] any float
-    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
+    factor_ptr,  # one per block of BM x BK, or broadcast, fp32
     slot_ptr,  # [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
     tile,
@@ -476,19 +475,20 @@ def write_cast(
     K,
     ROWS,
     COLUMNS,
-    scale_rows,
-    scale_columns,
+    factor_rows,
+    factor_columns,
     stride_xm,
     stride_xk,
-    stride_sm,
-    stride_sk,
+    stride_fm,
+    stride_fk,
     BM: tl.constexpr,  # 0 is the whole dimension
     BK: tl.constexpr,
+    DIVIDE: tl.constexpr,  # factors are decode scales
     HAS_SLOT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Cast tile number ``tile`` by given scales."""
+    """Cast tile number ``tile`` by given factors."""
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
     tile_m = (tile // tiles_k).to(tl.int64)
     tile_k = (tile % tiles_k).to(tl.int64)
@@ -498,72 +498,75 @@ def write_cast(
 
     m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
     k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
-    mask = (m < scale_rows)[:, None] & (k < scale_columns)[None, :]
-    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
-    scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
+    mask = (m < factor_rows)[:, None] & (k < factor_columns)[None, :]
+    offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
+    factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
 
     if HAS_SLOT:
         record_amax(slot_ptr, abs_bits(x))
 
-    q = saturate(x * encode_from_scale(scale), q_ptr.dtype.element_ty)
-    store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    y = tl.div_rn(x, factor) if DIVIDE else x * factor
+    store_tile(q_ptr, saturate(y, q_ptr.dtype.element_ty), rows, columns, ROWS, COLUMNS)
 
 
 @launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_kernel(
     x_ptr,
-    scale_ptr,
+    factor_ptr,
     slot_ptr,
     q_ptr,
     M,
     K,
     ROWS,
     COLUMNS,
-    scale_rows,
-    scale_columns,
+    factor_rows,
+    factor_columns,
     stride_xm,
     stride_xk,
-    stride_sm,
-    stride_sk,
+    stride_fm,
+    stride_fk,
     BM: tl.constexpr,
     BK: tl.constexpr,
+    DIVIDE: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
     write_cast(
-        x_ptr, scale_ptr, slot_ptr, q_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
-        scale_rows, scale_columns, stride_xm, stride_xk, stride_sm, stride_sk,
-        BM, BK, HAS_SLOT, TILE_M, TILE_K,
+        x_ptr, factor_ptr, slot_ptr, q_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
+        factor_rows, factor_columns, stride_xm, stride_xk, stride_fm, stride_fk,
+        BM, BK, DIVIDE, HAS_SLOT, TILE_M, TILE_K,
     )  # fmt: skip
 
 
 @replayed
 def cast(
     x: Tensor,
-    scale: Tensor,
+    factor: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     block: Sequence[int],
     align: int,
+    divide: bool = False,
 ) -> Tensor:
     tile = TILE
     if x.numel() == 0 or x.shape[1] == 1:
-        return reference.cast(x, scale, amax_slot, fp8_dtype, block, align)
+        return reference.cast(x, factor, amax_slot, fp8_dtype, block, align, divide)
     q = empty_output(x, fp8_dtype, align)
-    scale, block = broadcast_scale(scale, block)
+    factor, block = broadcast_scale(factor, block)
     _cast_kernel[grid_of(q.shape, tile)](
         x,
-        scale,
-        scale if amax_slot is None else amax_slot,
+        factor,
+        factor if amax_slot is None else amax_slot,
         q,
         *x.shape,
         *q.shape,
-        *scale.shape,
+        *factor.shape,
         *x.stride(),
-        *scale.stride(),
+        *factor.stride(),
         BM=block[0],
         BK=block[1],
+        DIVIDE=divide,
         HAS_SLOT=amax_slot is not None,
         TILE_M=tile.rows,
         TILE_K=tile.columns,

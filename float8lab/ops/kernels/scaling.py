@@ -22,15 +22,16 @@ __all__ = ["update_scales_"]
 def _update_scales_kernel(
     history_ptr,  # [H, S] fp32, newest first
     amax_ptr,  # [S] fp32
-    scale_ptr,  # [S] fp32
+    factors_ptr,  # [2, S] fp32: decode scales, encode factors
     steps_ptr,  # [S] int
     fp8_max_ptr,  # [S] fp32
-    copy_ptr,  # [S, 4] fp32
+    copy_ptr,  # [S, 2, 4] fp32
     H,
     stride_hh,
     stride_hs,
     stride_amax,
-    stride_scale,
+    stride_factor,
+    stride_slot,
     stride_steps,
     stride_fp8_max,
     factor,  # 2 ** -margin
@@ -65,10 +66,14 @@ def _update_scales_kernel(
 
     steps = tl.load(steps_ptr + slot * stride_steps)
     due = seen & (chosen > 0) & (steps % interval == 0)  # counted before this step is added
-    scale_ptr += slot * stride_scale
+    scale_ptr = factors_ptr + slot * stride_slot
+    encode_ptr = scale_ptr + stride_factor
     scale = tl.where(due, tl.div_rn(1.0, encode), tl.load(scale_ptr))
+    encode = tl.where(due, encode, tl.load(encode_ptr))
     tl.store(scale_ptr, scale)
-    tl.store(copy_ptr + slot * 4 + tl.arange(0, 4), scale)
+    tl.store(encode_ptr, encode)
+    tl.store(copy_ptr + slot * 8 + tl.arange(0, 4), scale)
+    tl.store(copy_ptr + slot * 8 + 4 + tl.arange(0, 4), encode)
     tl.store(steps_ptr + slot * stride_steps, steps + seen.to(steps.dtype))
     tl.store(amax_ptr + slot * stride_amax, EMPTY)
 
@@ -77,7 +82,7 @@ def _update_scales_kernel(
 def update_scales_(
     history: Tensor,
     amax: Tensor,
-    scale: Tensor,
+    factors: Tensor,
     steps: Tensor,
     fp8_max: Tensor,
     margin: int,
@@ -91,20 +96,20 @@ def update_scales_(
     it has written; 4096 entries are 32 registers a thread.
     """
     length, slots = history.shape
-    copy = scale.new_empty((slots, 4))
+    copy = factors.new_empty((slots, 2, 4))
     if not slots:
         return copy
     _update_scales_kernel[(slots,)](
         history,
         amax,
-        scale,
+        factors,
         steps,
         fp8_max,
         copy,
         length,
         *history.stride(),
         amax.stride(0),
-        scale.stride(0),
+        *factors.stride(),
         steps.stride(0),
         fp8_max.stride(0),
         2.0**-margin,

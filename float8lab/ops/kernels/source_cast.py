@@ -1,4 +1,4 @@
-"""Cast on the GPU what is computed tile by tile and never written, by scales that are known.
+"""Cast on the GPU what is computed tile by tile and never written, by factors that are known.
 
 M rows, K columns of the source; ROWS, COLUMNS the same after padding to the alignment. One kernel
 writes one orientation or both, the transpose as ``_rows.py`` says.
@@ -18,7 +18,6 @@ from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
     empty_column_sums,
-    encode_from_scale,
     grid_of,
     record_amax,
     saturate,
@@ -53,12 +52,13 @@ __all__ = ["Outputs", "cast_of", "cast_pair_of", "cast_source"]
 @launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
 def _cast_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    given_ptr,  # [1] fp32: the scale, or the amax that makes it
+    given_ptr,  # fp32: the encode factor [1], or those of rows and columns [ROWS + COLUMNS] if
+    # PER_ROW, or the amax [1] that makes it and the scale
     slot_ptr,  # [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
     q_t_ptr,  # [COLUMNS, ROWS] fp8
-    scale_ptr,  # [1] fp32 to be made, or [ROWS] if PER_ROW
-    scale_t_ptr,  # [1] fp32 to be made, or [COLUMNS] if PER_ROW
+    scale_ptr,  # [1] fp32 to be made
+    scale_t_ptr,  # [1] fp32 to be made
     sum_ptr,  # [row tiles, K] fp32
     M, K, ROWS, COLUMNS, eps,
     FROM_AMAX: tl.constexpr, LIMIT: tl.constexpr, RULE: tl.constexpr, PER_ROW: tl.constexpr,
@@ -73,7 +73,7 @@ def _cast_kernel(
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
     elif not PER_ROW:
-        encode = encode_from_scale(tl.load(given_ptr))
+        encode = tl.load(given_ptr)
     if TRANSPOSE:
         words, columns, y0, y1, y2, y3 = load_source_rows(
             a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
@@ -85,9 +85,8 @@ def _cast_kernel(
             store_column_sum(sum_ptr, sum_of_rows(y0, y1, y2, y3), tile_m, columns, K)
         if PER_ROW:
             store_by_row(
-                y0, y1, y2, y3, words, columns, scale_ptr, scale_t_ptr, q_ptr, q_t_ptr,
-                ROWS, COLUMNS, WRITE,
-            )  # fmt: skip
+                y0, y1, y2, y3, words, columns, given_ptr, q_ptr, q_t_ptr, ROWS, COLUMNS, WRITE
+            )
         else:
             store_by_scale(
                 y0, y1, y2, y3, encode, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS, WRITE
@@ -105,8 +104,7 @@ def _cast_kernel(
         if COLUMN_SUM:
             store_column_sum(sum_ptr, y, tile_m, columns, K)
         if PER_ROW:
-            scale = tl.load(scale_ptr + rows, mask=rows < ROWS, other=1.0)
-            encode = encode_from_scale(scale)[:, None]
+            encode = tl.load(given_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
         store_tile(
             q_ptr, saturate(y * encode, q_ptr.dtype.element_ty), rows, columns, ROWS, COLUMNS
         )
@@ -156,7 +154,10 @@ def cast_source(
     eps: float = 0.0,
     per_row: bool = False,
 ) -> None:
-    """Cast by a given scale, by ``scales`` (``per_row``) or, to make these, by a given amax."""
+    """Cast by a given encode factor, or one for each row and column (``per_row``), or by an amax.
+
+    From the amax are made ``scales``, too.
+    """
     tensors, constants = arguments_of(kind, inputs, dtype, tile)
     _cast_kernel[out.grid](
         *tensors,
@@ -168,7 +169,7 @@ def cast_source(
         out.sums,
         *out.sizes,
         eps,
-        FROM_AMAX=scales is not None and not per_row,
+        FROM_AMAX=scales is not None,
         LIMIT=largest(out.q.dtype),
         RULE=rule,
         PER_ROW=per_row,
@@ -184,14 +185,14 @@ def cast_of(
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
     transposed: bool,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
 ) -> Tensor:
     if not has_kernel(kind, inputs, dtype):
         return reference.cast_of(
-            kind, inputs, dtype, transposed, scale, amax_slot, fp8_dtype, align
+            kind, inputs, dtype, transposed, encode, amax_slot, fp8_dtype, align
         )
     by_words = transposed and has_words(inputs[0], align)
     tile = tile_for(kind, both=by_words)
@@ -199,7 +200,7 @@ def cast_of(
         kind, inputs, fp8_dtype, align,
         write=not by_words, transpose=by_words, column_sum=False, tile=tile,
     )  # fmt: skip
-    cast_source(kind, inputs, dtype, scale, amax_slot, out, tile)
+    cast_source(kind, inputs, dtype, encode, amax_slot, out, tile)
     if by_words:
         return out.q_t
     return transpose(out.q, 1) if transposed else out.q
@@ -210,7 +211,7 @@ def cast_pair_of(
     kind: str,
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
@@ -218,7 +219,7 @@ def cast_pair_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not has_kernel(kind, inputs, dtype):
         return reference.cast_pair_of(
-            kind, inputs, dtype, scale, amax_slot, fp8_dtype, align, column_sum
+            kind, inputs, dtype, encode, amax_slot, fp8_dtype, align, column_sum
         )
     one_pass = has_words(inputs[0], align)
     tile = tile_for(kind, both=one_pass)
@@ -226,5 +227,5 @@ def cast_pair_of(
         kind, inputs, fp8_dtype, align,
         write=True, transpose=one_pass, column_sum=column_sum, tile=tile,
     )  # fmt: skip
-    cast_source(kind, inputs, dtype, scale, amax_slot, out, tile)
+    cast_source(kind, inputs, dtype, encode, amax_slot, out, tile)
     return out.q, out.q_t if one_pass else transpose(out.q, 1), total_of(out.sums)

@@ -153,13 +153,15 @@ def _quantize(
     write: bool,
     transpose: bool,
     column_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    first = inputs[0]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Both orientations, sums of columns, and the amax if it was found."""
+    first, found = inputs[0], None
     if transpose and has_tiles(first.device, dtype, block, align):
-        return quantize_blocks_of(
+        outputs = quantize_blocks_of(
             kind, inputs, dtype, fp8_dtype, block, rule, eps, align,
             write=write, column_sum=column_sum,
         )  # fmt: skip
+        return *outputs, found
     tile = tile_for(kind, both=transpose)
     registers = None
     if transpose and block[0] == 1 and block[1] > 0:
@@ -175,12 +177,13 @@ def _quantize(
     scale = empty_scale(first, (out.rows, out.columns), block)
     scale_t = empty_scale(first, (out.columns, out.rows), block)
     if block == (-1, -1):
-        amax = amax_of(kind, inputs, dtype) if known_amax is None else known_amax
+        if known_amax is None:
+            found = known_amax = amax_of(kind, inputs, dtype)
         cast_source(
-            kind, inputs, dtype, amax, None, out, tile,
+            kind, inputs, dtype, known_amax, None, out, tile,
             scales=(scale, scale_t), rule=rule, eps=eps,
         )  # fmt: skip
-        return out.q, scale, out.q_t, scale_t, total_of(out.sums)
+        return out.q, scale, out.q_t, scale_t, total_of(out.sums), found
     tensors, constants = arguments_of(kind, inputs, dtype, tile)
     how = {"LIMIT": largest(fp8_dtype), "RULE": rule, **out.flags, **constants}
     if block == (1, -1):
@@ -188,16 +191,15 @@ def _quantize(
         _amax_rows_columns_kernel[out.grid](
             *tensors, amaxes, *out.sizes, WRITE=write, TRANSPOSE=transpose, **constants
         )
-        scales = scales_of_rows(amaxes, out.rows, fp8_dtype, rule, eps)
-        cast_source(kind, inputs, dtype, amaxes, None, out, tile, scales=scales, per_row=True)
-        scale, scale_t = scales
+        scale, scale_t, encode = scales_of_rows(amaxes, out.rows, fp8_dtype, rule, eps)
+        cast_source(kind, inputs, dtype, encode, None, out, tile, per_row=True)
     else:
         _quantize_blocks_kernel[out.grid](
             *tensors, out.q, out.q_t, scale, scale_t, out.sums, *out.sizes, eps,
             *scale.stride(), *scale_t.stride(), BM=block[0], BK=block[1],
             maxnreg=registers, **how,
         )  # fmt: skip
-    return out.q, scale, out.q_t, scale_t, total_of(out.sums)
+    return out.q, scale, out.q_t, scale_t, total_of(out.sums), found
 
 
 def _has_kernel_for(block: tuple[int, ...]) -> bool:
@@ -217,7 +219,7 @@ def quantize_of(
     rule: str,
     eps: float,
     align: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if not has_kernel(kind, inputs, dtype):
         return reference.quantize_of(
             kind, inputs, dtype, transposed, known_amax, fp8_dtype, block, rule, eps, align
@@ -228,15 +230,16 @@ def quantize_of(
     if turned_apart or not _has_kernel_for(tuple(block)):
         value = value_of(kind, inputs, dtype)
         q, scale, _ = quantize(value.t() if transposed else value, *how)
-        return q, scale
+        return q, scale, scale.new_empty((0, 0))
     by_words = transposed and words
-    q, scale, q_t, scale_t, _ = _quantize(
+    q, scale, q_t, scale_t, _, amax = _quantize(
         kind, inputs, dtype, known_amax, *how,
         write=not by_words, transpose=by_words, column_sum=False,
     )  # fmt: skip
+    amax = scale.new_empty((0, 0)) if amax is None else amax
     if by_words:
-        return q_t, scale_t
-    return transpose_scaled(q, scale) if transposed else (q, scale)
+        return q_t, scale_t, amax
+    return (*transpose_scaled(q, scale), amax) if transposed else (q, scale, amax)
 
 
 @replayed
@@ -259,7 +262,7 @@ def quantize_pair_of(
     words = takes_words(inputs[0], block, align)
     if (not words and block[0] != block[1]) or not _has_kernel_for(tuple(block)):
         return quantize_pair(value_of(kind, inputs, dtype), *how, column_sum)
-    q, scale, q_t, scale_t, total = _quantize(
+    q, scale, q_t, scale_t, total, _ = _quantize(
         kind, inputs, dtype, None, *how, write=True, transpose=words, column_sum=column_sum
     )
     if not words:

@@ -21,6 +21,7 @@ __all__ = [
     "dequantize",
     "encode_from_amax",
     "expand_scale",
+    "factors_from_amax",
     "quantize",
     "quantize_many_",
     "quantize_pair",
@@ -86,13 +87,17 @@ def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool)
     return encode
 
 
-def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
-    """Decode scale of each block from its amax, by one of ``formats.SCALE_RULES``.
+def factors_from_amax(
+    amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
 
-    ``amax`` is first raised to ``eps``; 0, inf and NaN then give scale 1.
+    ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
+    encode factor, rounded to float32, from which the encode factor cannot be found again: a cast
+    that is made apart from finding its scale needs the encode factor, or the amax.
 
-    >>> scale_from_amax(torch.tensor([448.0, 3.0, 0.0, torch.inf]), torch.float8_e4m3fn, "pow2")
-    tensor([1.0000, 0.0078, 1.0000, 1.0000])
+    >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
+    (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
     """
     raised = amax.clamp(min=eps)
     usable = (raised > 0) & (raised < torch.inf)
@@ -100,9 +105,20 @@ def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float 
         bits = (raised / torch.full_like(raised, largest(fp8_dtype))).view(torch.int32)
         exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
         scale = (exponent << 23).view(torch.float32)
+        encode = 1.0 / scale
     else:
-        scale = 1.0 / encode_from_amax(raised, largest(fp8_dtype), power_of_2=rule == "pow2")
-    return torch.where(usable, scale, 1.0)
+        encode = encode_from_amax(raised, largest(fp8_dtype), power_of_2=rule == "pow2")
+        scale = 1.0 / encode
+    return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
+
+
+def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
+    """The decode scales of ``factors_from_amax``.
+
+    >>> scale_from_amax(torch.tensor([448.0, 3.0, 0.0, torch.inf]), torch.float8_e4m3fn, "pow2")
+    tensor([1.0000, 0.0078, 1.0000, 1.0000])
+    """
+    return factors_from_amax(amax, fp8_dtype, rule, eps)[0]
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -114,10 +130,13 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
     return scale
 
 
-def _encode(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, block: Sequence[int]) -> Tensor:
-    encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), block, x.shape)
+def _encode(
+    x: Tensor, factor: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], divide: bool = False
+) -> Tensor:
+    factor = expand_scale(factor, block, x.shape)
     limit = largest(fp8_dtype)
-    return (x.float() * encode).clamp(-limit, limit).to(fp8_dtype)
+    value = x.float() / factor if divide else x.float() * factor
+    return value.clamp(-limit, limit).to(fp8_dtype)
 
 
 def quantize(
@@ -137,8 +156,8 @@ def quantize(
     block_amax = amax(x, block) if known_amax is None else known_amax.clone()
     if scales_by_column(block):
         block_amax = block_amax.t().contiguous().t()
-    scale = scale_from_amax(block_amax, fp8_dtype, rule, eps)
-    return _encode(x, scale, fp8_dtype, block).contiguous(), scale, block_amax
+    scale, encode = factors_from_amax(block_amax, fp8_dtype, rule, eps)
+    return _encode(x, encode, fp8_dtype, block).contiguous(), scale, block_amax
 
 
 def quantize_many_(
@@ -188,41 +207,47 @@ def sum_of_rows(x: Tensor, wanted: bool) -> Tensor:
 
 def cast(
     x: Tensor,
-    scale: Tensor,
+    factor: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     block: Sequence[int],
     align: int,
+    divide: bool = False,
 ) -> Tensor:
-    """Given scaling: FP8 data of ``x`` under ``scale``.
+    """FP8 data of ``x`` times the encode ``factor`` of each block.
+
+    With ``divide``, ``factor`` is the decode scale, given by somebody who knows no encode factor,
+    and ``x`` is divided by it. Both are one float32 operation with IEEE rounding, so what it does
+    with 0, subnormals, infinities and NaN is what IEEE says, before the result is clamped. For
+    powers of two the two ways are the same.
 
     With ``amax_slot`` (one element) the amax of ``x`` is also recorded there: the slot becomes the
     larger of its content and the amax.
     """
     if amax_slot is not None and x.numel():
         amax_slot.copy_(torch.maximum(amax_slot, x.abs().max().float()))
-    scale = scale.view(1, 1) if scale.numel() == 1 else scale
-    return _encode(_align(x, align), scale, fp8_dtype, block).contiguous()
+    factor = factor.view(1, 1) if factor.numel() == 1 else factor
+    return _encode(_align(x, align), factor, fp8_dtype, block, divide).contiguous()
 
 
 def cast_many_(
-    x: Sequence[Tensor], scale: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
+    x: Sequence[Tensor], encode: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int]
 ) -> None:
-    """``cast`` of each ``x`` under its ``scale`` into the ``q`` that is there for it."""
-    for one, factor, output in zip(x, scale, q, strict=True):
+    """``cast`` of each ``x`` by its ``encode`` factors into the ``q`` that is there for it."""
+    for one, factor, output in zip(x, encode, q, strict=True):
         output.copy_(cast(one, factor, None, output.dtype, block, 1))
 
 
 def cast_pair(
     x: Tensor,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per-tensor ``cast`` of ``x``, the same bytes transposed, and the column sums."""
-    q = cast(x, scale, amax_slot, fp8_dtype, (-1, -1), align)
+    q = cast(x, encode, amax_slot, fp8_dtype, (-1, -1), align)
     return q, _transposed(q), sum_of_rows(x, column_sum)
 
 

@@ -16,7 +16,7 @@ NO_DATA = -1.0
 def update_scales_(
     history: Tensor,
     amax: Tensor,
-    scale: Tensor,
+    factors: Tensor,
     steps: Tensor,
     fp8_max: Tensor,
     margin: int,
@@ -28,12 +28,13 @@ def update_scales_(
 
     A slot whose ``amax`` is ``NO_DATA`` or not finite stays as it is. Any other slot's history
     ([H, S], newest first) takes the amax in and drops its oldest; its ``steps`` count goes up; and
-    on every ``interval``-th step its decode ``scale`` becomes ``2 ** margin / encode`` with
-    ``encode = fp8_max / amax``, rounded down to a power of two if asked, of the newest or the
-    largest amax of the history. An amax of 0 keeps the scale. All ``amax`` end as ``NO_DATA``.
+    on every ``interval``-th step its ``factors`` ([2, S]) become ``1 / encode``, the decode scale,
+    and ``encode = fp8_max / amax / 2 ** margin``, the quotient rounded down to a power of two if
+    asked, of the newest or the largest amax of the history. An amax of 0 keeps them. All ``amax``
+    end as ``NO_DATA``.
 
-    Returns a copy of all scales, ``[S, 4]``: each four times, so that every first one is at a
-    multiple of 16 bytes, where cuBLASLt wants it.
+    Returns a copy of all factors, ``[S, 2, 4]``: each four times, so that every first one is at a
+    multiple of 16 bytes, where cuBLASLt wants a scale.
     """
     seen = (amax >= 0) & (amax < torch.inf)
     rolled = torch.cat((amax[None], history[:-1]))
@@ -42,6 +43,6 @@ def update_scales_(
     chosen = history[0] if most_recent else history.amax(0)
     encode = encode_from_amax(chosen, fp8_max, power_of_2=power_of_2) * 2.0**-margin
     due = seen & (chosen > 0) & ((steps - 1) % interval == 0)
-    scale.copy_(torch.where(due, 1.0 / encode, scale))
+    factors.copy_(torch.where(due, torch.stack((1.0 / encode, encode)), factors))
     amax.fill_(NO_DATA)
-    return scale.unsqueeze(1).repeat(1, 4)
+    return factors.t().unsqueeze(2).repeat(1, 1, 4)

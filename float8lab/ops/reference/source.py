@@ -30,7 +30,6 @@ from float8lab.ops.reference.quantize import (
     cast_pair,
     quantize,
     quantize_pair,
-    scale_from_amax,
 )
 
 __all__ = [
@@ -75,7 +74,7 @@ def cast_of(
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
     transposed: bool,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
@@ -83,14 +82,14 @@ def cast_of(
     """Per-tensor ``cast`` of the source, or of its transpose."""
     value = value_of(kind, inputs, dtype)
     value = value.t() if transposed else value
-    return cast(value, scale, amax_slot, fp8_dtype, (-1, -1), align)
+    return cast(value, encode, amax_slot, fp8_dtype, (-1, -1), align)
 
 
 def cast_pair_of(
     kind: str,
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
-    scale: Tensor,
+    encode: Tensor,
     amax_slot: Tensor | None,
     fp8_dtype: torch.dtype,
     align: int,
@@ -98,7 +97,7 @@ def cast_pair_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per-tensor ``cast_pair`` of the source."""
     value = value_of(kind, inputs, dtype)
-    return cast_pair(value, scale, amax_slot, fp8_dtype, align, column_sum)
+    return cast_pair(value, encode, amax_slot, fp8_dtype, align, column_sum)
 
 
 def quantize_of(
@@ -112,19 +111,17 @@ def quantize_of(
     rule: str,
     eps: float,
     align: int,
-) -> tuple[Tensor, Tensor]:
-    """``quantize`` of the source or of its transpose: FP8 data and scales.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize`` of the source or of its transpose: FP8 data, scales and an amax.
 
-    ``known_amax``, [1, 1], is that of the source, if it is known and the block is the whole.
+    ``known_amax``, [1, 1], is that of the source, if it is known and the block is the whole. The
+    amax is returned if the block is the whole and it was not known, else an empty tensor.
     """
     value = value_of(kind, inputs, dtype)
     value = value.t() if transposed else value
-    if known_amax is None:
-        q, scale, _ = quantize(value, fp8_dtype, block, rule, eps, align)
-    else:
-        scale = scale_from_amax(known_amax, fp8_dtype, rule, eps)
-        q = cast(value, scale, None, fp8_dtype, block, align)
-    return q, scale
+    q, scale, found = quantize(value, fp8_dtype, block, rule, eps, align, known_amax)
+    wanted = known_amax is None and tuple(block) == (-1, -1)
+    return q, scale, found if wanted else found.new_empty((0, 0))
 
 
 def quantize_pair_of(
