@@ -7,7 +7,8 @@ class defines ``__setattr__``, before it looks; our modules do, and ``hook_shard
 parameters are ordinary ones. And nothing else of the sharded one: every operation on a
 ``MasterShard``, save the few by which FSDP2 moves it, gives plain tensors, so optimizers run at
 full speed and checkpoints hold tensors that torch alone can load. If the hooks were lost all the
-same, the weight would be gathered in high precision and the module would cast it itself.
+same, the weight would be gathered in high precision and the module would cast it itself. So it does
+where ``fully_shard`` came before the conversion: FSDP2 looks once, when it shards.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from float8lab.tensor.views import cut
 __all__ = [
     "MasterShard",
     "hook_shard",
+    "is_sharded_plain",
     "is_tensor_parallel",
     "requantize_shards_",
+    "reshard",
     "sharded_by_fsdp",
     "store_shard",
 ]
@@ -168,6 +171,19 @@ def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
     """
     placements = getattr(parameter, "placements", None)
     return bool(placements) and not (sharded and _may_be_fsdp_alone(placements))
+
+
+def is_sharded_plain(parameter: Any) -> bool:
+    """Whether FSDP2 has sharded a parameter without asking how to gather it: it never asks later."""
+    return type(getattr(parameter, "_local_tensor", None)) is Tensor
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Have the modules that FSDP2 shards hold their sharded parameters, not the gathered ones."""
+    for module in model.modules():
+        # By name, since importing the class would double the time that importing us takes.
+        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
 
 
 def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:

@@ -20,7 +20,7 @@ from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.norm import convert_norms
 from float8lab.nn.precision import precisions_below
-from float8lab.nn.report import conversion_report
+from float8lab.nn.report import conversion_report, was_converted
 from float8lab.nn.scaling_state import ScalingState
 
 with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):
@@ -118,17 +118,18 @@ class Float8Precision(TrainerPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert its layers to FP8 and its parameters to ``weights_dtype``, in place."""
         known = any(module is other for other in self._alive())
-        if self.replace_layers is not False and not known:
-            if not any(precisions_below(module)):
-                self._replace_layers(module)
-            elif self.replace_layers:
-                rank_zero_info(
-                    "Float8Precision(replace_layers=True): the model has FP8 layers already and is "
-                    "left as it is"
-                )
+        has_fp8 = was_converted(module) or any(precisions_below(module))
         if not known:
             self._modules = [weakref.ref(other) for other in [*self._alive(), module]]
             self._is_new = True
+        if self.replace_layers is not False and not has_fp8:
+            self._replace_layers(module)
+            self._is_new = True
+        elif self.replace_layers and not known:
+            rank_zero_info(
+                "Float8Precision(replace_layers=True): the model has FP8 layers already and is "
+                "left as it is"
+            )
         return module.to(dtype=self.weights_dtype)
 
     def _replace_layers(self, module: nn.Module) -> None:

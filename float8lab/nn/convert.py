@@ -20,7 +20,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from float8lab.distributed.fsdp import is_tensor_parallel, sharded_by_fsdp
+from float8lab.distributed.fsdp import (
+    is_sharded_plain,
+    is_tensor_parallel,
+    reshard,
+    sharded_by_fsdp,
+)
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
@@ -206,6 +211,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
         if not any(matches(name, pattern) for name in names)
     )
     undone = [plan for plan in plans if plan.failed]
+    reshard(model)
     freezing = Freezing(model, _to_freeze(plans) if freeze_weights else ())
     nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
     if strict and (undone or unmatched or freezing.obstacles or nothing):
@@ -224,14 +230,14 @@ def convert_to_float8(  # each is a keyword that users set on its own
     for module, name, found, pinned in attention:
         precision = module._fp8
         precision.recipe, precision.pinned, precision.name = found, pinned, name
-    _choose_all_gather(model, plans, fp8_all_gather)
+    gathering = _choose_all_gather(model, plans, fp8_all_gather)
     freezing.run()
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
         _make_region_of_calls(model)
     remember_conversion(
         model,
         unmatched=unmatched,
-        notes=(*predicted, *freezing.obstacles),
+        notes=(*predicted, *freezing.obstacles, *gathering),
         # A layer that this call leaves alone may run in FP8 by an earlier one, which said how.
         layers=[
             (p.layer, p.note) for p in plans if p.recipe is not None or not has_recipe(p.layer)
@@ -401,16 +407,30 @@ def _to_freeze(plans: Sequence[_LayerPlan]) -> list[tuple[str, nn.Module, Recipe
     ]
 
 
-def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> None:
-    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree."""
+def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> list[str]:
+    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree.
+
+    Returns:
+        A sentence about weights for which that is too late, if there are such.
+    """
     users = users_of(model)
     recipes = {id(plan.layer): plan.recipe for plan in plans if plan.recipe is not None}
+    late = 0
     for plan in plans:
         layer: Any = plan.layer
         if plan.recipe is not None and isinstance(layer, Linear):
-            others = users.get(id(layer._parameters.get("weight")), [])
+            weight = layer._parameters.get("weight")
+            others = users.get(id(weight), [])
             agree = all(recipes.get(id(other)) == plan.recipe for other, _ in others)
-            layer._fp8.fp8_all_gather = wanted and agree
+            too_late = is_sharded_plain(weight)
+            layer._fp8.fp8_all_gather = wanted and agree and not too_late
+            late += wanted and too_late
+    if not late:
+        return []
+    return [
+        f"{late} weights were sharded before they were converted, and are gathered in high "
+        "precision; convert before fully_shard to gather them in FP8"
+    ]
 
 
 _CLASSES: dict[type, type] = {nn.Linear: Linear}

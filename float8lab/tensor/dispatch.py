@@ -24,6 +24,7 @@ __all__ = [
     "ANY_VIEW",
     "WHOLE_KEYS",
     "announce",
+    "announce_address",
     "fallback",
     "implements",
     "implements_whole",
@@ -174,6 +175,26 @@ def _announce_update(op: Any, written: list[Any], args: Any, kwargs: Any) -> Non
             "float8lab.optim.MasterWeights(params, optimizer_class, ...) (said once).",
             UserWarning,
             stacklevel=4,
+        )
+
+
+def announce_address(dtype: torch.dtype) -> None:
+    """Warn, once, that somebody reads the values of a Float8Tensor from memory: in ``dtype``."""
+    if _POLICY.name == "error":
+        raise NotImplementedError(
+            "data_ptr() of a Float8Tensor must dequantize it. Save with "
+            "float8lab.integrations.export, which keeps FP8, or allow dequantizing with "
+            'float8lab.fallback("warn").'
+        )
+    if _POLICY.name == "warn" and "data_ptr" not in _POLICY.warned:
+        _POLICY.warned.add("data_ptr")
+        warnings.warn(
+            f"weights stored in FP8 are read, and so saved, in {dtype}: safetensors and what saves "
+            "by it, such as save_pretrained, get dequantized copies. "
+            "float8lab.integrations.export writes them in FP8 "
+            '(said once; float8lab.fallback("silent") or ("error") changes this).',
+            UserWarning,
+            stacklevel=3,
         )
 
 

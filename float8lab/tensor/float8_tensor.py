@@ -12,7 +12,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab.formats import E4M3, FLOAT32_MAX, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
-from float8lab.tensor.dispatch import ANY_VIEW, WHOLE_KEYS, run_fallback, table
+from float8lab.tensor.dispatch import (
+    ANY_VIEW,
+    WHOLE_KEYS,
+    announce_address,
+    run_fallback,
+    table,
+)
 from float8lab.tensor.statistics import (
     BlockStats,
     Comparison,
@@ -28,7 +34,7 @@ from float8lab.tensor.window import Window
 
 __all__ = ["Float8Tensor", "quantize"]
 
-_FIELDS = ("qdata", "scale", "amax", "spec", "_window")
+_FIELDS = ("qdata", "scale", "amax", "spec", "_window", "_readable")
 
 _NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
 
@@ -49,9 +55,9 @@ class Float8Tensor(Tensor):
     """A tensor of ``dtype`` stored as FP8 data and scales: ``x ~= qdata.float() * scale``.
 
     ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
-    takes is that of ``qdata``, ``scale`` and ``amax``. Strides are those of ``qdata``. It has no
-    data pointer of its own (``data_ptr()`` is 0). What ops make of a subclass is of that class,
-    made without the subclass's ``__init__``.
+    takes is that of ``qdata``, ``scale`` and ``amax``. Strides are those of ``qdata``.
+    ``data_ptr()`` is the address of a dequantized copy, to read from. What ops make of a subclass
+    is of that class, made without the subclass's ``__init__``.
 
     Attributes:
         qdata: the FP8 data, same shape as the tensor.
@@ -65,6 +71,7 @@ class Float8Tensor(Tensor):
     amax: Tensor  # type: ignore[assignment]  # hides the method; torch.amax(x) reduces
     spec: Float8Spec
     _window: Window | None = None
+    _readable: Tensor | None = None
     _high_precision_init_val: Tensor | None = None
 
     @staticmethod
@@ -270,6 +277,33 @@ class Float8Tensor(Tensor):
             "DLPack shares memory, which must hold numbers of the tensor's dtype; got FP8 data "
             "with scales. Export .dequantize(), or .qdata and .scale."
         )
+
+    def data_ptr(self) -> int:
+        """Address of a dequantized copy, which is there as long as this object; 0 without data.
+
+        It is for code that reads a tensor's memory as ``dtype``: safetensors, and what saves by it.
+        Each call brings the copy up to date; what is written there is lost.
+        """
+        if not self._has_data():
+            return super().data_ptr()
+        announce_address(self.dtype)
+        with torch.no_grad():
+            if self._readable is None:
+                self._readable = torch.empty_like(self.qdata, dtype=self.dtype)
+            return self._readable.copy_(self._decode()).data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """Torch's record of a storage, which has no memory: 0 bytes, and an address like no other.
+
+        safetensors looks by these for tensors that share memory. One that shares its FP8 data with
+        another is written as a copy of its own.
+        """
+        storage: Any = super().untyped_storage()
+        if "size" not in vars(storage):
+            storage.size = storage.nbytes  # torch takes storages of size 0 for freed ones
+            storage.nbytes = int
+        storage.data_ptr = id(self).__int__
+        return storage
 
     def share_memory_(self) -> Float8Tensor:
         """Move the FP8 data and scales to shared memory."""

@@ -462,6 +462,30 @@ def check_weights_that_stay_in_high_precision(ranks: Ranks) -> None:
         layer.reshard()
 
 
+def check_conversion_after_sharding(ranks: Ranks) -> None:
+    recipe, mesh = Float8CurrentScaling(), ranks.mesh()
+    plain = make_model(ranks.device)
+    losses = []
+    for before in ("fully_shard", "forward", "step", "backward"):
+        model = copy.deepcopy(plain)
+        if before == "fully_shard":
+            float8lab.convert_to_float8(model, recipe)
+        shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if before == "step":
+            model(batch(ranks, 0)[1]).sum().backward()
+            optimizer.zero_grad()
+        if before == "backward":
+            model(batch(ranks, 0)[1])  # the head stays unsharded
+        if before != "fully_shard":
+            float8lab.convert_to_float8(model, recipe)
+            note = "5 weights were sharded before they were converted"
+            assert note in str(float8lab.conversion_report(model))
+        losses.append([train_step(model, batch(ranks, s)[1], optimizer) for s in range(3)])
+    expected = torch.stack(losses[0])
+    assert all(torch.equal(torch.stack(other), expected) for other in losses[1:])
+
+
 def check_activation_checkpointing(ranks: Ranks) -> None:
     results = []
     for checkpointed in (False, True):

@@ -320,6 +320,16 @@ def test_replace_layers_false_replaces_nothing_and_runs_fp8_layers() -> None:
         assert torch.equal(got, net(torch.ones(2, 16)))
 
 
+def test_replace_layers_set_later_holds_from_the_next_setup_on() -> None:
+    precision, net = plugin(replace_layers=False), network()
+    precision.convert_module(net)
+    assert type(net[0]) is nn.Linear
+    precision.replace_layers = True
+    precision.convert_module(net)
+    assert isinstance(net[0], float8lab.Linear)
+    assert isinstance(net[1], float8lab.LayerNorm)
+
+
 def test_recipe_none_leaves_converted_layers_their_own() -> None:
     net = nn.Linear(200, 16)
     float8lab.convert_to_float8(net, recipes.Float8BlockScaling())

@@ -8,7 +8,8 @@ import torch
 import float8lab
 from float8lab.inspect import memory_report
 from float8lab.integrations import export, load_fp8
-from float8lab.tensor import Float8Tensor
+from float8lab.nn.operands import plain
+from float8lab.tensor import Float8Tensor, dispatch
 from tests.integrations.peft.models import (
     RECIPES,
     TOKENS,
@@ -21,7 +22,7 @@ from tests.integrations.peft.models import (
     with_lora,
 )
 
-pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
+safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"  # PEFT asks by an old name
 )
@@ -126,3 +127,42 @@ def test_a_checkpoint_is_a_frozen_base(tmp_path, case):
         assert weight.grad is None
         assert all(torch.equal(a, b) for a, b in zip(codes(weight), found, strict=True))
     assert sum(row.weights for row in memory_report(model).layers) == bytes_before
+
+
+@pytest.fixture
+def said_anew(monkeypatch):
+    """Warnings that are said once are said again."""
+    monkeypatch.setattr(dispatch, "_POLICY", dispatch._Policy())
+
+
+def trainer(model, folder):
+    arguments = transformers.TrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True)
+    return transformers.Trainer(model=model, args=arguments)
+
+
+WRITERS = {
+    "transformers": lambda model, folder: model.save_pretrained(folder),
+    "merged": lambda model, folder: with_lora(model).merge_and_unload().save_pretrained(folder),
+    "trainer": lambda model, folder: trainer(model, folder).save_model(),
+    "model": lambda model, folder: safetensors.save_model(model, folder / "model.safetensors"),
+    "file": lambda model, folder: safetensors.save_file(
+        model.state_dict(), folder / "model.safetensors"
+    ),
+}
+
+
+@pytest.mark.usefixtures("said_anew")
+@pytest.mark.filterwarnings("ignore:.*pin_memory.* argument is set as true but no accelerator")
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_writes_safetensors_writes_high_precision_and_says_so_once(tmp_path, write):
+    model = convert(llama(dtype=torch.bfloat16), RECIPES["rowwise"])
+    # Shares FP8 data with another weight; both are written.
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.warns(UserWarning, match=r"in torch.bfloat16.*integrations.export") as told:
+        write(model, tmp_path)
+    assert sum("integrations.export" in str(warning.message) for warning in told) == 1
+    assert sum(isinstance(p, Float8Tensor) for p in model.state_dict().values()) == 14
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    expected = {name: plain(value) for name, value in model.state_dict().items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
