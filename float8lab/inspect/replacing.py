@@ -6,6 +6,7 @@ beside it something whose name ends in ``.partial``.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -54,6 +55,8 @@ def leftovers(path: Path) -> list[Path]:
 
 def _move(new: Path, path: Path, old: Path) -> None:
     """Put ``new`` in the place of ``path``."""
+    if path.is_dir() and not new.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.is_dir():
         os.replace(new, path)
         _sync(path.parent)

@@ -35,6 +35,15 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
     assert os.listdir(tmp_path) == ["out.html"]
 
 
+def test_a_file_does_not_replace_a_directory(tmp_path):
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "mine", "text")
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: .*folder'"):
+        write(tmp_path / "folder", "text")
+    assert os.listdir(tmp_path) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == ["mine"]
+
+
 @pytest.mark.parametrize("dangling", [False, True])
 def test_the_target_of_a_link_is_replaced(tmp_path, dangling):
     (tmp_path / "there").mkdir()

@@ -21,6 +21,7 @@ from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.source import CheckpointError, Source, boxes
 from float8lab.inspect.replacing import leftovers
 from float8lab.inspect.statistics import is_sharded
+from float8lab.inspect.text import printable
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.precision import Precision, W, X
@@ -306,7 +307,7 @@ def _problem(item: Item, target: Tensor) -> str | None:
 
 
 def _some(texts: Iterable[str], separator: str = ", ") -> str:
-    listed = list(texts)
+    listed = list(map(printable, texts))
     more = len(listed) - _SHOWN
     return separator.join(listed[:_SHOWN]) + (f"{separator}and {more} more" if more > 0 else "")
 
