@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from float8lab.commands import checkpoints
+from float8lab.commands.terminal import fail
 from float8lab.inspect.environment import environment
 from float8lab.inspect.selfcheck import selfcheck
 
@@ -48,12 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--device", choices=("cpu", "cuda"), help="by default cuda, or cpu without a GPU"
         )
+        command.set_defaults(run=_about_the_machine)
     checkpoints.add_commands(commands)
     options = parser.parse_args(arguments)
-    if hasattr(options, "run"):
-        return _until_closed(lambda: options.run(options))
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU; leave --device out or pass cpu")
+    return _until_closed(options)
+
+
+def _about_the_machine(options: argparse.Namespace) -> int:
     if options.command == "env":
         found = environment(options.device)
         _print(json.dumps(found.to_json(), indent=2) if options.json else str(found), options.json)
@@ -63,17 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def _until_closed(run: Callable[[], int]) -> int:
-    """What ``run`` returns; as by a signal if it is interrupted, or if nobody reads its output."""
+def _until_closed(options: argparse.Namespace) -> int:
+    """Run a command. Returns its status; that of a signal if it is interrupted, or if nobody reads
+    its output; 2 if its output cannot be written."""
+    program = f"python -m float8lab {options.command}"
+    if sys.stdout is None:
+        return fail(program, "standard output must be open; it is closed.")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # no name is beyond what a terminal can encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = run()
+        status: int = options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
+    except OSError as error:  # of standard output: those of checkpoints are caught by the commands
         # What is still buffered goes nowhere, or Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):
+            return 141
+        return fail(program, f"{error.filename or 'standard output'}: {error.strerror}")
     return status
 
 

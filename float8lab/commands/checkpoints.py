@@ -6,12 +6,22 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from float8lab.commands.terminal import fail, progress_bar, show
-from float8lab.inspect.checkpoint import CheckpointError, checkpoint, diff, page
+from float8lab.inspect.checkpoint import (
+    CheckpointDiff,
+    CheckpointError,
+    CheckpointReport,
+    checkpoint,
+    diff,
+    page,
+)
+from float8lab.inspect.replacing import replacing
 
 __all__ = ["add_commands"]
+
+_T = TypeVar("_T")
 
 _KINDS = (
     "a safetensors file, its index or a directory of them; a file by torch.save; a directory by "
@@ -72,25 +82,31 @@ def _count(text: str) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    def look() -> int:
+    def look() -> CheckpointReport:
         with progress_bar("reading") as progress:
             report = checkpoint(options.path, layer=options.layer, progress=progress)
         if options.html is not None:
-            Path(options.html).write_text(page(report), encoding="utf-8")
-        _print(report, options)
-        return 1 if options.strict and report.suspicious else 0
+            with replacing(Path(options.html)) as partial:
+                partial.write_text(page(report), encoding="utf-8")
+        return report
 
-    return _guarded("inspect", look)
+    report = _guarded("inspect", look)
+    if report is None:
+        return 2
+    _print(report, options)
+    return 1 if options.strict and report.suspicious else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
-    def compare() -> int:
+    def compare() -> CheckpointDiff:
         with progress_bar("comparing") as progress:
-            found = diff(options.a, options.b, layer=options.layer, progress=progress)
-        _print(found, options)
-        return 0 if found.identical else 1
+            return diff(options.a, options.b, layer=options.layer, progress=progress)
 
-    return _guarded("diff", compare)
+    found = _guarded("diff", compare)
+    if found is None:
+        return 2
+    _print(found, options)
+    return 0 if found.identical else 1
 
 
 def _print(found: Any, options: argparse.Namespace) -> None:
@@ -100,17 +116,13 @@ def _print(found: Any, options: argparse.Namespace) -> None:
         show(found.summary(), found.tables(None if options.all else options.limit))
 
 
-def _guarded(command: str, run: Callable[[], int]) -> int:
-    """What ``run`` returns; 2 and one line if a file cannot be read."""
+def _guarded(command: str, run: Callable[[], _T]) -> _T | None:
+    """What ``run`` returns; None after one line that says why a file cannot be read or written."""
     program = f"python -m float8lab {command}"
     try:
         return run()
-    except BrokenPipeError:
-        raise  # of standard output, not of a checkpoint
-    except CheckpointError as error:
-        return fail(program, error)
-    except ModuleNotFoundError as error:
-        return fail(program, error)
+    except (CheckpointError, ModuleNotFoundError) as error:
+        fail(program, error)
     except OSError as error:
-        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return fail(program, named)
+        fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
+    return None

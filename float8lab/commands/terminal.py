@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from float8lab.inspect.text import Grid
+from float8lab.inspect.text import Grid, printable
 
 __all__ = ["fail", "progress_bar", "show"]
 
@@ -105,7 +105,8 @@ class _Counter:
 
 def fail(program: str, message: object) -> int:
     """Print an error as one line to standard error. Returns the exit status, 2."""
-    print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody can be told then
+        print(f"{program}: error: {printable(' '.join(str(message).split()))}", file=sys.stderr)
     return 2
 
 

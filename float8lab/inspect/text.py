@@ -11,7 +11,7 @@ from float8lab.inspect.optional import needs
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "aligned", "bars", "bytes_text", "summary", "table"]
+__all__ = ["Grid", "aligned", "bars", "bytes_text", "printable", "summary", "table"]
 
 
 class Grid(NamedTuple):
@@ -26,10 +26,11 @@ class Grid(NamedTuple):
     """Goes below."""
 
     def first(self, limit: int | None) -> Grid:
-        """The first rows, and how many are left out; all for None. Empty columns are dropped."""
+        """The first rows, printable, and how many are left out; all for None. Empty columns are
+        dropped."""
         used = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
         columns = [self.columns[i] for i in used]
-        rows = [[row[i] for i in used] for row in self.rows[:limit]]
+        rows = [[printable(row[i]) for i in used] for row in self.rows[:limit]]
         left = len(self.rows) - len(rows)
         note = f"... and {left} more" if left else ""
         return self._replace(columns=columns, rows=rows, note=note)
@@ -108,6 +109,19 @@ def bytes_text(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.{digits}f} {unit}"
     return f"{size} B" if size else "-"
+
+
+def printable(text: str) -> str:
+    r"""Text of others, such as a tensor's name, without what would steer a terminal.
+
+    >>> from float8lab.inspect.text import printable
+    >>> print(printable("w\x1b[31m\n"))
+    w\x1b[31m\n
+    """
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

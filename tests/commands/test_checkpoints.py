@@ -215,6 +215,58 @@ def test_a_reader_that_leaves_early(path, tmp_path):
     assert (run.stdout, run.stderr) == ("many.pt: torch.save\n", "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["inspect", "a.pt"], ["diff", "a.pt", "a.pt"], ["env"]])
+def test_a_full_disk(path, capsys, monkeypatch, arguments):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert command.main(arguments) == 2
+    name = f"python -m float8lab {arguments[0]}"
+    message = "standard output: No space left on device"
+    assert capsys.readouterr().err == f"{name}: error: {message}\n"
+
+
+def test_closed_output(path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert command.main(["inspect", path]) == 2
+    assert "standard output must be open" in capsys.readouterr().err
+
+
+NAME = "\x1b[31mred\x1b[0m\nnext\u202e"
+ESCAPED = r"\x1b[31mred\x1b[0m\nnext\u202e"
+
+
+@pytest.mark.parametrize("width", [None, 80])
+def test_names_do_not_steer_the_terminal(tmp_path, capsys, terminal, monkeypatch, width):
+    monkeypatch.chdir(tmp_path)
+    for file in ("a.pt", "b.pt"):
+        state = {NAME: torch.zeros(4, 4).to(torch.float8_e4m3fn), f"only in {file}{NAME}": None}
+        state |= {name: torch.ones(2) for name in state if state[name] is None}
+        torch.save(state, file)
+    if width:
+        pytest.importorskip("rich")
+        terminal(width)
+    for arguments in (["inspect", "a.pt", "--html", "out.html"], ["diff", "a.pt", "b.pt"]):
+        assert command.main(arguments) in (0, 1)
+        output = ESCAPE.sub("", capsys.readouterr().out) if width else capsys.readouterr().out
+        assert "".join(ESCAPED.split()) in "".join(output.split())
+        assert all(line.isprintable() for line in output.splitlines())
+    assert Path("out.html").read_text().count(ESCAPED) >= 3
+    for arguments in (["inspect", NAME], ["inspect", "a.pt", "--layer", NAME * 2]):
+        assert command.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error[:-1].isprintable()
+        assert r"\x1b[31mred\x1b[0m" in error
+
+
+def test_an_output_of_ascii(tmp_path, capsys, monkeypatch):
+    torch.save({"\xe9": torch.ones(2)}, tmp_path / "a.pt")
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert command.main(["inspect", str(tmp_path / "a.pt")]) == 0
+    assert r"  \xe9 " in (tmp_path / "out").read_text()
+
+
 def test_interrupted(path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt

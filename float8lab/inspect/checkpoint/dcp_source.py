@@ -26,6 +26,7 @@ from float8lab.inspect.checkpoint.source import (
     Entry,
     Place,
     Source,
+    check_file,
     dtype_name,
 )
 from float8lab.inspect.checkpoint.torch_source import entries_of, load_safely
@@ -73,7 +74,7 @@ def open_dcp(path: Path) -> Source:
     metadata = _metadata(path / ".metadata")
     try:
         found = _entries(path, metadata)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:  # it is what was pickled, of any type
         raise CheckpointError(
             f"{path / '.metadata'} must be by torch.distributed.checkpoint; its content is not: "
             f"{type(error).__name__}: {error}."
@@ -103,6 +104,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(path: Path) -> Any:
+    check_file(path)
     content = path.read_bytes()
     try:
         return _Unpickler(io.BytesIO(content)).load()
@@ -123,8 +125,9 @@ def _entries(path: Path, metadata: Any) -> list[Entry]:
         for name, stored in metadata.state_dict_metadata.items()
         if hasattr(stored, "chunks")
     }
+    shapes = {name: _numbers(stored.size) for name, stored in tensors.items()}
     lengths = {
-        (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+        (name, _numbers(chunk.offsets)): _numbers(chunk.sizes)
         for name, stored in tensors.items()
         for chunk in stored.chunks
     }
@@ -135,14 +138,15 @@ def _entries(path: Path, metadata: Any) -> list[Entry]:
             raise CheckpointError(
                 f"{path}/.metadata must name files beside it; got {info.relative_path!r}."
             )
+        offset, length = _numbers((info.offset, info.length))
         file = path / info.relative_path
         if info.relative_path not in sizes:
             if not file.is_file():
                 raise CheckpointError(f"{file} must exist: .metadata places {index.fqn} there.")
             sizes[info.relative_path] = file.stat().st_size
-        if info.offset + info.length > sizes[info.relative_path]:
+        if offset + length > sizes[info.relative_path]:
             raise CheckpointError(
-                f"{file} must have at least {info.offset + info.length} bytes, as .metadata says; "
+                f"{file} must have at least {offset + length} bytes, as .metadata says; "
                 f"it has {sizes[info.relative_path]}. It is truncated: copy it again."
             )
         if getattr(info, "transform_descriptors", None):
@@ -151,8 +155,7 @@ def _entries(path: Path, metadata: Any) -> list[Entry]:
                 f"{info.transform_descriptors}. Save it without extensions."
             )
         starts = tuple(index.offset) if index.offset is not None else ()
-        where = file, info.offset, info.length
-        shard = _Shard(*where, starts, lengths[index.fqn, starts])
+        shard = _Shard(file, offset, length, starts, lengths[index.fqn, starts])
         shards.setdefault(index.fqn, []).append(shard)
     result = []
     for name, stored in tensors.items():
@@ -161,18 +164,43 @@ def _entries(path: Path, metadata: Any) -> list[Entry]:
                 f"{path}/.metadata must place all {len(stored.chunks)} parts of {name}; it places "
                 f"{len(shards.get(name, ()))}."
             )
-        result += _of(name, tuple(stored.size), stored.properties.dtype, shards[name])
+        _check_parts(path, name, shapes[name], shards[name])
+        result += _of(name, shapes[name], stored.properties.dtype, shards[name])
     return result
 
 
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Sizes or places; raises TypeError for what can be none."""
+    found = tuple(values)
+    if not all(type(value) is int and value >= 0 for value in found):
+        raise TypeError(f"sizes and places must be whole numbers; they are {found}")
+    return found
+
+
+def _check_parts(path: Path, name: str, shape: tuple[int, ...], shards: list[_Shard]) -> None:
+    """Raise unless the parts of a tensor lie in it, and are as many elements as it has."""
+    inside = all(
+        len(shard.starts) == len(shard.sizes) == len(shape)
+        and all(a + n <= size for a, n, size in zip(shard.starts, shard.sizes, shape, strict=True))
+        for shard in shards
+    )
+    if not inside or sum(math.prod(shard.sizes) for shard in shards) != math.prod(shape):
+        raise CheckpointError(
+            f"{path}/.metadata must say of which parts {name} is made; they make up no tensor "
+            f"of shape {list(shape)}. It is damaged: copy it again."
+        )
+
+
 def _of(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[_Shard]) -> list[Entry]:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"the dtype of {name} is {dtype!r}")
     nbytes = math.prod(shape) * dtype.itemsize
     if len(shards) == 1 and shards[0].length < nbytes:
         # Fewer bytes than its dtype takes: not a plain tensor.
         value = _load(shards[0])
         if isinstance(value, Float8Tensor):
             return entries_of(name, value, shards[0].file.name)
-    file = shards[0].file.name if shards else ""
+    file = shards[0].file.name
     return [
         Entry(
             name=name,

@@ -17,7 +17,7 @@ from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
 from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.report import Progress, counted, finite, named
 from float8lab.inspect.checkpoint.source import Box, CheckpointError, Source, boxes
-from float8lab.inspect.text import Grid
+from float8lab.inspect.text import Grid, printable
 
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
 
@@ -101,7 +101,7 @@ class CheckpointDiff:
         lines.append(f"{counted(len(self.rows), 'tensor')}: " + ", ".join(counts))
         if any(row.status in ("differs", "equal", "same") for row in self.rows):
             lines.append(f"SQNR of all: {_decibels(self.sqnr)}")
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
         """The tensors that differ, the worst first, and those that one side lacks.

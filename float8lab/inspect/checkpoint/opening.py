@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from float8lab.inspect.checkpoint.dcp_source import open_dcp
 from float8lab.inspect.checkpoint.safetensors_source import open_safetensors
-from float8lab.inspect.checkpoint.source import CheckpointError, Source
+from float8lab.inspect.checkpoint.source import CheckpointError, Source, check_file
 from float8lab.inspect.checkpoint.torch_source import open_state_dict, open_torch_save
 
 __all__ = ["open_checkpoint"]
@@ -24,6 +23,7 @@ _OTHERS = {
     b"version https://git-lfs": "a Git LFS pointer: fetch the file with git lfs pull",
 }
 _LARGEST_HEADER = 100_000_000  # of a safetensors file, as the library has it
+_MOST_DIMENSIONS = 64  # of a tensor, as numpy and most ops of torch have it
 
 
 def open_checkpoint(path: str | Path | Mapping[str, Any]) -> Source:
@@ -37,8 +37,19 @@ def open_checkpoint(path: str | Path | Mapping[str, Any]) -> Source:
         OSError: it does not exist, or may not be read.
         ModuleNotFoundError: it needs safetensors, which is not installed.
     """
-    if isinstance(path, Mapping):
-        return open_state_dict(path)
+    source = open_state_dict(path) if isinstance(path, Mapping) else _path(path)
+    for entry in source.entries:
+        if len(entry.shape) > _MOST_DIMENSIONS:
+            raise CheckpointError(
+                f"{source.path} must have tensors of at most {_MOST_DIMENSIONS} dimensions; "
+                f"{entry.name} has {len(entry.shape)}. It is damaged."
+            )
+    return source
+
+
+def _path(path: str | Path) -> Source:
+    if path == "":  # which pathlib takes for the current directory
+        raise CheckpointError("path must name a file or a directory; got ''.")
     path = Path(path)
     path.stat()  # raises what is wrong with the path itself
     return _directory(path) if path.is_dir() else _file(path)
@@ -79,6 +90,7 @@ def _file(path: Path) -> Source:
         return open_safetensors(path, path, [])
     if path.name == ".metadata" or path.suffix == ".distcp":
         return open_dcp(path.parent)
+    check_file(path)
     with path.open("rb") as file:
         start = file.read(32)
     if not start:
@@ -87,12 +99,12 @@ def _file(path: Path) -> Source:
         if start.startswith(magic):
             raise CheckpointError(f"{path} must be a checkpoint; it is {what}. Known: {_READ}.")
     header = int.from_bytes(start[:8], "little")
-    # A torch.save file is a zip archive, or a pickle of protocol 2.
-    pickled = start.startswith((b"PK\x03\x04", b"\x80\x02"))
+    # A torch.save file is a zip archive, perhaps an empty one, or a pickle of protocol 2.
+    pickled = start.startswith((b"PK\x03\x04", b"PK\x05\x06", b"\x80\x02"))
     if path.suffix == ".safetensors" or (
         start[8:9] == b"{" and header < _LARGEST_HEADER and not pickled
     ):
         return open_safetensors(path, None, [path])
-    if pickled or zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+    if pickled or path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         return open_torch_save(path)
     raise CheckpointError(f"{path} must be a checkpoint; it is none. Known: {_READ}.")

@@ -6,7 +6,7 @@ from html import escape
 
 from float8lab.inspect.checkpoint.report import CheckpointReport
 from float8lab.inspect.html import exponent_bars
-from float8lab.inspect.text import Grid
+from float8lab.inspect.text import Grid, printable
 
 __all__ = ["page"]
 
@@ -39,7 +39,7 @@ def page(report: CheckpointReport) -> str:
     for row in weights[:PICTURES]:
         assert row.measured.stats is not None
         drawn = exponent_bars(row.measured.stats.histogram("exponent"))
-        caption = f"<figcaption>{escape(row.name)}<br>{escape(row.format)}</figcaption>"
+        caption = f"<figcaption>{escape(printable(row.name))}<br>{escape(row.format)}</figcaption>"
         pictures.append(f"<figure>{drawn}{caption}</figure>")
     if pictures:
         count = f"the first {PICTURES} of {len(weights)}" if len(weights) > PICTURES else "all"

@@ -13,7 +13,7 @@ from float8lab.inspect.checkpoint.layout import Finding, Item, recognize
 from float8lab.inspect.checkpoint.measure import Measured, measure
 from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.source import CheckpointError, Source
-from float8lab.inspect.text import Grid
+from float8lab.inspect.text import Grid, printable
 
 __all__ = [
     "CheckpointReport",
@@ -131,7 +131,7 @@ class CheckpointReport:
             + (f", as by {kinds}" if kinds else ""),
             f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
         ]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = ROWS) -> list[Grid]:
         """The suspicious tensors and why; statistics of the FP8 ones; the others.

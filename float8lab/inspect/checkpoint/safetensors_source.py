@@ -19,6 +19,7 @@ from float8lab.inspect.checkpoint.source import (
     Entry,
     Place,
     Source,
+    check_file,
     dtype_name,
 )
 from float8lab.inspect.optional import needs
@@ -91,6 +92,8 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Sourc
             f"{f', and {len(missing) - 1} others' if len(missing) > 1 else ''}; it does not. "
             "Download or write the checkpoint again."
         )
+    if not entries:
+        raise CheckpointError(f"{path} must hold tensors; it holds none.")
     config, remarks = _config(files[0].parent)
     return Source(
         path=str(path),
@@ -114,9 +117,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> Any:
+    check_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # such as a number of 5,000 digits
         raise CheckpointError(f"{path} must hold JSON; it does not: {error}.") from error
 
 
@@ -139,6 +143,7 @@ def _entries(file: Path) -> list[Entry]:
     with needs(str(file), "safetensors", '"float8lab[inspect]"'):
         from safetensors import SafetensorError, safe_open
 
+    check_file(file)
     with file.open("rb") as opened:  # first, since the library words the usual errors its own way
         try:
             handle = safe_open(file, "np")  # which maps read-only; its tensors are not asked for

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +14,19 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
+from float8lab.inspect.text import printable
 
-__all__ = ["BOX", "Box", "CheckpointError", "Entry", "Place", "Source", "boxes", "dtype_name"]
+__all__ = [
+    "BOX",
+    "Box",
+    "CheckpointError",
+    "Entry",
+    "Place",
+    "Source",
+    "boxes",
+    "check_file",
+    "dtype_name",
+]
 
 BOX = 1 << 20
 """Most elements that are read at once, but where a single block is larger."""
@@ -26,7 +39,7 @@ class CheckpointError(ValueError):
     """A file is no checkpoint that is read here, or it is damaged. The message is one line."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__(printable(" ".join(message.split())))
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,14 @@ class Place:
             return torch.empty(sizes, dtype=self.dtype)
         first = sum(s.start * stride for s, stride in zip(box, self.strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, self.strides, strict=True))
-        data = bytearray((last - first + 1) * self.dtype.itemsize)
+        size, start = (last - first + 1) * self.dtype.itemsize, first * self.dtype.itemsize
         with self.file.open("rb") as file:
-            file.seek(self.start + first * self.dtype.itemsize)
-            if file.readinto(data) != len(data):
-                raise CheckpointError(
-                    f"{self.file} must not end at {file.tell()}. It is truncated."
-                )
+            end = os.fstat(file.fileno()).st_size
+            if self.start + start + size > end:  # before so much memory is asked for
+                raise CheckpointError(f"{self.file} must not end at {end}. It is truncated.")
+            data = bytearray(size)
+            file.seek(self.start + start)
+            file.readinto(data)
         flat = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
         return flat.as_strided(sizes, self.strides)
 
@@ -100,6 +114,19 @@ class Source:
     """``quantization_config`` of a ``config.json`` beside it."""
     notes: Sequence[str] = ()
     """What is odd and concerns no single tensor."""
+
+
+def check_file(path: Path) -> None:
+    """Raise unless ``path`` is a file: a pipe may have no end, and a device may have none.
+
+    Raises:
+        CheckpointError: it is something else.
+        OSError: it does not exist, or may not be looked at.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise CheckpointError(f"{path} must be a file; it is {kind}. Copy what it gives to a file.")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import mmap
 import pickle
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.inspect.checkpoint.source import Box, CheckpointError, Entry, Source, dtype_name
+from float8lab.inspect.checkpoint.source import (
+    Box,
+    CheckpointError,
+    Entry,
+    Source,
+    check_file,
+    dtype_name,
+)
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["entries_of", "load_safely", "open_state_dict", "open_torch_save"]
+
+_DEEPEST = 100
+"""Nesting of dicts and lists that is followed."""
 
 
 def open_torch_save(path: Path) -> Source:
@@ -26,7 +35,9 @@ def open_torch_save(path: Path) -> Source:
     Raises:
         CheckpointError: the file is damaged, or holds more than tensors and plain data.
     """
-    mapped = zipfile.is_zipfile(path)
+    check_file(path)
+    with path.open("rb") as file:
+        mapped = file.read(4) == b"PK\x03\x04"  # as torch tells an archive from the older format
     try:
         # The format before torch 1.6 cannot be mapped: it is read whole.
         content = load_safely(path, str(path), mmap=mapped)
@@ -39,7 +50,7 @@ def open_torch_save(path: Path) -> Source:
             content = load_safely(path, str(path), mmap=True)
     entries = [
         entry
-        for name, value in _leaves(content, "")
+        for name, value in _leaves(path, content, "")
         if isinstance(value, Tensor)
         for entry in entries_of(name or "tensor", value, path.name)
     ]
@@ -98,15 +109,18 @@ def load_safely(file: Any, name: str, **options: Any) -> Any:
 
 def _unsafe(file: Any) -> list[str]:
     """The classes and functions that weights_only does not load; empty if there are none."""
-    if not zipfile.is_zipfile(file):
-        return []
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # as above
+    except Exception:  # as above; or it is no archive
         return []
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _leaves(path: Path, value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > _DEEPEST:
+        raise CheckpointError(
+            f"{path} must hold containers in containers at most {_DEEPEST} deep; {name[:40]}... is "
+            "deeper, or holds itself. Save its tensors alone."
+        )
     parts: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         parts = value.items()
@@ -116,7 +130,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, part in parts:
-        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+        yield from _leaves(path, part, f"{name}.{key}" if name else str(key), depth + 1)
 
 
 def entries_of(name: str, value: Any, file: str) -> list[Entry]:

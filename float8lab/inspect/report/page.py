@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from float8lab.inspect.optional import needs
+from float8lab.inspect.replacing import replacing
 from float8lab.inspect.report.data import embed
 from float8lab.inspect.watch.records import Log
 
@@ -24,7 +25,7 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
 
     Args:
         log: what ``float8lab.inspect.watch`` saw. An empty one gives a page that says so.
-        path: of the file; folders on the way are made, a file there is replaced.
+        path: of the file; folders on the way are made, a file there is replaced by a whole one.
         title: the page's.
 
     Returns:
@@ -58,7 +59,8 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     html = re.sub(r"<!-- (\w+) -->", lambda place: parts[place[1]], _read("page.html"))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html, encoding="utf-8")
+    with replacing(path) as partial:
+        partial.write_text(html, encoding="utf-8")
     return path
 
 

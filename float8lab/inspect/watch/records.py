@@ -17,6 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from float8lab.inspect.replacing import replacing
+
 __all__ = ["Log", "Record", "Step"]
 
 
@@ -84,8 +86,8 @@ class Log:
     records: list[Record] = field(default_factory=list)
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
-        """Write everything to a file, over what it holds."""
-        with Path(path).open("w", encoding="ascii") as file:
+        """Write everything to a file; one that is there is replaced by a whole one."""
+        with replacing(Path(path)) as partial, partial.open("w", encoding="ascii") as file:
             file.writelines(self.lines())
 
     def lines(self, steps: int = 0, records: int = 0) -> Iterator[str]:

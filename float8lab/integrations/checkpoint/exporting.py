@@ -115,6 +115,8 @@ def export(
             f"share_scales must be a sequence of sequences of names; got {share_scales!r}. Write "
             '[("gate_proj", "up_proj")].'
         )
+    if path == "":
+        raise ValueError("path must name a directory; got ''. Name one.")
     path = Path(path)
     check_target(path, overwrite=overwrite)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)

@@ -19,8 +19,9 @@ from float8lab.inspect.checkpoint.layout import Item, recognize
 from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
 from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.source import CheckpointError, Source, boxes
+from float8lab.inspect.replacing import leftovers
+from float8lab.inspect.text import printable
 from float8lab.integrations.checkpoint.weights import Product, products
-from float8lab.integrations.checkpoint.writing import leftovers
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.precision import Precision, W, X
 from float8lab.nn.report import conversion_report
@@ -147,7 +148,7 @@ def _open(source: str | Path | Mapping[str, Tensor]) -> Source:
     if isinstance(source, Mapping):
         return open_checkpoint(source)
     path = Path(source)
-    left = leftovers(path.absolute())
+    left = leftovers(path)
     if not path.exists():
         old = [entry for entry in left if entry.suffix == ".old"]
         text = f"{path} must exist; it does not."
@@ -307,7 +308,7 @@ def _problem(item: Item, target: Tensor) -> str | None:
 
 
 def _some(texts: Iterable[str], separator: str = ", ") -> str:
-    listed = list(texts)
+    listed = list(map(printable, texts))
     more = len(listed) - _SHOWN
     return separator.join(listed[:_SHOWN]) + (f"{separator}and {more} more" if more > 0 else "")
 

@@ -1,9 +1,7 @@
 """safetensors files in a directory that appears whole or not at all.
 
-A file is written tensor by tensor, so memory holds one weight at a time. All files go into a
-directory beside the target, an index after them, ``config.json`` last; then the directory is
-renamed. A crash before that leaves the target as it was, and beside it a directory whose name ends
-in ``.partial``.
+A file is written tensor by tensor, so memory holds one weight at a time. An index comes after the
+files, ``config.json`` last; then the directory takes the target's place (``replacing``).
 
 Source: the safetensors format, https://github.com/huggingface/safetensors (Format).
 """
@@ -24,8 +22,9 @@ import torch
 from torch import Tensor
 
 from float8lab.inspect.checkpoint.safetensors_source import DTYPES
+from float8lab.inspect.replacing import replacing
 
-__all__ = ["CONFIG", "INDEX", "Group", "Part", "check_target", "leftovers", "write_checkpoint"]
+__all__ = ["CONFIG", "INDEX", "Group", "Part", "check_target", "write_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -88,17 +87,6 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def leftovers(path: Path) -> list[Path]:
-    """What an interrupted write of ``path`` left beside it: partial new ones, whole old ones."""
-    if not path.parent.is_dir():
-        return []
-    return [
-        entry
-        for entry in sorted(path.parent.iterdir())
-        if entry.name.startswith(f".{path.name}.") and entry.suffix in (".partial", ".old")
-    ]
-
-
 def write_checkpoint(
     path: Path,
     groups: Sequence[Group],
@@ -118,41 +106,15 @@ def write_checkpoint(
         key: under which the metadata of a file has its groups' notes.
         max_shard_size: most bytes of a file, unless one group is larger.
     """
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    token = f"{os.getpid()}-{os.urandom(4).hex()}"
-    partial = path.with_name(f".{path.name}.{token}.partial")
-    partial.mkdir()
-    try:
+    path.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        partial.mkdir()
         files = _write_files(partial, groups, config, key, max_shard_size)
         kept = path.iterdir() if path.is_dir() else ()
         for entry in kept:
             if entry.suffix != ".safetensors" and entry.name not in (INDEX, CONFIG):
                 shutil.copy2(entry, partial / entry.name)
-        _sync_directory(partial)
-        _move(partial, path, path.with_name(f".{path.name}.{token}.old"))
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return files
-
-
-def _move(new: Path, path: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``path``."""
-    if not path.exists():
-        os.rename(new, path)
-        _sync_directory(path.parent)
-        return
-    # No system call that Python has replaces a directory by another. Between these two lines a
-    # crash leaves no ``path``, but both whole; ``leftovers`` finds them.
-    os.rename(path, old)
-    try:
-        os.rename(new, path)
-    except BaseException:
-        os.rename(old, path)
-        raise
-    _sync_directory(path.parent)
-    shutil.rmtree(old)
 
 
 def _write_files(
@@ -244,13 +206,3 @@ def _write(file: BinaryIO, data: bytes | memoryview) -> None:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    if os.name == "nt":
-        return  # it cannot open a directory, and renames there are durable in order
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,6 +14,7 @@ from torch import nn
 
 import float8lab
 from float8lab.inspect import CheckpointError
+from float8lab.inspect.replacing import leftovers
 from float8lab.integrations import export, load_fp8
 from float8lab.integrations.checkpoint import writing
 from float8lab.integrations.checkpoint.writing import Group, Part, write_checkpoint
@@ -135,6 +136,7 @@ def effects(monkeypatch, at, what):
     monkeypatch.setattr(writing, "_write", counted(writing._write))
     monkeypatch.setattr(writing.os, "fsync", counted(os.fsync))
     monkeypatch.setattr(writing.os, "rename", counted(os.rename))
+    monkeypatch.setattr(writing.os, "replace", counted(os.replace))
     monkeypatch.setattr(writing.shutil, "copy2", counted(writing.shutil.copy2))
     monkeypatch.setattr(writing.shutil, "rmtree", counted(writing.shutil.rmtree))
     return count
@@ -167,7 +169,7 @@ def test_an_error_at_any_point_leaves_what_was(tmp_path, replaces):
             assert value_of(path) in ((1.0, 2.0) if replaces else (2.0,))
         else:
             assert not replaces
-        for left in writing.leftovers(path):
+        for left in leftovers(path):
             assert left.suffix == ".old"  # whole, and not yet removed
             assert value_of(left) == 1.0
             writing.shutil.rmtree(left)
@@ -204,7 +206,7 @@ def test_a_crash_at_any_point_leaves_what_was(tmp_path, replaces):
         else:
             with pytest.raises(FileNotFoundError, match="write was interrupted"):
                 load_fp8(path, stored(0.0))
-        for left in writing.leftovers(path):
+        for left in leftovers(path):
             if left.suffix == ".old":
                 assert value_of(left) == 1.0
                 between += not path.exists()
@@ -257,6 +259,19 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path):
     with pytest.raises(FileExistsError, match="is a file"):
         export(model, mine / "thesis.tex", overwrite=True)
     assert value_of(path) == 2.0
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_through_a_link_its_target_is_written(tmp_path, replaces):
+    target, link = tmp_path / "models" / "v1", tmp_path / "latest"
+    link.symlink_to(target)
+    if replaces:
+        export(stored(1.0), target)
+    export(stored(2.0), link, overwrite=replaces)
+    assert link.readlink() == target
+    assert value_of(target) == value_of(link) == 2.0
+    assert sorted(os.listdir(tmp_path)) == ["latest", "models"]
+    assert os.listdir(tmp_path / "models") == ["v1"]
 
 
 def test_fewer_files_than_before_leave_no_old_ones(tmp_path):

@@ -1,0 +1,90 @@
+"""Writing a file or a directory so that it takes the place of another one whole, or not at all.
+
+It is written beside its target and renamed. A crash before that leaves the target as it was, and
+beside it something whose name ends in ``.partial``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["leftovers", "replacing"]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a free path beside ``path``; what the block makes there takes the place of ``path``.
+
+    If the block raises, it is removed and ``path`` stays as it was. Of a symbolic link the target
+    is replaced, and the link stays. A target that is replaced hands on its permissions. A device or
+    a pipe cannot be replaced: ``path`` itself is yielded.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        yield path
+        return
+    path = Path(os.path.realpath(path))
+    token = f"{os.getpid()}-{os.urandom(4).hex()}"
+    partial = path.with_name(f".{path.name}.{token}.partial")
+    try:
+        yield partial
+        _sync(partial)
+        if path.exists():
+            shutil.copymode(path, partial)
+        _move(partial, path, path.with_name(f".{path.name}.{token}.old"))
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What an interrupted write of ``path`` left beside it: partial new ones, whole old ones."""
+    path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        return []
+    return [
+        entry
+        for entry in sorted(path.parent.iterdir())
+        if entry.name.startswith(f".{path.name}.") and entry.suffix in (".partial", ".old")
+    ]
+
+
+def _move(new: Path, path: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``path``."""
+    if path.is_dir() and not new.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.is_dir():
+        os.replace(new, path)
+        _sync(path.parent)
+        return
+    # No system call that Python has replaces a directory by another. Between these two lines a
+    # crash leaves no ``path``, but both whole; ``leftovers`` finds them.
+    os.rename(path, old)
+    try:
+        os.rename(new, path)
+    except BaseException:
+        os.rename(old, path)
+        raise
+    _sync(path.parent)
+    shutil.rmtree(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt":
+        return  # it cannot open a directory, and renames there are durable in order
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
