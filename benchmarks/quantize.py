@@ -157,16 +157,16 @@ def cases(x: Tensor) -> Iterable[Case]:
         arguments=(x, E5M2, per_tensor, rule, 0.0, ALIGN, True),
         passes=2,
     )
-    scale = reference.scale_from_amax(reference.amax(x, per_tensor), E4M3, "pow2")
+    _, encode = reference.factors_from_amax(reference.amax(x, per_tensor), E4M3, "pow2")
     slot = torch.full((1,), ops.NO_DATA, device=x.device)
-    given = (x, scale, slot, E4M3)
+    given = (x, encode, slot, E4M3)
     yield Case("cast tensor", ops.cast_op, reference.cast, (*given, per_tensor, ALIGN))
     yield Case("cast pair", ops.cast_pair_op, reference.cast_pair, (*given, ALIGN, False))
     yield Case(
         "cast pair + column sums",
         ops.cast_pair_op,
         reference.cast_pair,
-        (x, scale, slot, E5M2, ALIGN, True),
+        (x, encode, slot, E5M2, ALIGN, True),
         {2: SUM_FLOOR_DB},
     )
     q, scale, _ = reference.quantize(x, E4M3, per_tensor, rule, 0.0, ALIGN)
@@ -185,8 +185,8 @@ def source_cases(source: ops.Source, fp8_dtype: torch.dtype) -> Iterable[Case]:
     transpose alone, again in backward; of gradients also the column sums, a bias's gradient.
     """
     described = source[:3]
-    scale = reference.scale_from_amax(source.amax(), fp8_dtype, "pow2").view(1)
-    slot = torch.full((1,), ops.NO_DATA, device=scale.device)
+    encode = reference.factors_from_amax(source.amax(), fp8_dtype, "pow2")[1].view(1)
+    slot = torch.full((1,), ops.NO_DATA, device=encode.device)
 
     def cast(reference: Callable[..., Outputs]) -> Callable[..., Outputs]:
         def run(kind: str, inputs: list[Tensor], dtype: torch.dtype, *how: Any) -> Outputs:
@@ -197,12 +197,13 @@ def source_cases(source: ops.Source, fp8_dtype: torch.dtype) -> Iterable[Case]:
     def transposed(
         value: Tensor, transposed: bool, known_amax: None, *how: Any
     ) -> tuple[Tensor, ...]:
-        return reference.quantize(value.t(), *how)[:2]
+        q, scale, _ = reference.quantize(value.t(), *how)
+        return q, scale, scale.new_empty((0, 0))
 
     yield Case("values", ops.value_of_op, reference.value_of, described, {0: ROUNDING_FLOOR_DB})
     for sums in (False, True):
         more = " + column sums" if sums else ""
-        given = (*described, scale, slot, fp8_dtype, ALIGN, sums)
+        given = (*described, encode, slot, fp8_dtype, ALIGN, sums)
         cast_pair = cast(reference.cast_pair)
         yield Case(f"cast pair{more}", ops.cast_pair_of_op, cast_pair, given, {2: SUM_FLOOR_DB})
         for name, block, passes in (("tensor", (-1, -1), 2), ("1x128", (1, 128), 1)):

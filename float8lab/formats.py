@@ -1,9 +1,20 @@
 """FP8 number formats and how a tensor is cut into blocks that share a scale.
 
 The scale convention of the whole library, stated once: ``scale`` is the *decode* factor,
-``x ~= qdata.float() * scale``. The bytes of a quantized tensor are a function of the tensor and
-its scale alone: ``clamp(x * min(1 / scale, FLOAT32_MAX), -largest, largest)`` rounded to nearest
-even, every step in float32 with IEEE rounding.
+``x ~= qdata.float() * scale``. How bytes follow from it depends on where it comes from:
+
+- A scale that the library finds, from amaxes, is ``1 / encode``, and the bytes are
+  ``clamp(x * encode, -largest, largest)`` rounded to nearest even. ``encode`` is at most
+  ``FLOAT32_MAX``, so the scale is never 0; 0 and values that are not finite never make one.
+- A scale that is given, without an encode factor, divides: ``clamp(x / scale, -largest, largest)``
+  rounded to nearest even. Scales of 0, subnormals, infinities and NaN do what IEEE division says:
+  0 / 0 and inf / inf are NaN, a quotient that overflows is clamped.
+
+Every step is in float32 with IEEE rounding. For powers of two the two rules are one, since both
+results are the same exact value, rounded once, wherever ``1 / scale`` is finite. For other scales
+they differ in rare bytes, and ``encode`` cannot be computed from ``scale``: ``1 / (1 / encode)`` is
+another number for 12 % of all values. So a cast that is made apart from finding its scale is
+passed the encode factor, or the amax, from which the rule makes it again.
 
 A *block* is the patch of a tensor that shares one scale, given as one size per dimension, with
 ``-1`` for the whole dimension: ``(-1, -1)`` per tensor, ``(1, -1)`` per row, ``(1, 128)``,
@@ -44,8 +55,8 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 SCALE_RULES = ("fp32", "pow2", "e8m0")
 """How a scale follows from a block's amax.
 
-``fp32``: ``1 / (largest / amax)``. ``pow2``: the encode factor ``largest / amax`` rounded down to a
-power of two. ``e8m0``: ``amax / largest`` rounded up to a power of two, exponent in [-127, 127].
+``fp32``: the encode factor is ``largest / amax``. ``pow2``: that, rounded down to a power of two.
+``e8m0``: the scale is ``amax / largest`` rounded up to a power of two, exponent in [-127, 127].
 """
 
 _LARGEST = {E4M3: 448.0, E5M2: 57344.0}

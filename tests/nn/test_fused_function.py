@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import fused_function
-from float8lab.nn.precision import precisions
+from float8lab.nn import fused_function, operands
+from float8lab.nn.precision import Call, X, precisions
 from float8lab.ops import Source
 from float8lab.tensor import Float8Tensor
+from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
 
 ALL = {"high": None, **RECIPES}
@@ -557,3 +558,32 @@ def test_the_activations_gradient_is_cast_and_its_inputs_are_gone(
     del made[:], alive[:]
     assert torch.equal(*torch.autograd.grad(loss, x), *wanted)
     assert alive == [[], [False, False]]
+
+
+EXACT = {
+    "delayed": recipes.DelayedScaling(power_of_2_scale=False),
+    "current": recipes.Float8CurrentScaling(),
+    "row": recipes.Float8RowwiseScaling(),
+}
+
+
+@pytest.mark.parametrize("recipe", EXACT.values(), ids=EXACT)
+def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Recipe) -> None:
+    for row in near_ties(4)[:, None]:
+        x, weight = row.repeat(16, 1), nn.Parameter(row.repeat(16, 1))
+        layer = float8lab.Linear(160, 16, device="cpu")
+        layer._fp8.prepare(torch.device("cpu"), recipe)
+        slots = next((s for (r, _), s in layer._fp8.slots.items() if r == recipe), None)
+        call = Call(recipe, slots, record=False)
+        source, wanted = Source("relu", [x], torch.float32), by_multiplying(x)
+        (q, scale), factor = operands.cast_repeatable(source, call.plan.x, X, call)
+        assert torch.equal(q.view(torch.uint8), wanted)
+        q_t, again = operands.cast_again(source, call.plan.x, scale, factor, call, transposed=True)
+        if call.plan.x.per_tensor:
+            assert torch.equal(q_t.view(torch.uint8), wanted.t())
+            assert torch.equal(again, scale)
+        (q, scale), factor = operands.cast_weight_repeatable(weight, call)
+        q_2, again = operands.cast_weight_again(weight, scale, factor, call)
+        assert torch.equal(q.view(torch.uint8), wanted)
+        assert torch.equal(q_2.view(torch.uint8), wanted)
+        assert torch.equal(again, scale)

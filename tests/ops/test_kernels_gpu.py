@@ -16,6 +16,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
 from float8lab.ops import gemm, reference
 from float8lab.ops.gemm import has_fp8_gemm
+from tests.near_ties import by_multiplying, near_ties
 
 pytestmark = pytest.mark.gpu
 
@@ -178,9 +179,10 @@ def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list
         got = ops.quantize_pair_op(x, *arguments, False)
         all_same(got, reference.quantize_pair(x.cpu(), *arguments, False))
     for scale in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
-        scales = torch.tensor(scale)
-        got = ops.cast_op(x, scales.cuda(), None, fp8_dtype, (-1, -1), 1)
-        same(got, reference.cast(x.cpu(), scales, None, fp8_dtype, (-1, -1), 1))
+        factor = torch.tensor(scale)
+        for divide in (False, True):
+            got = ops.cast_op(x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, divide)
+            same(got, reference.cast(x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, divide))
 
 
 @each_fp8_dtype
@@ -188,9 +190,55 @@ def test_every_float16_casts_as_the_reference_does(fp8_dtype: torch.dtype) -> No
     x = torch.arange(2**16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = x.view(256, 256)
     for scale in (1.0, 0.37, 2.0**-7):
-        scales = torch.tensor(scale)
-        got = ops.cast_pair_op(x, scales.cuda(), None, fp8_dtype, 1, False)
-        all_same(got, reference.cast_pair(x.cpu(), scales, None, fp8_dtype, 1, False))
+        factor = torch.tensor(scale)
+        got = ops.cast_pair_op(x, factor.cuda(), None, fp8_dtype, 1, False)
+        all_same(got, reference.cast_pair(x.cpu(), factor, None, fp8_dtype, 1, False))
+        got = ops.cast_op(x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, True)
+        same(got, reference.cast(x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, True))
+
+
+@pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (-1, -1)], ids=str)
+@each_dtype
+def test_bytes_are_those_of_the_encode_factor(dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """Of many random values, some bytes tell the encode factor from 1 / (1 / encode factor)."""
+    x = matrix((1024, 4096), dtype)
+    for align in (1, 16):
+        how = (E4M3, block, "fp32", 0.0, align)
+        q, scale, amax = reference.quantize(x.cpu(), *how)
+        all_same(ops.quantize_op(x, *how), (q, scale, amax))
+        *got, _ = ops.quantize_pair_op(x, *how, False)
+        all_same(got, reference.quantize_pair(x.cpu(), *how, False)[:4])
+        for divide, factor in (
+            (False, reference.factors_from_amax(amax, E4M3, "fp32")[1]),
+            (False, 1 / scale),
+            (True, scale),
+        ):
+            got = ops.cast_op(x, factor.cuda(), None, E4M3, block, align, divide)
+            same(got, reference.cast(x.cpu(), factor, None, E4M3, block, align, divide))
+
+
+def test_near_ties() -> None:
+    x = near_ties(64)
+    wanted = by_multiplying(x)
+    for block in ((1, -1), (1, 256)):  # by a kernel, and by the reference on the GPU
+        q, scale, _ = ops.quantize_op(x.cuda(), E4M3, block, "fp32", 0.0, 1)
+        assert torch.equal(q.view(torch.uint8).cpu(), wanted)
+        got = ops.cast_op(x.cuda(), scale, None, E4M3, block, 1, True)
+        same(got, reference.cast(x, scale.cpu(), None, E4M3, block, 1, True))
+    _, _, q_t, _, _ = ops.quantize_pair_op(x.t().cuda(), E4M3, (1, -1), "fp32", 0.0, 16, False)
+    assert torch.equal(q_t.view(torch.uint8).cpu()[:64], wanted)
+    for row, bytes_of_row in zip(x[:, None], wanted, strict=True):
+        for align in (1, 16):
+            q, _, _ = ops.quantize_op(row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align)
+            assert torch.equal(q.view(torch.uint8).cpu()[0], bytes_of_row)
+            q, *_ = ops.quantize_pair_op(row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align, False)
+            assert torch.equal(q.view(torch.uint8).cpu()[0], bytes_of_row)
+            source = ("relu", [row.cuda()], torch.float32)
+            for how in ((E4M3, (-1, -1)), (E4M3, (1, -1)), (E4M3, (1, 128))):
+                arguments = (*how, "fp32", 0.0, align)
+                q, _, _ = ops.quantize_of_op(*source, False, None, *arguments)
+                want, _, _ = reference.quantize(row, *arguments)
+                same(q, want)
 
 
 @pytest.mark.parametrize("start", [None, ops.NO_DATA, 0.5, 1e6, torch.nan])
@@ -269,7 +317,9 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
     back = ops.dequantize_op(q[-128:], scale if block[0] == -1 else scale[-128:], block, x.dtype)
     for chunk in (slice(0, 128), slice(20_480, 20_608), slice(rows - 128, rows)):
         of_chunk = scale if block[0] == -1 else scale[chunk]
-        want = reference.cast(x[chunk].cpu(), of_chunk.cpu(), None, E4M3, block, 1)
+        amax_of_chunk = (amax if block[0] == -1 else amax[chunk]).cpu()
+        encode = reference.factors_from_amax(amax_of_chunk, E4M3, "fp32")[1]
+        want = reference.cast(x[chunk].cpu(), encode, None, E4M3, block, 1)
         same(q[chunk], want)
         if block == (-1, -1):
             same(q_t[:, chunk].t().contiguous(), want)
@@ -459,7 +509,7 @@ def test_update_scales(
     state = [
         torch.rand(length, slots) * 3,
         amax,
-        torch.rand(slots),
+        torch.rand(2, slots),
         torch.arange(slots, dtype=torch.int32),
         torch.tensor([448.0, 57344.0] * slots)[:slots],
     ]

@@ -240,14 +240,14 @@ CAST_BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (4, 128), (5, -1)]
 @each_dtype
 def test_cast(dtype: torch.dtype, fp8_dtype: torch.dtype, block: tuple[int, int]) -> None:
     xs = [matrix(shape, dtype) for shape in SHAPES] + [matrix((130, 96), dtype).t()]
-    scales = [torch.rand(scale_shape(tuple(x.shape), block), device="cuda") + 0.1 for x in xs]
-    scales[3] = scales[3].t().contiguous().t()
+    encodes = [torch.rand(scale_shape(tuple(x.shape), block), device="cuda") + 0.1 for x in xs]
+    encodes[3] = encodes[3].t().contiguous().t()
     want = [
-        (ops.cast_op(x, scale, None, fp8_dtype, block, 1),)
-        for x, scale in zip(xs, scales, strict=True)
+        (ops.cast_op(x, encode, None, fp8_dtype, block, 1),)
+        for x, encode in zip(xs, encodes, strict=True)
     ]
     got = blank(want)
-    ops.cast_many_op(xs, scales, [q for (q,) in got], block)
+    ops.cast_many_op(xs, encodes, [q for (q,) in got], block)
     all_same(got, want)
 
 

@@ -135,7 +135,7 @@ def test_quantize(kind: str, block: tuple[Any, ...], dtype: torch.dtype) -> None
         fp8_dtype, align = FP8_DTYPES[number % 2], 16 if block[0] != (1, -1) else 1
         how = (fp8_dtype, *block, align)
         for transposed in (False, True):
-            got = ops.quantize_of_op(kind, inputs, dtype, transposed, None, *how)
+            *got, _ = ops.quantize_of_op(kind, inputs, dtype, transposed, None, *how)
             want = ops.quantize_op(value.t() if transposed else value, *how)
             all_same(got, want[:2])
         *got, sums = ops.quantize_pair_of_op(kind, inputs, dtype, *how, number % 2 == 0)
@@ -146,18 +146,18 @@ def test_quantize(kind: str, block: tuple[Any, ...], dtype: torch.dtype) -> None
 
 @some_kinds
 def test_cast(kind: str, dtype: torch.dtype) -> None:
-    scale = torch.tensor([0.037], device="cuda")
+    encode = torch.tensor([27.1], device="cuda")
     for number, shape in enumerate(SHAPES.values()):
         inputs = inputs_of(kind, shape, dtype)
         value = ops.value_of_op(kind, inputs, dtype)
         slot, wanted = (torch.full((1,), ops.NO_DATA, device="cuda") for _ in range(2))
         fp8_dtype, align = FP8_DTYPES[number % 2], (16, 1)[number % 2]
         for transposed in (False, True):
-            got = ops.cast_of_op(kind, inputs, dtype, transposed, scale, slot, fp8_dtype, align)
+            got = ops.cast_of_op(kind, inputs, dtype, transposed, encode, slot, fp8_dtype, align)
             oriented = value.t() if transposed else value
-            same(got, ops.cast_op(oriented, scale, wanted, fp8_dtype, (-1, -1), align))
+            same(got, ops.cast_op(oriented, encode, wanted, fp8_dtype, (-1, -1), align))
             same(slot, wanted)
-        arguments = (scale, None, fp8_dtype, align, True)
+        arguments = (encode, None, fp8_dtype, align, True)
         *got, sums = ops.cast_pair_of_op(kind, inputs, dtype, *arguments)
         all_same(got, ops.cast_pair_op(value, *arguments)[:2])
         sums_close(sums, value)
@@ -166,12 +166,12 @@ def test_cast(kind: str, dtype: torch.dtype) -> None:
 @some_kinds
 def test_inputs_and_values_of_different_widths(kind: str, dtype: torch.dtype) -> None:
     other = FP32 if dtype == BF16 else BF16
-    scale = torch.tensor([0.037], device="cuda")
+    encode = torch.tensor([27.1], device="cuda")
     inputs = inputs_of(kind, (300, 512), other)
     value = ops.value_of_op(kind, inputs, dtype)
     assert value.dtype == dtype
-    got = ops.cast_pair_of_op(kind, inputs, dtype, scale, None, E4M3, 16, False)
-    all_same(got, ops.cast_pair_op(value, scale, None, E4M3, 16, False))
+    got = ops.cast_pair_of_op(kind, inputs, dtype, encode, None, E4M3, 16, False)
+    all_same(got, ops.cast_pair_op(value, encode, None, E4M3, 16, False))
     how = (E5M2, (-1, -1), "fp32", 0.0, 16, False)
     got = ops.quantize_pair_of_op(kind, inputs, dtype, *how)
     all_same(got, ops.quantize_pair_op(value, *how))
@@ -186,9 +186,12 @@ def test_strided_inputs_and_a_known_amax(kind: str, dtype: torch.dtype) -> None:
     by_column = [one.t().contiguous().t() if one.ndim == 2 else one for one in inputs]
     amax = ops.amax_of_op(kind, inputs, dtype)
     how = (E4M3, (-1, -1), "fp32", 0.0, 16)
-    want = ops.quantize_of_op(kind, inputs, dtype, True, None, *how)
+    *want, found = ops.quantize_of_op(kind, inputs, dtype, True, None, *how)
+    same(found, amax)
     for one in (inputs, strided, by_column):
-        all_same(ops.quantize_of_op(kind, one, dtype, True, amax, *how), want)
+        *got, none = ops.quantize_of_op(kind, one, dtype, True, amax, *how)
+        all_same(got, want)
+        assert not none.numel()
 
 
 FP8_NORM_BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (-1, 1), (3, 5)]
@@ -291,7 +294,7 @@ def test_special_values() -> None:
             got = ops.value_of_op(kind, inputs, torch.float32).cpu()
             want = reference.value_of(kind, [one.cpu() for one in inputs], torch.float32)
             torch.testing.assert_close(got, want, rtol=2.0**-16, atol=1e-30, equal_nan=True)
-            q, scale = ops.quantize_of_op(
+            q, scale, _ = ops.quantize_of_op(
                 kind, inputs, torch.float32, False, None, E5M2, (1, -1), "fp32", 0.0, 16
             )
             value = ops.value_of_op(kind, inputs, torch.float32)

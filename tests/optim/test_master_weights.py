@@ -17,6 +17,7 @@ from float8lab import recipes
 from float8lab.optim import MasterWeights
 from float8lab.optim.master_weights import write_parameters_
 from float8lab.tensor import Float8Tensor, dispatch, quantize
+from tests.near_ties import near_ties
 from tests.recorder import Ops
 
 RECIPES = {
@@ -321,6 +322,13 @@ def test_masters_start_from_the_kept_initial_values_and_free_them():
     for p, value in zip(stored(model), kept, strict=True):
         assert torch.equal(optimizer.masters[p], value)
         assert p.get_high_precision_init_val() is None
+
+
+def test_kept_initial_values_are_known_again_under_scales_of_any_rule():
+    x = near_ties(16)  # to divide by the scales that were found would give other bytes
+    p = nn.Parameter(quantize(x, block=(1, -1)))
+    p._high_precision_init_val = x.clone()
+    assert torch.equal(MasterWeights([p], torch.optim.SGD, lr=0.1).masters[p], x)
 
 
 def test_kept_initial_values_that_were_overwritten_are_not_used():

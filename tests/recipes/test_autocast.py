@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.recipes.region import PROCESS, STATE, Region
+from float8lab.recipes.region import STATE
+from tests.near_ties import by_multiplying, near_ties
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 CURRENT = recipes.Float8CurrentScaling()
@@ -778,3 +780,34 @@ def test_an_enter_that_raises_leaves_nothing_active(monkeypatch):
     with region:
         m(torch.ones(2, 32))
     assert steps(m, recipes.DelayedScaling())[0] == 1
+
+
+@pytest.mark.parametrize("again", ["seeded", "advanced", "loaded"])
+def test_delayed_casts_multiply_by_the_encode_factor(again):
+    recipe = recipes.DelayedScaling(power_of_2_scale=False)
+    for x in near_ties(4)[:, None]:
+        model = layer(K=160)
+        float8lab.convert_to_float8(model, recipe)
+        with torch.no_grad():
+            model(x)
+            if again != "seeded":
+                model(x)
+            if again == "loaded":
+                state = float8lab.nn.ScalingState(model).state_dict()
+                model = layer(K=160)
+                float8lab.convert_to_float8(model, recipe)
+                float8lab.nn.ScalingState(model).load_state_dict(state)
+        slots = slots_of(model, recipe)
+        factors, _ = slots.scale_for(0, x, record=False)
+        q = float8lab.ops.cast_op(x, factors.encode, None, torch.float8_e4m3fn, (-1, -1), 1)
+        assert torch.equal(q.view(torch.uint8), by_multiplying(x))
+        assert torch.equal(factors.scale, 1 / factors.encode)
+
+
+def test_a_delayed_scale_that_is_loaded_alone_has_its_reciprocal():
+    model = layer()
+    with float8lab.autocast(recipe=DELAYED):
+        model(torch.randn(4, 32))
+    slots_of(model).load({"scale": torch.tensor([0.1, 0.3, 1.0])})
+    tensors = slots_of(model).tensors()
+    assert torch.equal(tensors["encode"], 1 / tensors["scale"])

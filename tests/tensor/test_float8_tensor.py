@@ -14,6 +14,7 @@ import float8lab
 from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor, dispatch, quantize
 from float8lab.tensor.dispatch import implements
+from tests.near_ties import by_multiplying, near_ties
 
 BLOCKS = {
     "tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x128": (1, 128),
@@ -468,3 +469,18 @@ def test_specs_are_values():
     assert Float8Spec() == Float8Spec(torch.float8_e4m3fn, (-1, -1), "fp32")
     assert len({Float8Spec(), Float8Spec(), Float8Spec(block=(1, -1))}) == 2
     assert Float8Spec(block=(1, 128)).transpose().block == (128, 1)
+
+
+@pytest.mark.parametrize("block", [(1, -1), (1, 160)], ids=str)
+def test_a_found_scale_multiplies_and_a_given_one_divides(block):
+    x = near_ties(8).flip(1)  # zeros first
+    wanted = by_multiplying(x)
+    t = quantize(x, block=block)
+    assert torch.equal(t.qdata.view(torch.uint8), wanted)
+    given = quantize(x, block=block, scale=t.scale)
+    divided = (x / t.scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(given.qdata.float(), divided.float())
+    for columns in (0, 16):  # whole blocks, and a view that has a part of each
+        written = quantize(torch.zeros(8, 160), block=block)
+        written[:, columns:].copy_(x[:, columns:])
+        assert torch.equal(written.qdata.view(torch.uint8), wanted)

@@ -212,7 +212,7 @@ def _check_update_scales(cases: Cases) -> None:
                 state: Any = [
                     cases.uniform(length, slots) * 3,
                     amax,
-                    cases.uniform(slots),
+                    cases.uniform(2, slots),
                     torch.arange(slots, dtype=torch.int32, device="cpu"),
                     torch.tensor([448.0, 57344.0] * slots, dtype=FP32, device="cpu")[:slots],
                 ]

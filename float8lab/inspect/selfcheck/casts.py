@@ -84,35 +84,36 @@ def _check_cast(cases: Cases) -> None:
         x = x.view(256, 256)
         for fp8_dtype in FP8_DTYPES:
             for factor in (1.0, 0.37, 2.0**-7):
-                cases.begin(f"every {name_of(dtype)} to {format_of(fp8_dtype)} scale {factor:g}")
-                scale = torch.tensor([factor], dtype=FP32, device="cpu")
-                got = ops.cast_op(
-                    x.to(cases.device), scale.to(cases.device), None, fp8_dtype, (-1, -1), 1
-                )
-                cases.same(got, _nearest(x.float() * scale.reciprocal(), fp8_dtype))
+                cases.begin(f"every {name_of(dtype)} to {format_of(fp8_dtype)} factor {factor:g}")
+                one = torch.tensor([factor], dtype=FP32, device="cpu")
+                there = (x.to(cases.device), one.to(cases.device), None, fp8_dtype, (-1, -1), 1)
+                cases.same(ops.cast_op(*there), _nearest(x.float() * one, fp8_dtype))
+                divided = _nearest(x.float() / one.expand(x.shape), fp8_dtype)
+                cases.same(ops.cast_op(*there, True), divided)
     for fp8_dtype in FP8_DTYPES:
         for name, x in special():
             for factor in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
-                cases.begin(f"{name} to {format_of(fp8_dtype)} scale {factor:g}")
-                scale = torch.tensor([factor], dtype=FP32, device="cpu")
-                arguments = (fp8_dtype, (-1, -1), 1)
-                there, scale_there = x.to(cases.device), scale.to(cases.device)
-                got = ops.cast_unrecorded_op(there, scale_there, *arguments)
-                cases.same(got, reference.cast(x, scale, None, *arguments))
+                cases.begin(f"{name} to {format_of(fp8_dtype)} factor {factor:g}")
+                one = torch.tensor([factor], dtype=FP32, device="cpu")
+                there = x.to(cases.device), one.to(cases.device)
+                for divide in (False, True):
+                    arguments = (fp8_dtype, (-1, -1), 1, divide)
+                    got = ops.cast_unrecorded_op(*there, *arguments)
+                    cases.same(got, reference.cast(x, one, None, *arguments))
     for turn, (block, rule, _) in enumerate(RECIPES.values()):
         for number, name, x, align in matrices(cases, turn):
             fp8_dtype = FP8_DTYPES[number % 2]
             cases.begin(f"{name} {format_of(fp8_dtype)} {granularity(block)} {rule}")
             there, here = laid_out(x, number, cases.device)
             shape = tuple(reference.round_up(size, align) for size in x.shape)
-            scale = cases.uniform(*scale_shape(shape, block)) + 0.1
+            factor = cases.uniform(*scale_shape(shape, block)) + 0.1
             for start in (None, ops.NO_DATA, 0.5, 1e6):
                 if start is not None and block != (-1, -1):
                     break
                 slots = _slots(start, cases.device)
-                arguments = (fp8_dtype, block, align)
-                got = ops.cast_op(there, scale.to(cases.device), slots[0], *arguments)
-                cases.same(got, reference.cast(here, scale, slots[1], *arguments))
+                arguments = (fp8_dtype, block, align, number % 3 == 1)
+                got = ops.cast_op(there, factor.to(cases.device), slots[0], *arguments)
+                cases.same(got, reference.cast(here, factor, slots[1], *arguments))
                 if slots[0] is not None and slots[1] is not None:
                     cases.same(slots[0], slots[1])
 
@@ -157,7 +158,7 @@ def values_of(fp8_dtype: torch.dtype) -> Tensor:
 
 @checks("casts", f"{REFERENCE}; column sums: float64", "cast_pair_op")
 def _check_cast_pair(cases: Cases) -> None:
-    scale = torch.tensor([0.73], dtype=FP32, device="cpu")
+    encode = torch.tensor([0.73], dtype=FP32, device="cpu")
     for start in (None, ops.NO_DATA, 0.5, 1e6, torch.nan):
         for number, name, x, align in matrices(cases):
             fp8_dtype = FP8_DTYPES[number % 2]
@@ -165,8 +166,8 @@ def _check_cast_pair(cases: Cases) -> None:
             there, here = laid_out(x, number, cases.device)
             slot, wanted = _slots(start, cases.device)
             arguments = (fp8_dtype, align)
-            *got, sums = ops.cast_pair_op(there, scale.to(cases.device), slot, *arguments, True)
-            cases.same(got, reference.cast_pair(here, scale, wanted, *arguments, False)[:2])
+            *got, sums = ops.cast_pair_op(there, encode.to(cases.device), slot, *arguments, True)
+            cases.same(got, reference.cast_pair(here, encode, wanted, *arguments, False)[:2])
             compare_sums(cases, sums, here)
             if slot is not None and wanted is not None:
                 cases.same(slot, wanted)
@@ -190,7 +191,11 @@ def _check_many(cases: Cases) -> None:
             cases.same(got_one, want_one)
         cases.begin(f"cast {len(here)} of {name_of(dtype)} {format_of(fp8_dtype)} {recipe}")
         again = [torch.zeros_like(t) for t in q]
-        ops.cast_many_op(there, [one[1].to(cases.device) for one in want], again, block)
+        encodes = [
+            reference.factors_from_amax(one, fp8_dtype, rule, eps)[1].to(cases.device)
+            for _, _, one in want
+        ]
+        ops.cast_many_op(there, encodes, again, block)
         cases.same(again, [one[0] for one in want])
 
 

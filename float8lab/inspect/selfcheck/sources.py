@@ -101,23 +101,23 @@ def _check_amax_of(cases: Cases) -> None:
 
 @checks("sources", _COMPOSED, "cast_of_op", "cast_of_unrecorded_op")
 def _check_cast_of(cases: Cases) -> None:
-    scale = torch.tensor([0.037], dtype=FP32, device=cases.device)
+    encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
     for kind, inputs, dtype, value, fp8_dtype, align in _sources(cases):
         for transposed in (False, True):
-            slot, wanted = (torch.full_like(scale, ops.NO_DATA) for _ in range(2))
-            how = (kind, inputs, dtype, transposed, scale)
+            slot, wanted = (torch.full_like(encode, ops.NO_DATA) for _ in range(2))
+            how = (kind, inputs, dtype, transposed, encode)
             got = ops.cast_of_op(*how, slot, fp8_dtype, align)
             oriented = value.t() if transposed else value
-            want = ops.cast_op(oriented, scale, wanted, fp8_dtype, (-1, -1), align)
+            want = ops.cast_op(oriented, encode, wanted, fp8_dtype, (-1, -1), align)
             cases.same((got, slot), (want, wanted))
             cases.same(ops.cast_of_unrecorded_op(*how, fp8_dtype, align), want)
 
 
 @checks("sources", f"{_COMPOSED}; column sums: float64", "cast_pair_of_op")
 def _check_cast_pair_of(cases: Cases) -> None:
-    scale = torch.tensor([0.037], dtype=FP32, device=cases.device)
+    encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
     for kind, inputs, dtype, value, fp8_dtype, align in _sources(cases):
-        how = (scale, None, fp8_dtype, align, True)
+        how = (encode, None, fp8_dtype, align, True)
         *got, sums = ops.cast_pair_of_op(kind, inputs, dtype, *how)
         cases.same(got, ops.cast_pair_op(value, *how)[:2])
         compare_sums(cases, sums, value.cpu())
@@ -132,11 +132,12 @@ def _check_quantize_of(cases: Cases) -> None:
         recipe = _SOURCE_RECIPES[turn % len(_SOURCE_RECIPES)]
         how = (fp8_dtype, *RECIPES[recipe], align)
         for transposed in (False, True):
-            got = ops.quantize_of_op(kind, inputs, dtype, transposed, None, *how)
+            *got, found = ops.quantize_of_op(kind, inputs, dtype, transposed, None, *how)
             cases.same(got, ops.quantize_op(value.t() if transposed else value, *how)[:2])
         if recipe == "per tensor":
             amax = ops.amax_of_op(kind, inputs, dtype)
-            again = ops.quantize_of_op(kind, inputs, dtype, True, amax, *how)
+            cases.same(found, amax)
+            *again, _ = ops.quantize_of_op(kind, inputs, dtype, True, amax, *how)
             cases.same(again, got)
 
 
