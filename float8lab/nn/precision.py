@@ -267,6 +267,7 @@ class Precision:
             call.precision = self
             call.fixed = original.used
             call.used = dict(original.used)
+            self._expect_gradients(call)
         # A checkpoint inside this one will repeat this call in its turn.
         for recording in STATE.recordings:
             recording.add(self, call)
@@ -291,11 +292,17 @@ class Precision:
             # Gradients are recorded if the original's were to be: this call's backward sees them.
             call = Call(recipe, original.slots, original.record)
             call.fixed = original.used
+            self._expect_gradients(call)
         else:
             slots = self._slots(recipe, device) if recipe.linear.delayed else None
             call = Call(recipe, slots, False)
         call.precision = self
         return call
+
+    def _expect_gradients(self, call: Call) -> None:
+        """Tie a recomputation's gradients to the backward pass that it runs in, not one inside."""
+        if call.record and call.slots is not None:
+            call.slots.pack.await_backward()
 
     def calibrate(self, x: Tensor, weight: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""

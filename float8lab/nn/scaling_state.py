@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,15 +61,52 @@ class ScalingState:
             state[f"{key}/seeded"] = tensors["seeded"] | (tensors["steps"] > 0)
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over the state of the modules and recipes that ``state`` knows."""
-        for key, slots in self._slots():
-            if f"{key}/scale" not in state:
-                continue
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take over a state, in place.
+
+        Args:
+            state: from ``state_dict`` of the same model, trained under the same recipes.
+            strict: False takes over what fits, and warns about the rest.
+
+        Raises:
+            TypeError: ``state`` is no mapping.
+            ValueError: ``state`` is not that of the model's modules and recipes; nothing is loaded.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "
+                "what state_dict() returned."
+            )
+        found = list(self._slots())
+        missing, different, known = [], [], set()
+        values = {}
+        for key, slots in found:
+            known.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
             names = [name for name in (*_NAMES, "seeded") if name != "encode"]
-            if f"{key}/encode" in state:
+            if f"{key}/encode" in state:  # else 1 over the scale
                 names.append("encode")
-            slots.load({name: state[f"{key}/{name}"] for name in names})
+            mine = {name: slots.tensors()[name] for name in names}
+            theirs = {name: state.get(f"{key}/{name}") for name in names}
+            if any(value is None for value in theirs.values()):
+                missing.append(key)
+            elif not all(_is_like(theirs[name], mine[name]) for name in mine):
+                different.append(key)
+            else:
+                values[slots] = cast("dict[str, Tensor]", theirs)
+        extra = list(dict.fromkeys(str(k).rpartition("/")[0] or k for k in state if k not in known))
+        if missing or extra or different:
+            problem = (
+                "state must be that of this model's modules and recipes; got one where "
+                f"{_counted(missing)} are missing, {_counted(extra)} are extra, and "
+                f"{_counted(different)} have other shapes or are no tensors. Convert the model "
+                "with the recipe it was trained with, or name that of the autocast: "
+                "ScalingState(model, recipe)."
+            )
+            if strict:
+                raise ValueError(f"{problem} strict=False takes over what fits.")
+            warnings.warn(problem, UserWarning, stacklevel=2)
+        for slots, value in values.items():
+            slots.load(value)
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
         home = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -80,3 +119,15 @@ class ScalingState:
                 path = ".".join(filter(None, (name, part)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots
+
+
+def _is_like(value: Any, tensor: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _counted(keys: Sequence[Any]) -> str:
+    """The number of keys, and the first ones."""
+    if not keys:
+        return "0"
+    more = ", ..." if len(keys) > 2 else ""
+    return f"{len(keys)} ({', '.join(map(str, keys[:2]))}{more})"

@@ -12,6 +12,10 @@ Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' c
 update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA
 graph records them, each cast makes its own copy in the graph, since a replay updates them unseen; a
 pack that was recorded keeps its tensors, and is not merged any more.
+
+What an exception interrupts is forgotten. A region tells its packs so. Nobody tells that a backward
+pass was interrupted: its graph task, which owns a ``_Backward``, is then freed without having
+called it.
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ class ScalePack:
         "scale",
         "encode",
         "keeps_previous",
+        "sown",
+        "_backward",
         "_copy",
         "_live",
         "_recorded",
@@ -87,6 +93,9 @@ class ScalePack:
         self.scale, self.encode = self.factors.unbind()
         self.advanced = False  # since the last forward of a compiled graph
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
+        # Slots that were given a first scale since the last update.
+        self.sown: list[tuple[weakref.ref[DelayedSlots], int]] = []
+        self._backward: weakref.ref[_Backward] | None = None  # recorded here and has not ended
         self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
         self._live: Sequence[Tensor] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
@@ -134,6 +143,8 @@ class ScalePack:
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
+        self.settle()
+        self.sown.clear()
         if self.keeps_previous:
             self.previous.copy_(self.factors)
         self.advanced = True
@@ -182,9 +193,70 @@ class ScalePack:
         usable = due & (chosen > 0) & (chosen < torch.inf) & (encode > 0) & (encode < torch.inf)
         self.factors.copy_(torch.where(usable, torch.stack((1.0 / encode, encode)), old))
 
-    def discard_forward(self) -> None:
-        """Forget the amaxes of forward tensors recorded since the last update."""
-        self.amax.masked_fill_(self.forward, NO_DATA)
+    def forget(self, *, gradients: bool) -> None:
+        """Forget what gradients, or forward tensors, recorded since the last update."""
+        self.amax.masked_fill_(~self.forward if gradients else self.forward, NO_DATA)
+        sown, self.sown = self.sown, []
+        columns = []
+        for reference, index in sown:
+            slots = reference()
+            if slots is None or slots.pack is not self:
+                continue
+            if slots.forward[index] == gradients:
+                self.sown.append((reference, index))
+                continue
+            slots.seeded[index] = False
+            columns.append(slots.start + index)
+        if columns:
+            self.seeded[columns] = False
+            # Other ranks' amaxes may have made a scale before, which was kept.
+            self.factors[:, columns] = torch.where(
+                self.steps[columns] > 0, self.factors[:, columns], 1.0
+            )
+            self.forget_live()
+
+    def await_backward(self) -> None:
+        """Keep what the gradients of the backward pass on this thread record only if it ends well.
+
+        A pass inside it, of a reentrant checkpoint, is a part of it.
+        """
+        if self._backward is not None and self._backward() is not None:
+            return
+        if torch._C._current_graph_task_id() == _NO_TASK:
+            return
+        self.settle()
+        backward = _Backward(self)
+        self._backward = weakref.ref(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(backward)
+
+    def end_backward(self) -> None:
+        """Keep what gradients recorded: their backward pass has ended."""
+        self._backward = None
+
+    def settle(self) -> None:
+        """Forget what gradients recorded if their backward pass was interrupted."""
+        if self._backward is None:
+            return
+        if self._backward() is not None and torch._C._current_graph_task_id() != _NO_TASK:
+            return  # it runs
+        self._backward = None
+        self.forget(gradients=True)
+
+
+_NO_TASK = -1
+"""Torch's number of the graph task where no backward pass runs."""
+
+
+class _Backward:
+    """Called at the end of a backward pass; freed with its graph task, also if that raised."""
+
+    __slots__ = ("__weakref__", "_pack")
+
+    def __init__(self, pack: ScalePack) -> None:
+        self._pack = pack
+
+    def __call__(self) -> None:
+        self._pack.end_backward()
 
 
 @contextmanager
@@ -248,6 +320,7 @@ class DelayedSlots:
 
     def tensors(self) -> dict[str, Tensor]:
         """This module's columns of the pack (views), and of the rows of ``factors``."""
+        self.pack.settle()
         columns = slice(self.start, self.start + len(self.fp8_dtypes))
         return {name: getattr(self.pack, name)[..., columns] for name in (*_TENSORS, *_ROWS)}
 
@@ -262,6 +335,7 @@ class DelayedSlots:
         if "scale" in values and "encode" not in values:
             mine["encode"].copy_(1.0 / mine["scale"])
         self.seeded = mine["seeded"].tolist()
+        self._reap()
         self.pack.forget_live()
 
     def clear(self) -> None:
@@ -273,7 +347,18 @@ class DelayedSlots:
             mine[name].fill_(1.0)
         mine["amax"].fill_(NO_DATA)
         self.seeded = [False] * len(self.seeded)
+        self._reap()
         self.pack.forget_live()
+
+    def _sow(self, index: int, factors: Tensor) -> None:
+        """Give a slot its first factors."""
+        self.pack.set_factors(self.start + index, factors)
+        self.pack.sown.append((weakref.ref(self), index))
+        self.seeded[index] = True
+
+    def _reap(self) -> None:
+        """Keep the scales that the slots have, whatever is interrupted."""
+        self.pack.sown = [sown for sown in self.pack.sown if sown[0]() is not self]
 
     def to(self, device: torch.device) -> None:
         """Move to another device, into a pack of its own; from the meta device the state is new."""
@@ -323,6 +408,8 @@ class DelayedSlots:
     ) -> tuple[Factors, Tensor | None]:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
         slot = self.start + index
+        if record and not self.forward[index]:
+            self.pack.await_backward()
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
             factors = self._own_factors(index, x)
@@ -333,8 +420,7 @@ class DelayedSlots:
             if not record:
                 return Factors.of(factors), None
             if x.numel():
-                self.pack.set_factors(slot, factors)
-                self.seeded[index] = True
+                self._sow(index, factors)
         pack = self.pack
         return pack.current(slot, shared=shared), pack.amaxes[slot] if record else None
 
@@ -348,8 +434,7 @@ class DelayedSlots:
         if x.numel() == 0:
             return
         if not self.seeded[index]:
-            self.pack.set_factors(self.start + index, self._own_factors(index, x))
-            self.seeded[index] = True
+            self._sow(index, self._own_factors(index, x))
         slot = self.pack.amaxes[self.start + index]
         slot.copy_(torch.maximum(slot, amax_op(x, (-1, -1)).view(())))
 

@@ -89,6 +89,7 @@ class AmaxChannel:
         )
         wire[:1].fill_(len(self.waiting()))
         for pack, there, here in plan:
+            pack.settle()
             wire[there] = pack.amax[here].to(device)
         # A maximum over ranks need not keep NaN; inf is ignored by the update just the same.
         wire.nan_to_num_(nan=torch.inf, posinf=torch.inf)

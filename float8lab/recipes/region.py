@@ -176,7 +176,7 @@ class Region:
     def discard(self) -> None:
         """Forget what the forward recorded: the region did not finish."""
         for pack in self.packs:
-            pack.discard_forward()
+            pack.forget(gradients=False)
 
 
 @torch.inference_mode(False)  # the state is not for inference alone

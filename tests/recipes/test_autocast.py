@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.recipes.region import PROCESS, STATE, Region
-from float8lab.recipes.region import STATE
 from tests.near_ties import by_multiplying, near_ties
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
@@ -283,6 +282,87 @@ def test_an_exception_in_the_body_advances_nothing_and_is_forgotten():
         m(torch.full((2, 32), 4.0))
     assert history(m)[:2, 0].tolist() == [4.0, 2.0]  # no 1000
     assert steps(m) == [2, 2, 1]  # dy's did advance
+
+
+def state(module, recipe=DELAYED):
+    """What a module will cast with: its slots' tensors, and which have a scale."""
+    slots = slots_of(module, recipe)
+    return {name: tensor.tolist() for name, tensor in slots.tensors().items()}, slots.seeded
+
+
+@pytest.mark.parametrize("calibrating", [False, True], ids=["", "calibrating"])
+def test_an_aborted_first_region_is_forgotten(calibrating):
+    m = layer()
+    twin = copy.deepcopy(m)
+    x = torch.randn(2, 32)
+    with pytest.raises(KeyError), float8lab.autocast(not calibrating, calibrating, DELAYED):  # noqa: PT012
+        m(x * 1e6)
+        raise KeyError("x")
+    for module in (m, twin):
+        with float8lab.autocast(recipe=DELAYED):
+            y = module(x)
+            y.square().sum().backward()
+    assert state(m) == state(twin)
+    assert torch.equal(m.weight.grad, twin.weight.grad)
+    assert y.any()
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward if it is given an exception."""
+
+    @staticmethod
+    def forward(ctx, x, exception):
+        ctx.exception = exception
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        if ctx.exception is not None:
+            raise ctx.exception
+        return dy, None
+
+
+def through_checkpoint(use_reentrant, function=checkpoint):
+    return lambda module, x: function(module, x, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda module, x: module(x),
+        through_checkpoint(True),
+        through_checkpoint(False),
+        through_checkpoint(True, float8lab.checkpoint),
+    ],
+    ids=["plain", "reentrant", "non-reentrant", "own"],
+)
+def test_an_aborted_backward_is_forgotten(run):
+    mine = torch.nn.ModuleList([layer(), layer()])
+    twins = copy.deepcopy(mine)
+    # The backward passes of five steps, and which of them may leave a trace.
+    passes = ["abort", "good", "abort good", "good abort", "good"]
+    traces = ["", "good", "good", "", "good"]
+
+    def step(modules, backwards):
+        module, other = modules
+        x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with float8lab.autocast(recipe=DELAYED):
+            good = run(module, x).square().sum()
+            aborted = run(module, Failing.apply(x, KeyError("x"))).square().sum() * 1e12
+            other(x)  # a second module in the pack
+        for backward in backwards.split():
+            module.weight.grad = None
+            if backward == "good":
+                good.backward()
+            else:
+                with pytest.raises(KeyError):
+                    aborted.backward()
+
+    for of_mine, of_twin in zip(passes, traces, strict=True):
+        step(mine, of_mine)
+        step(twins, of_twin)
+        assert state(mine[0]) == state(twins[0])
+    assert torch.equal(mine[0].weight.grad, twins[0].weight.grad)
 
 
 def test_recipes_that_differ_in_any_field_share_nothing():

@@ -1,0 +1,90 @@
+"""ScalingState: what it loads, what it refuses, what it says."""
+
+import copy
+
+import pytest
+import torch
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn import ScalingState
+
+RECIPE = recipes.DelayedScaling(amax_history_len=4)
+LONGER = recipes.DelayedScaling(amax_history_len=8)
+
+
+def trained(recipe=RECIPE):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    float8lab.convert_to_float8(model, recipe)
+    for scale in (1.0, 8.0):
+        model(torch.randn(4, 16) * scale).sum().backward()
+    return model
+
+
+def tensors(model):
+    return {k: v.tolist() for k, v in ScalingState(model).state_dict().items()}
+
+
+def without(state, *endings):
+    return {k: v for k, v in state.items() if not k.endswith(endings)}
+
+
+STATES = {
+    "empty": (
+        lambda s: {},
+        r"2 \(0/DelayedScaling.*, 1/DelayedScaling.*\) are missing, 0 are extra",
+    ),
+    "a module": (lambda s: without(s, *[k for k in s if k.startswith("1/")]), r"1 \(1/D.* missing"),
+    "a tensor": (lambda s: without(s, "seeded"), r"2 \(0/D.* missing"),
+    "extra": (
+        lambda s: s | {"2/other/scale": torch.ones(3)},
+        r"0 are missing, 1 \(2/other\) are ext",
+    ),
+    "another recipe": (
+        lambda s: ScalingState(trained(LONGER)).state_dict(),
+        r"2 \(0/.*history_len=4.*missing, 2 \(0/.*history_len=8.*extra",
+    ),
+    "another shape": (lambda s: {k: v[..., :1] for k, v in s.items()}, r"2 \(0/.*other shapes"),
+    "no tensors": (lambda s: dict.fromkeys(s, "garbage"), r"2 \(0/.*are no tensors"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), STATES.values(), ids=STATES)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, message):
+    model = trained()
+    before = tensors(model)
+    with pytest.raises(ValueError, match=message):
+        ScalingState(model).load_state_dict(change(ScalingState(trained()).state_dict()))
+    assert tensors(model) == before
+
+
+def test_a_state_that_is_no_mapping_is_refused():
+    with pytest.raises(TypeError, match=r"^state must be a mapping of names to tensors; got list"):
+        ScalingState(trained()).load_state_dict([])
+
+
+def test_not_strict_takes_over_what_fits_and_warns():
+    model, other = trained(), trained()
+    state = ScalingState(other).state_dict()
+    partial = {k: v for k, v in state.items() if k.startswith("0/")} | {"garbage": 1}
+    expected = {k: v for k, v in tensors(model).items() if k.startswith("1/")}
+    expected |= {k: v for k, v in tensors(other).items() if k.startswith("0/")}
+    with pytest.warns(UserWarning, match=r"1 \(1/D.* missing, 1 \(garbage\) are extra"):
+        ScalingState(model).load_state_dict(partial, strict=False)
+    assert tensors(model) == expected
+
+
+def test_a_state_of_autocasts_recipe_says_how_to_load_it():
+    layer = float8lab.Linear(16, 16, device="cpu")
+    fresh = copy.deepcopy(layer)
+    with float8lab.autocast(recipe=RECIPE):
+        layer(torch.randn(4, 16))
+    state = ScalingState(layer).state_dict()
+    with pytest.raises(ValueError, match=r"are extra.* ScalingState\(model, recipe\)"):
+        ScalingState(fresh).load_state_dict(state)
+    ScalingState(fresh, RECIPE).load_state_dict(state)
+    assert tensors(fresh) == tensors(layer)
+
+
+def test_a_model_without_delayed_scaling_loads_the_empty_state():
+    ScalingState(torch.nn.Linear(4, 4)).load_state_dict({})
