@@ -169,7 +169,7 @@ def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
         sharded: whether FSDP2 shards the module's parameters, which are DTensors only between runs,
             unless they are cut in another way as well.
     """
-    placements = getattr(parameter, "placements", None)
+    placements = getattr(parameter, "placements", ())
     return bool(placements) and not (sharded and _may_be_fsdp_alone(placements))
 
 

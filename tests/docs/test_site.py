@@ -17,8 +17,8 @@ PAGES = sorted(ROOT.glob("docs/api/*.md"))
 DIRECTIVES = {
     name: page for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
 }
-LIGHTNING = "float8lab.integrations.lightning."
-"""Takes seconds to import, and has tests of its own."""
+LIGHTNING = "lightning"
+"""Modules with this in their names take seconds to import, and have tests of their own."""
 MODULES = (
     "float8lab",
     "float8lab.recipes",

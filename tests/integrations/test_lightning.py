@@ -36,6 +36,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:pytorch_lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_lightning"),
 ]
 
 # Scales that follow the whole history bit by bit: what a checkpoint forgets, shows.
@@ -77,7 +80,9 @@ def cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float(), y)
 
 
-class Module(lightning.LightningModule):
+class Steps:
+    """What a module does, whichever package its class is of."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -100,6 +105,10 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Module(Steps, lightning.LightningModule):
+    pass
+
+
 class Sharded(Module):
     """FSDP2 in a Trainer: converted, then sharded, where Lightning has the model sharded."""
 
@@ -113,9 +122,11 @@ def plugin(recipe: Any = None, dtype: Any = torch.float32, **kwargs: Any) -> Flo
     return Float8Precision(weights_dtype=dtype, recipe=recipe, **kwargs)
 
 
-def trainer(device: torch.device, epochs: int, precision: Float8Precision, **kwargs: Any) -> Any:
+def trainer(
+    device: torch.device, epochs: int, precision: Any, package: Any = lightning, **kwargs: Any
+) -> Any:
     kwargs = {"devices": 1, "logger": False, "enable_checkpointing": False} | kwargs
-    return lightning.Trainer(
+    return package.Trainer(
         accelerator=device.type, max_epochs=epochs, plugins=[precision], enable_progress_bar=False,
         use_distributed_sampler=False, enable_model_summary=False, **kwargs,
     )  # fmt: skip
@@ -159,6 +170,43 @@ def test_trainer_resumes_bit_for_bit(recipe: Any, device: Any, tmp_path: Path) -
             forgetful, loader(), loader(1), ckpt_path=tmp_path / "without.ckpt"
         )
         assert not same(forgetful, whole)
+
+
+def test_pytorch_lightning_does_as_lightning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Trainer and its Fabric, and a checkpoint that the other package has written."""
+    log = "lightning_utilities.core.rank_zero.log"
+    monkeypatch.setattr(log, logging.getLogger("lightning.fabric.utilities.rank_zero"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = pytest.importorskip("pytorch_lightning")
+        fabric_of_other = pytest.importorskip("lightning_fabric")
+        plugin_of_other = importlib.import_module(
+            "float8lab.integrations.pytorch_lightning"
+        ).Float8Precision
+
+    class Other(Steps, other.LightningModule):  # type: ignore[misc, name-defined]
+        pass
+
+    how: Any = {"weights_dtype": torch.float32, "recipe": DELAYED}
+    whole, half, rest, cpu = Module(), Module(), Other(), torch.device("cpu")
+    trainer(cpu, 2, plugin(DELAYED)).fit(whole, loader(), loader(1))
+    first = trainer(cpu, 1, plugin(DELAYED))
+    first.fit(half, loader(), loader(1))
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    second = trainer(cpu, 2, plugin_of_other(**how), package=other)
+    second.fit(rest, loader(), loader(1), ckpt_path=tmp_path / "half.ckpt")
+    assert rest.losses == whole.losses[4:]
+    assert same(rest, whole)
+
+    fabric = fabric_of_other.Fabric(accelerator="cpu", devices=1, plugins=[plugin_of_other(**how)])
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fabric.setup(model, optimizer)
+    steps(fabric, model, optimizer, 2 * batches())
+    assert same(model, manual_loop(DELAYED, cpu))
 
 
 def test_validating_and_predicting_changes_no_scale(device: Any) -> None:
@@ -462,7 +510,7 @@ def test_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_found_by_attribute() -> None:
     assert float8lab.integrations.lightning.Float8Precision is Float8Precision
-    assert "lightning" in dir(float8lab.integrations)
+    assert {"lightning", "pytorch_lightning"} <= set(dir(float8lab.integrations))
     with pytest.raises(AttributeError, match="no attribute 'thunder'"):
         float8lab.integrations.thunder  # noqa: B018
 

@@ -1,0 +1,227 @@
+"""What the precision plugins of Lightning's two packages share: all but their base classes.
+
+``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) hold the same code twice, and
+each takes plugins of its own classes only. ``import float8lab`` does not load this module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from float8lab import recipes
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.inspect.optional import needs
+from float8lab.integrations.recipe_mapping import recipe_of
+from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.norm import convert_norms
+from float8lab.nn.precision import precisions_below
+from float8lab.nn.report import conversion_report, was_converted
+from float8lab.nn.scaling_state import ScalingState
+
+with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):
+    from lightning_utilities import apply_to_collection
+    from lightning_utilities.core.rank_zero import rank_zero_info
+
+__all__ = ["LightningPlugin"]
+
+
+def _of_base(name: str) -> Any:
+    """A method of the plugin's base class, which is another in the Trainer than in Fabric.
+
+    The Trainer's methods call its hooks, which Fabric has not. Fabric looks whether they are its
+    own: where they are not, it demands ``fabric.backward(loss)`` in place of ``loss.backward()``.
+    """
+    return property(lambda plugin: getattr(plugin._base, name).__get__(plugin))
+
+
+class LightningPlugin:
+    """Precision plugin for training in FP8: ``Trainer(plugins=...)`` or ``Fabric(plugins=...)``.
+
+    It is called ``Float8Precision``: that of ``float8lab.integrations.lightning`` is for the
+    package ``lightning``, that of ``float8lab.integrations.pytorch_lightning`` for the packages
+    ``pytorch_lightning`` and ``lightning_fabric``.
+
+    The parameters and their meaning are those of Lightning's ``TransformerEnginePrecision``. What
+    differs: layers of any size run in FP8; it works on a CPU, too; every recipe is taken; layers
+    are changed in place when Lightning sets the model up, so checkpoints, optimizers and
+    ``isinstance(layer, torch.nn.Linear)`` stay valid, and ``module_init_context`` sets the dtype
+    only, since a class swapped there would initialise its weights differently; the state of delayed
+    scaling is in checkpoints. As there, gradients are not scaled under ``torch.float16``.
+
+    A ``Trainer`` saves and restores the state of delayed scaling by itself. For Fabric the plugin
+    is ``Stateful``: ``fabric.save(path, {"model": model, "optimizer": optimizer, "fp8": plugin})``.
+
+    Args:
+        weights_dtype: of parameters, buffers and inputs: float32, bfloat16 or float16.
+        recipe: one of ``float8lab.recipes``; or ``"auto"``, by which ``convert_to_float8`` chooses
+            for each layer; or a mapping with fields of ``DelayedScaling``, or of the recipe called
+            ``"name"`` in it, ``"fp8_format"`` by name: ``{"name": "Float8BlockScaling"}``. None is
+            ``DelayedScaling()``, and leaves layers that you converted their own recipes.
+        replace_layers: convert ``torch.nn.Linear`` and norm layers; False does not. None and True
+            leave a model alone that has FP8 layers already; True says so.
+        fallback_compute_dtype: bfloat16 or float16: of ``torch.autocast``, for everything that is
+            not in FP8 and for what FP8 layers return; None is ``weights_dtype``. There is no such
+            autocast if that is float32.
+
+    What was replaced, what not and why is logged on rank zero.
+
+    Attributes:
+        recipe: as given, or made of the mapping.
+
+    Raises:
+        TypeError: ``weights_dtype`` or ``recipe`` is none of the above.
+        ValueError: the mapping or ``fallback_compute_dtype`` is none of the above.
+
+    >>> from float8lab.integrations.lightning import Float8Precision
+    >>> Float8Precision(weights_dtype=torch.bfloat16, recipe={"margin": 1}).recipe
+    DelayedScaling(margin=1)
+    """
+
+    fabric_base: ClassVar[Any]
+    """The package's ``Precision`` of Fabric."""
+    trainer_base: ClassVar[Any]
+    """The package's ``Precision`` of the Trainer, which derives from Fabric's."""
+
+    precision: Any = "float8"
+
+    def __init__(
+        self,
+        *,
+        weights_dtype: torch.dtype,
+        recipe: Mapping[str, Any] | recipes.Recipe | recipes.Auto | str | None = None,
+        replace_layers: bool | None = None,
+        fallback_compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        if weights_dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(
+                f"weights_dtype must be one of {', '.join(map(str, HIGH_PRECISION_DTYPES))}; got "
+                f"{weights_dtype}. FP8 is what the recipe casts them to."
+            )
+        fallback = fallback_compute_dtype or weights_dtype
+        self._autocasts = fallback in (torch.bfloat16, torch.float16)
+        if not self._autocasts and fallback != weights_dtype:
+            raise ValueError(
+                "fallback_compute_dtype must be torch.bfloat16, torch.float16 or weights_dtype "
+                f"({weights_dtype}); got {fallback}. torch.autocast has no other."
+            )
+        self.weights_dtype = weights_dtype
+        self.fallback_compute_dtype = fallback
+        self.recipe: Any = recipe_of(recipe)
+        # An enclosing autocast's recipe would win over those that layers have of their own.
+        self._recipe_of_all: Any = self.recipe if recipe is not None and self._is_one() else None
+        self.replace_layers = replace_layers
+        self._modules: list[weakref.ref[nn.Module]] = []  # set up with this plugin, in that order
+        self._is_new = False  # some of them were not trained yet
+        self._base = self.fabric_base  # see _of_base
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_modules": []}  # a started process sets up its own
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert its layers to FP8 and its parameters to ``weights_dtype``, in place."""
+        known = any(module is other for other in self._alive())
+        has_fp8 = was_converted(module) or any(precisions_below(module))
+        if not known:
+            self._modules = [weakref.ref(other) for other in [*self._alive(), module]]
+            self._is_new = True
+        if self.replace_layers is not False and not has_fp8:
+            self._replace_layers(module)
+            self._is_new = True
+        elif self.replace_layers and not known:
+            rank_zero_info(
+                "Float8Precision(replace_layers=True): the model has FP8 layers already and is "
+                "left as it is"
+            )
+        return module.to(dtype=self.weights_dtype)
+
+    def _replace_layers(self, module: nn.Module) -> None:
+        convert_to_float8(module, self.recipe)
+        norms = convert_norms(module)
+        left = {name: why for name, why in norms.items() if why is not None}
+        lines = [
+            f"Float8Precision:\n{conversion_report(module)}",
+            f"{len(norms) - len(left)} of {len(norms)} norm layers replaced",
+            *(f"norm layer {name!r} left alone: {why}" for name, why in left.items()),
+        ]
+        rank_zero_info("\n".join(lines))
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """Make ``weights_dtype`` the default dtype."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.weights_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def module_init_context(self) -> AbstractContextManager[None]:
+        """Create parameters in ``weights_dtype``."""
+        return self.tensor_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Run FP8 layers in FP8 and the rest under ``fallback_compute_dtype``: one region."""
+        if self._is_new and torch.is_grad_enabled():
+            self._is_new = False
+            self.state_dict()  # ranks learn of each other's modules here, else one region later
+        fallback: AbstractContextManager[Any] = nullcontext()
+        if self._autocasts:
+            parameter = next((p for m in self._alive() for p in m.parameters()), torch.empty(0))
+            fallback = torch.autocast(parameter.device.type, self.fallback_compute_dtype)
+        with self.tensor_init_context(), fallback, recipes.autocast(recipe=self._recipe_of_all):
+            yield
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors, however nested, in ``weights_dtype``."""
+        return _converted(data, self.weights_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Floating-point tensors, however nested, in the default dtype (Fabric only)."""
+        return _converted(data, torch.get_default_dtype())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of delayed scaling, by model; empty without. As collective as ScalingState."""
+        states = [self._scaling_state(module).state_dict() for module in self._alive()]
+        return {str(index): state for index, state in enumerate(states) if state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of the models set up so far, in the order of their setup."""
+        for index, module in enumerate(self._alive()):
+            self._scaling_state(module).load_state_dict(state_dict.get(str(index), {}))
+
+    def _scaling_state(self, module: nn.Module) -> ScalingState:
+        return ScalingState(module, self.recipe if self._is_one() else None)
+
+    def _is_one(self) -> bool:
+        """Whether there is one recipe, not a choice for each layer."""
+        return isinstance(self.recipe, recipes.Recipe)
+
+    def _alive(self) -> list[nn.Module]:
+        found = (reference() for reference in self._modules)
+        return [module for module in found if module is not None]
+
+    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
+        """Part of the Trainer's setup, and of no other."""
+        self._base = self.trainer_base
+        self._modules = self._modules[-1:]  # it trains one; earlier ones are not in checkpoints
+        return self.trainer_base.connect(self, model, optimizers, lr_schedulers)
+
+    def teardown(self) -> None:
+        """Part of the Trainer's end, after which Fabric may use the plugin."""
+        self._base = self.fabric_base
+
+    pre_backward = _of_base("pre_backward")
+    backward = _of_base("backward")
+    post_backward = _of_base("post_backward")
+    optimizer_step = _of_base("optimizer_step")
+
+
+def _converted(data: Any, dtype: torch.dtype) -> Any:
+    return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -1,0 +1,22 @@
+"""Float8Precision for programs that import ``pytorch_lightning`` or ``lightning_fabric``.
+
+Needs ``pip install pytorch-lightning``; ``import float8lab`` does not load this module.
+"""
+
+from __future__ import annotations
+
+from float8lab.inspect.optional import needs
+from float8lab.integrations.lightning_plugin import LightningPlugin
+
+with needs("float8lab.integrations.pytorch_lightning", "pytorch_lightning", "pytorch-lightning"):
+    from lightning_fabric.plugins import Precision as FabricPrecision
+    from pytorch_lightning.plugins import Precision as TrainerPrecision
+
+__all__ = ["Float8Precision"]
+
+
+class Float8Precision(LightningPlugin, TrainerPrecision):
+    """``LightningPlugin`` for ``pytorch_lightning.Trainer`` and ``lightning_fabric.Fabric``."""
+
+    fabric_base = FabricPrecision
+    trainer_base = TrainerPrecision
