@@ -145,7 +145,7 @@ def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
 
 
 def is_sharded_plain(parameter: Any) -> bool:
-    """Whether FSDP2 has sharded a parameter without asking how to gather it: it never asks later."""
+    """Whether FSDP2 has sharded a parameter and found no hooks; it does not look again."""
     return type(getattr(parameter, "_local_tensor", None)) is Tensor
 
 
