@@ -210,7 +210,8 @@ def test_reset_gives_back_what_was_given(monkeypatch):
     given = (layer, torch.sin)
     made = float8lab.make_graphed_callables(given, ((x,), (x,)))
     assert made[0] is layer
-    for function, original in zip(made, (type(layer).forward.__get__(layer), torch.sin), strict=True):
+    originals = (type(layer).forward.__get__(layer), torch.sin)
+    for function, original in zip(made, originals, strict=True):
         assert function(x) is replays.pop()
         function.reset()
         assert torch.equal(function(x), original(x))
