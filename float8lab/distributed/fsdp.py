@@ -174,7 +174,7 @@ def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
 
 
 def is_sharded_plain(parameter: Any) -> bool:
-    """Whether FSDP2 has sharded a parameter and did not ask how to gather it. It asks once."""
+    """Whether FSDP2 has sharded a parameter and found no hooks; it does not look again."""
     return type(getattr(parameter, "_local_tensor", None)) is Tensor
 
 

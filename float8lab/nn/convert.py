@@ -29,8 +29,10 @@ from float8lab.distributed.fsdp import (
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
+from float8lab.nn.first_call import FirstCall, remove_hooks, watch_first_call
 from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class
@@ -234,6 +236,10 @@ def convert_to_float8(  # each is a keyword that users set on its own
     freezing.run()
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
         _make_region_of_calls(model)
+    if any(plan.recipe is not None and plan.layer is not model for plan in plans):
+        watch_first_call(model)
+    for module in model.modules():
+        _run_layers_of_encoder(module)
     remember_conversion(
         model,
         unmatched=unmatched,
@@ -473,6 +479,25 @@ def _class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
     return type(cls.__name__, (change(cls.__bases__[0]),), namespace)
 
 
+_FAST_PATH = "_fast_path_before_float8"
+
+
+def _run_layers_of_encoder(module: nn.Module) -> None:
+    """Have an encoder layer of torch call its linear layers in evaluation, if they are in FP8.
+
+    Its fused path would read their weights. Torch does not take it, nor the nested tensors of the
+    encoder above, for other activations than those two; nothing else reads the attribute.
+    """
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return
+    mine = vars(module)
+    if has_recipe(module.linear1) or has_recipe(module.linear2):
+        mine.setdefault(_FAST_PATH, module.activation_relu_or_gelu)
+        module.activation_relu_or_gelu = 0
+    elif _FAST_PATH in mine:
+        module.activation_relu_or_gelu = mine.pop(_FAST_PATH)
+
+
 @torch._disable_dynamo
 def _end(region: Region, *, finished: bool) -> None:
     if finished:
@@ -542,17 +567,9 @@ class _CallRegion:
         return _CallRegion, (self.recipes,)
 
 
-def _leave_to_python(function: Any) -> None:
-    """Have Dynamo compile a function as part of its callers only, not on its own."""
-    dynamo: Any = torch._C._dynamo.eval_frame
-    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    strategy = dynamo._FrameExecStrategy(skip, default)
-    dynamo.set_code_exec_strategy(function.__code__, strategy)
-
-
 # A model's hooks are no callees of its forward, which is what torch.compile(model) traces.
 for _hook in (_CallRegion.before, _CallRegion.finished, _CallRegion.after):
-    _leave_to_python(_hook)
+    leave_to_python(_hook)
 
 
 def _make_region_of_calls(model: nn.Module) -> None:
@@ -604,7 +621,8 @@ def to_high_precision(model: _Model) -> _Model:
         layer.__class__ = _class_of(layer, _plain_class)
         del layer._fp8
     for module in model.modules():
-        remove_region_hooks(module)
+        remove_hooks(module, (_CallRegion, FirstCall))
+        _run_layers_of_encoder(module)
     forget_conversion(model)
     return model
 
@@ -618,8 +636,4 @@ def _dequantize_parameters(module: nn.Module) -> None:
 
 def remove_region_hooks(module: nn.Module) -> None:
     """Have calls of a module be no region of delayed scaling any more."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), _CallRegion):
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+    remove_hooks(module, _CallRegion)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.formats import E4M3, E5M2
+from float8lab.nn.report import is_unseen
 from float8lab.ops.gemm import has_fp8_gemm
 from float8lab.tensor import Float8Tensor
 
@@ -43,11 +44,13 @@ class GemmCounts:
     Attributes:
         fp8_by_module: FP8 GEMMs by qualified module name.
         high_precision_by_module: the others, emulated FP8 formats included.
+        unseen: converted layers whose forward does not run; their products are their parents'.
     """
 
     def __init__(self) -> None:
         self.fp8_by_module: Counter[str] = Counter()
         self.high_precision_by_module: Counter[str] = Counter()
+        self.unseen: list[str] = []
 
     @property
     def fp8(self) -> int:
@@ -68,6 +71,9 @@ class GemmCounts:
         lines += [
             f"{name or '(outside any module)':<{width}}  {fp8:>6}  {high:>14}"
             for name, fp8, high in rows
+        ]
+        lines += [
+            f"{name}: not called; its parent multiplies by its weight" for name in self.unseen
         ]
         return "\n".join(lines)
 
@@ -101,6 +107,12 @@ class count_gemms:
     def __exit__(self, *exc: Any) -> None:
         self._mode.__exit__(*exc)
         self._names.stop()
+        self._counts.unseen = [
+            name
+            for model in self._names.called
+            for name, module in model.named_modules()
+            if is_unseen(module)
+        ]
 
 
 class _ModuleNames:
@@ -114,6 +126,7 @@ class _ModuleNames:
         self._stack: list[tuple[nn.Module, str]] = []
         self._by_sequence: dict[int, str] = {}
         self._handles: list[Any] = []
+        self.called: dict[nn.Module, None] = {}  # by no other module
 
     def start(self) -> None:
         hooks = nn.modules.module
@@ -133,6 +146,8 @@ class _ModuleNames:
             parent, parent_name = self._stack[-1]
             own = next((n for n, m in parent.named_modules() if m is module), None)
             name = ".".join(p for p in (parent_name, own or type(module).__name__) if p)
+        else:
+            self.called[module] = None
         self._stack.append((module, name))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

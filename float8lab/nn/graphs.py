@@ -75,7 +75,8 @@ def make_graphed_callables(  # the signature is the interface that users' code i
             graph casts its weights in every replay.
 
     Returns:
-        The modules, or for functions new functions, as ``modules`` was given.
+        The modules, or for functions new functions, as ``modules`` was given. Each has a method
+        ``reset()``, which frees its graphs: it then runs as if there had been none.
 
     Raises:
         RuntimeError: no CUDA GPU.
@@ -270,6 +271,8 @@ def _install(
     recorded = [pack for pack in packs if pack in mine]
 
     def fits(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        if "forward" not in vars(unit):  # reset
+            return False
         if len(args) != unit.positional or set(named) != set(unit.names):
             return False
         if PROCESS.observer is not None:  # it sees what Python does
@@ -289,10 +292,23 @@ def _install(
             return plain(*args, **kwargs)
         return _replay(unit.forward, (*args, *(named[name] for name in unit.names)), recorded)
 
-    if not isinstance(function, nn.Module):
-        return call
-    function.forward = call
-    return function
+    before = dict(vars(function)) if isinstance(function, nn.Module) else {}
+
+    def reset() -> None:
+        """Free the graphs. A backward that has yet to come keeps those of its forward till then."""
+        vars(unit).pop("forward", None)
+        if isinstance(function, nn.Module):
+            for name in ("forward", "reset"):
+                vars(function).pop(name, None)
+                if name in before:
+                    vars(function)[name] = before[name]
+        gc.collect()  # torch's functions that replay are in cycles
+
+    result: Any = call
+    if isinstance(function, nn.Module):
+        result, function.forward = function, call
+    result.reset = reset
+    return result
 
 
 def _replay(

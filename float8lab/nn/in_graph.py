@@ -38,7 +38,7 @@ from float8lab.recipes.region import come_after_in_graph, static_tensor
 if TYPE_CHECKING:
     from float8lab.nn.precision import Call, Precision
 
-__all__ = ["cast_in_graph", "cast_pair_in_graph", "new_handle"]
+__all__ = ["cast_in_graph", "cast_pair_in_graph", "leave_to_python", "new_handle"]
 
 _OWNERS: weakref.WeakValueDictionary[int, Precision] = weakref.WeakValueDictionary()
 
@@ -187,3 +187,11 @@ _cast_pair_op = register_stateful(
     fake=_fake_cast_pair,
     any_strides=True,
 )
+
+
+def leave_to_python(function: Any) -> None:
+    """Have Dynamo compile a function as part of its callers only, not on its own."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, default)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)

@@ -35,6 +35,8 @@ __all__ = [
     "emulated_gemms",
     "forget_conversion",
     "has_recipe",
+    "is_unseen",
+    "mark_unseen",
     "own_matrices",
     "remember_conversion",
     "shape_of",
@@ -178,9 +180,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     )
 
 
-# Names of the attributes; their values are a string, and two tuples of strings.
+# Names of the attributes; their values are a string, two tuples of strings, and True.
 _NOTE = "_float8_note"
 _CALL = "_float8_conversion"
+_UNSEEN = "_float8_unseen"
 
 
 def remember_conversion(
@@ -199,6 +202,17 @@ def remember_conversion(
     vars(model)[_CALL] = (tuple(unmatched), tuple(notes))
     for layer, note in layers:
         vars(layer)[_NOTE] = note
+        vars(layer).pop(_UNSEEN, None)
+
+
+def mark_unseen(layer: nn.Module) -> None:
+    """Note that the forward of a converted layer did not run when the model was called."""
+    vars(layer)[_UNSEEN] = True
+
+
+def is_unseen(layer: nn.Module) -> bool:
+    """Whether a converted layer was found not to run, and has not run since."""
+    return _UNSEEN in vars(layer) and all(p._last is None for _, p in precisions(layer))
 
 
 def forget_conversion(model: nn.Module) -> None:
@@ -206,6 +220,7 @@ def forget_conversion(model: nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(_CALL, None)
         vars(module).pop(_NOTE, None)
+        vars(module).pop(_UNSEEN, None)
 
 
 def was_converted(model: nn.Module) -> bool:
@@ -228,10 +243,13 @@ def has_recipe(layer: nn.Module) -> bool:
 def _report(name: str, layer: nn.Module) -> LayerReport:
     recipe = next((p.recipe for _, p in precisions(layer) if p.recipe is not None), None)
     note = vars(layer).get(_NOTE, "not converted" if recipe is None else repr(recipe))
+    if unseen := is_unseen(layer):
+        note = f"{note}, but its forward did not run: its parent reads its weight"
     names = own_matrices(layer)
     own: Any = layer._parameters.values() if names else layer.parameters()
     count = sum(_size(p) for p in own if p is not None)
-    return LayerReport(name, shape_of(layer), recipe is not None, note, count)
+    converted = recipe is not None and not unseen
+    return LayerReport(name, shape_of(layer), converted, note, count)
 
 
 def shape_of(layer: nn.Module) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from torch import nn
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn import graphs
 from float8lab.nn.precision import precisions_below
 from tests.nn.test_compile import GPT, same_gradients, states
 
@@ -192,6 +193,47 @@ def test_graphed_callables_equal_eager(recipe, used):
         assert torch.equal(model(batch(6)), eager(batch(6)))
     model.eval(), eager.eval()
     assert torch.equal(model(batch(6)), eager(batch(6)))
+
+
+def test_reset_gives_back_what_was_given(monkeypatch):
+    replays = []
+
+    def record(units, *_):
+        for unit in units:
+            unit.forward = lambda x: replays.append(x) or x
+        return {}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(graphs, "_record", record)
+    layer, x = float8lab.Linear(16, 16, device="cpu"), torch.ones(2, 16)
+    before = dict(vars(layer))
+    given = (layer, torch.sin)
+    made = float8lab.make_graphed_callables(given, ((x,), (x,)))
+    assert made[0] is layer
+    originals = (type(layer).forward.__get__(layer), torch.sin)
+    for function, original in zip(made, originals, strict=True):
+        assert function(x) is replays.pop()
+        function.reset()
+        assert torch.equal(function(x), original(x))
+        assert not replays
+    assert vars(layer) == before
+
+
+@pytest.mark.gpu
+def test_reset_frees_the_graphs():
+    recipe = RECIPES["current"]
+    eager, model = make_mlp(recipe), make_mlp(recipe)
+    model.load_state_dict(eager.state_dict())
+    float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
+    train(model, batch(1))
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    model.reset()
+    assert torch.cuda.memory_allocated() < held
+    assert "forward" not in vars(model)
+    for step in range(2):
+        assert torch.equal(train(model, batch(step)), train(eager, batch(step)))
+        assert same_gradients(model, eager)
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ class ExportReport:
     __repr__ = __str__
 
 
-def export(
+def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     model: nn.Module,
     path: str | Path,
     format: str = "block-fp8",
@@ -67,6 +67,7 @@ def export(
     share_scales: Sequence[Sequence[str]] = (),
     max_shard_size: int = 5_000_000_000,
     overwrite: bool = False,
+    unseen: bool = False,
 ) -> ExportReport:
     """Write a model as a directory of safetensors files with its linear weights in FP8.
 
@@ -92,6 +93,9 @@ def export(
             them. Only scales per tensor; the bytes are then cast anew from the weights.
         max_shard_size: most bytes of a file; a single weight may be larger.
         overwrite: replace a checkpoint at ``path``; files in it that are no weights are kept.
+        unseen: quantize the weights of converted layers whose forward did not run in the model's
+            first call, too (``conversion_report`` marks them). The model multiplies by these in
+            high precision, and so they are written by default.
 
     Raises:
         ValueError: an unknown format, a weight that the format cannot hold, no weight for FP8, or
@@ -122,7 +126,12 @@ def export(
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     state = _state(model)
     weights = find_weights(
-        model, recipe=recipe, default=found.recipe, exclude=exclude, share_scales=share_scales
+        model,
+        recipe=recipe,
+        default=found.recipe,
+        exclude=exclude,
+        share_scales=share_scales,
+        unseen=unseen,
     )
     weights = [weight for weight in weights if all(name in state for name in weight.names)]
     if not weights:

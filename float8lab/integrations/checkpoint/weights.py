@@ -19,6 +19,7 @@ from float8lab.nn.convert import matches
 from float8lab.nn.operands import cast
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
+from float8lab.nn.report import is_unseen
 from float8lab.ops import cast_unrecorded_op
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, Recipe
@@ -107,6 +108,7 @@ def find_weights(
     default: Recipe,
     exclude: Sequence[str],
     share_scales: Sequence[Sequence[str]],
+    unseen: bool,
 ) -> list[Weight]:
     """The weights to store in FP8.
 
@@ -116,6 +118,7 @@ def find_weights(
         default: of layers for which neither says how; delayed scales in use win over it.
         exclude: layers to leave in high precision, as of ``convert_to_float8``.
         share_scales: names of siblings that get one scale.
+        unseen: cast those of layers whose forward does not run, too.
 
     Raises:
         ValueError: siblings that cannot share a scale.
@@ -133,6 +136,7 @@ def find_weights(
             continue
         chosen = _recipe(product.precision, recipe, default)
         passed_over = product.precision is None and converted
+        passed_over |= is_unseen(product.module) and not unseen
         if chosen is None or passed_over or any(id(p) in plain for p in parameters):
             continue
         if chosen.linear.fprop:

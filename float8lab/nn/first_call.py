@@ -1,0 +1,162 @@
+"""Which converted layers a model has whose forward never runs: their parent reads the weight.
+
+A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that product is
+in high precision, whatever class the layer has. A model is watched during its first call in eager
+mode, by hooks on the model alone that then remove themselves, so that later calls cost nothing and
+a compiled model has no reason to be compiled again. Nothing is seen of a call that runs compiled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from float8lab.nn.freezing import users_of
+from float8lab.nn.in_graph import leave_to_python
+from float8lab.nn.linear import Linear
+from float8lab.nn.other_linear import OtherLinear
+from float8lab.nn.precision import Precision, precisions_below
+from float8lab.nn.report import mark_unseen
+from float8lab.recipes.region import STATE, in_backward
+
+__all__ = ["FirstCall", "remove_hooks", "watch_first_call"]
+
+
+class FirstCall:
+    """Looks at the first call of a model, as one of ``STATE.recordings``."""
+
+    def __init__(self) -> None:
+        self._ran: set[Precision] | None = None  # None outside a call
+        self._outputs: list[Tensor] | None = None  # of a call that finished
+
+    def add(self, module: Precision, call: Any) -> None:
+        """A layer runs."""
+        if self._ran is not None:
+            self._ran.add(module)
+
+    def before(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or self._ran is not None or in_backward():
+            return
+        self._ran = set()
+        STATE.recordings = (*STATE.recordings, self)
+
+    @torch._disable_dynamo
+    def _keep(self, output: Any) -> None:
+        self._outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
+
+    def finished(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._ran is not None:
+            self._keep(output)
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._ran is None:
+            return
+        self._look(model)
+
+    @torch._disable_dynamo
+    def _look(self, model: nn.Module) -> None:
+        STATE.recordings = tuple(other for other in STATE.recordings if other is not self)
+        ran, outputs = self._ran, self._outputs
+        self._ran = self._outputs = None
+        if outputs is None:  # it raised
+            return
+        remove_hooks(model, FirstCall)
+        unseen = _unseen(model, ran or set(), outputs)
+        if not unseen:
+            return
+        for layer in unseen.values():
+            mark_unseen(layer)
+        warnings.warn(
+            f"{len(unseen)} converted layers did not run in the model's first call, though layers "
+            f"beside them did: {', '.join(unseen)}. If the module above one reads its weight "
+            "instead of calling it, that product is in high precision; conversion_report(model) "
+            "marks these layers. Name them in exclude to leave them as they are.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FirstCall:
+        return memo.setdefault(id(self), FirstCall())
+
+    def __reduce__(self) -> Any:
+        return FirstCall, ()
+
+
+# Hooks are no callees of the model's forward: compiled as part of a caller, or run in Python.
+for _hook in (FirstCall.before, FirstCall.finished, FirstCall.after):
+    leave_to_python(_hook)
+
+
+def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dict[str, nn.Module]:
+    """Converted layers that did not run while others of the same parent did, by name.
+
+    Layers of experts without tokens or of skipped blocks are not among them: nothing of their
+    parent ran. Where autograd recorded the call, nor are those whose weight it does not know, such
+    as a projection of images when the batch has none.
+    """
+    users = users_of(model)
+    reached = _reached(outputs)
+    found: dict[str, nn.Module] = {}
+    for prefix, parent in model.named_modules():
+        layers = {
+            name: layer
+            for name, layer in parent.named_children()
+            if isinstance(layer, (Linear, OtherLinear)) and layer._fp8.recipe is not None
+        }
+        idle = {name: layer for name, layer in layers.items() if layer._fp8 not in ran}
+        # Containers such as ModuleList do not run: others choose among the layers that they hold.
+        if not idle or type(parent).forward is nn.Module.forward:
+            continue
+        if not any(precision in ran for precision in precisions_below(parent)):
+            continue
+        for name, layer in idle.items():
+            weight = layer._parameters.get("weight")
+            others = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
+            known = reached is None or weight is None or not weight.requires_grad
+            if (known or id(weight) in reached) and not ran.intersection(others):
+                found[f"{prefix}.{name}" if prefix else name] = layer
+    return found
+
+
+def _reached(outputs: list[Tensor]) -> set[int] | None:
+    """Ids of the leaves that gradients reach through eager mode; None without autograd."""
+    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
+    if not nodes:
+        return None
+    leaves, seen = set(), set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        if "CompiledFunction" in node.name():  # has the weights of layers that ran compiled
+            following = [n for n, _ in node.next_functions if not hasattr(n, "variable")]
+        else:
+            following = [n for n, _ in node.next_functions]
+        for other in following:
+            if other is not None and other not in seen:
+                seen.add(other)
+                nodes.append(other)
+    return leaves
+
+
+def watch_first_call(model: nn.Module) -> None:
+    """Have the next call of a model tell which of its converted layers did not run."""
+    remove_hooks(model, FirstCall)
+    watch = FirstCall()
+    model.register_forward_pre_hook(watch.before)
+    # Two hooks, since one that is always called cannot tell an exception from a None result.
+    model.register_forward_hook(watch.finished)
+    model.register_forward_hook(watch.after, always_call=True)
+
+
+def remove_hooks(module: nn.Module, kind: type | tuple[type, ...]) -> None:
+    """Take off the forward hooks of a module that are methods of a ``kind`` of object."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), kind):
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

@@ -1,0 +1,170 @@
+"""Converted layers whose forward never runs: who is told, and who is not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import float8lab
+from float8lab.integrations import export
+
+
+class Attention(nn.Module):
+    """Reads one of its layers' weight, and calls the other, as BEiT's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, self.qkv.weight).chunk(3, -1)
+        return self.proj(F.scaled_dot_product_attention(q, k, v))
+
+
+class Model(nn.Module):
+    """Two such blocks; a layer for images that a batch may lack; experts, one of which is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Attention(), Attention())
+        self.images = nn.Linear(16, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, images: Tensor | None = None) -> dict[str, Any]:
+        x = self.blocks(x) if images is None else self.blocks(x) + self.images(images)
+        return {"y": [self.head(self.experts[0](x))]}
+
+
+UNSEEN = ["blocks.0.qkv", "blocks.1.qkv"]
+X = torch.ones(2, 3, 16)
+told = pytest.warns(
+    UserWarning, match=r"2 converted layers did not run.*: blocks.0.qkv, blocks.1.qkv"
+)
+
+
+def converted(recipe: Any = None) -> Model:
+    return float8lab.convert_to_float8(Model(), recipe)
+
+
+def hooks(model: nn.Module) -> int:
+    return len(model._forward_hooks) + len(model._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("recipe", [None, float8lab.recipes.DelayedScaling()], ids=["", "delayed"])
+def test_one_warning_a_mark_and_a_reason(recipe: Any) -> None:
+    model = pickle.loads(pickle.dumps(copy.deepcopy(converted(recipe))))
+    before = float8lab.conversion_report(model)
+    with told, float8lab.count_gemms() as counts:
+        y = model(X)["y"][0]
+    y.sum().backward()
+    assert counts.unseen == UNSEEN
+    assert str(counts).endswith("blocks.1.qkv: not called; its parent multiplies by its weight")
+    report = float8lab.conversion_report(model)
+    assert [r.name for r in before.converted if r not in report.converted] == UNSEEN
+    assert "its forward did not run: its parent reads its weight" in str(report)
+    assert hooks(model) == (0 if recipe is None else 3), "later calls cost nothing"
+    model(X)
+    # What runs after all is in FP8 after all.
+    model.blocks[0].qkv(X)
+    assert [r.name for r in float8lab.conversion_report(model).skipped] == UNSEEN[1:]
+    assert float8lab.conversion_report(copy.deepcopy(model)).skipped
+    # And what is converted again is looked at again.
+    with told:
+        float8lab.convert_to_float8(model)(X)
+
+
+def test_a_call_that_raises_is_not_the_first() -> None:
+    model = converted()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 3))
+    with told:
+        model(X)
+
+
+def test_without_gradients_what_a_batch_may_lack_is_named_too() -> None:
+    model = converted()
+    with pytest.warns(UserWarning, match="3 converted layers"), torch.no_grad():
+        model(X)
+    model(X, X)
+    assert [r.name for r in float8lab.conversion_report(model).skipped] == UNSEEN
+
+
+def test_frozen_weights_stored_in_fp8() -> None:
+    model = float8lab.convert_to_float8(Model(), freeze_weights=True)
+    with pytest.warns(UserWarning, match="3 converted layers"):
+        model(X)
+
+
+def test_who_is_not_told() -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)
+
+    float8lab.convert_to_float8(Shares())(X)
+    layer = float8lab.convert_to_float8(nn.Linear(16, 16))
+    assert hooks(layer) == 0, "it has no parent"
+    undone = float8lab.to_high_precision(converted())
+    assert hooks(undone) == 0
+    undone(X)
+
+
+def test_compiled_without_a_break_and_not_again() -> None:
+    torch._dynamo.reset()
+    model = converted()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(X)["y"][0].sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(X)["y"][0].sum().backward()
+    # By blocks, as large models are: their layers are no longer called from Python.
+    model = converted()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    model(X)["y"][0].sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        model(X)["y"][0].sum().backward()
+    torch._dynamo.reset()
+
+
+def test_export_writes_what_the_model_multiplies_by(tmp_path: Any) -> None:
+    model = converted()
+    with told:
+        model(X)
+    report = export(model, tmp_path / "a", "float8lab")
+    assert [f"{name}.weight" in report.fp8 for name in UNSEEN] == [False, False]
+    assert set(UNSEEN) <= set(report.high_precision)
+    report = export(model, tmp_path / "b", "float8lab", unseen=True)
+    assert all(f"{name}.weight" in report.fp8 for name in UNSEEN)
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, float8lab.recipes.Float8RowwiseScaling()], ids=["", "rows"]
+)
+def test_encoder_layers_of_torch_call_their_layers_in_evaluation(recipe: Any) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    plain = copy.deepcopy(model)
+    float8lab.convert_to_float8(model)
+    padding = torch.zeros(2, 3, dtype=torch.bool)
+    padding[1, 2] = True
+    x = torch.randn(2, 3, 16)
+    for mask in (None, padding):
+        with torch.no_grad(), float8lab.count_gemms() as counts:
+            model(x, src_key_padding_mask=mask)
+        names = {*counts.fp8_by_module, *counts.high_precision_by_module}
+        assert {f"layers.{i}.linear{j}" for i in range(2) for j in (1, 2)} <= names
+    float8lab.to_high_precision(model)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x)), "by the fused path"
