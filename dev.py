@@ -2,11 +2,14 @@
 
     python3 dev.py train [args]   the main job: examples/train_gpt.py [args]
     python3 dev.py test [args]    every check: ruff, mypy, wheel, pytest [args]
+                                  --torch 2.15, given first: with that release of torch
     python3 dev.py setup          only the environment that `test` needs
 
 Where the interpreter that runs this file already has torch >= 2.11 (a GPU machine with the CUDA
 build its driver wants), .venv inherits that interpreter's packages and leaves its torch alone.
-Elsewhere .venv gets its own torch. What pip downloads from is pip's own configuration.
+Elsewhere .venv gets its own torch. With --torch there is a .venv-torch-VERSION of its own beside
+.venv, with the newest build of that release that pip finds: on a machine without a GPU perhaps one
+for CUDA, which is large and runs there, too. What pip downloads from is pip's own configuration.
 """
 
 from __future__ import annotations
@@ -15,20 +18,46 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-VENV = ROOT / ".venv"
-PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-STAMP = VENV / "float8lab-stamp"  # what was installed last: a hash of the inputs, and words
 ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # or each import compiles all anew
 PACKAGE_DATA = ["py.typed", *(f"inspect/report/page.{kind}" for kind in ("html", "css", "js"))]
 EXTRAS = {"examples": ["examples"], "dev": ["examples", "dev"]}  # an extra and all it brings
+
+
+@dataclass(frozen=True)
+class Venv:
+    """An environment: .venv, or that of a release of torch."""
+
+    torch: str = ""
+    """The release, such as ``2.15``; empty for .venv."""
+
+    @property
+    def path(self) -> Path:
+        return ROOT / (f".venv-torch-{self.torch}" if self.torch else ".venv")
+
+    @property
+    def python(self) -> Path:
+        return self.path / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+    @property
+    def stamp(self) -> Path:
+        """What was installed last: a hash of the inputs, and words."""
+        return self.path / "float8lab-stamp"
+
+    @property
+    def requirements(self) -> list[str]:
+        """What pip is asked for beside the project: the newest patch of the release."""
+        patch = "" if self.torch.count(".") > 1 else ".*"
+        return [f"torch=={self.torch}{patch}"] if self.torch else []
 
 
 def say(text: str) -> None:
@@ -45,15 +74,15 @@ def step(name: str, *command: str | Path, cwd: Path = ROOT) -> None:
         sys.exit(code if code > 0 else 128 - code)
 
 
-def succeeds(code: str) -> bool:
-    """Whether .venv's Python runs a line of code without an error."""
-    command: list[str | Path] = [PYTHON, "-c", code]
+def succeeds(venv: Venv, code: str) -> bool:
+    """Whether an environment's Python runs a line of code without an error."""
+    command: list[str | Path] = [venv.python, "-c", code]
     run = subprocess.run(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT, check=False)
     return run.returncode == 0
 
 
-def inside_venv() -> bool:
-    return Path(sys.prefix).resolve() == VENV
+def inside(venv: Venv) -> bool:
+    return Path(sys.prefix).resolve() == venv.path
 
 
 def has_torch() -> bool:
@@ -66,59 +95,63 @@ def has_torch() -> bool:
     return (int(major), int(minor)) >= (2, 11)
 
 
-def create_venv() -> None:
+def create(venv: Venv) -> None:
     if any(importlib.util.find_spec(module) is None for module in ("venv", "ensurepip")):
         say(f"{sys.executable} cannot create virtual environments: it lacks the venv module.")
         say("On Debian and Ubuntu: apt install python3-venv. Then run this command again.")
         sys.exit(1)
-    step("create .venv", sys.executable, "-m", "venv", VENV)
+    step(f"create {venv.path.name}", sys.executable, "-m", "venv", venv.path)
 
 
-def inherit_packages() -> None:
-    """Let .venv import the packages of the interpreter running this file, and float8lab.
+def inherit_packages(venv: Venv) -> None:
+    """Let it import the packages of the interpreter running this file, and float8lab.
 
     By a .pth file, since `--system-site-packages` means those of the base interpreter, and the
     interpreter running this file may be a virtual environment itself.
     """
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    purelib = subprocess.run([PYTHON, "-c", ask], capture_output=True, text=True, check=True).stdout
+    command: list[str | Path] = [venv.python, "-c", ask]
+    purelib = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     Path(purelib.strip(), "inherited.pth").write_text("\n".join([*paths, str(ROOT)]) + "\n")
 
 
-def setup(extra: str) -> None:
-    """Make .venv hold the project and one of its extras; do nothing if it already does."""
+def setup(venv: Venv, extra: str) -> None:
+    """Make it hold the project and one of its extras; do nothing if it already does."""
     inputs = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     wanted = hashlib.sha256(b"\0".join([*inputs, str(ROOT).encode()])).hexdigest()
-    stamp = STAMP.read_text().split() if STAMP.exists() and PYTHON.exists() else []
+    there = venv.stamp.exists() and venv.python.exists()
+    stamp = venv.stamp.read_text().split() if there else []
     if stamp and stamp[0] == wanted and extra in stamp[1:]:
         return
-    inherited = "inherited" in stamp if stamp else has_torch() and not inside_venv()
-    if not stamp and not inside_venv():
-        create_venv()
+    inherits = has_torch() and not inside(venv) and not venv.torch
+    inherited = "inherited" in stamp if stamp else inherits
+    if not stamp and not inside(venv):
+        create(venv)
     if not stamp and inherited:
         say(f"use the torch {importlib.metadata.version('torch')} of {sys.executable}")
-        inherit_packages()
-    if inherited and extra == "examples" and succeeds("import torch, tqdm, matplotlib"):
+        inherit_packages(venv)
+    if inherited and extra == "examples" and succeeds(venv, "import torch, tqdm, matplotlib"):
         say("nothing to install")  # GPU machines often have no network
     else:
-        pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
+        pip: list[str | Path] = [venv.python, "-m", "pip", "install", *venv.requirements]
+        pip += ["--disable-pip-version-check"]
         pip += ["--no-compile"]  # a minute or two; imports compile what they use, see ENVIRONMENT
         if not sys.stdout.isatty():
             pip += ["--quiet"]
-        if not inherited and not shutil.which("nvidia-smi"):
+        if not inherited and not venv.torch and not shutil.which("nvidia-smi"):
             pip += ["-c", "constraints.txt"]
         step(f"install float8lab[{extra}] and what it needs", *pip, "-e", f".[{extra}]")
     words = [wanted, *EXTRAS[extra], *(["inherited"] if inherited else [])]
-    STAMP.write_text(" ".join(words) + "\n")
+    venv.stamp.write_text(" ".join(words) + "\n")
 
 
-def check_wheel() -> None:
+def check_wheel(venv: Venv) -> None:
     """Build the wheel and import float8lab from what it holds."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
         build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-        step("build the wheel", PYTHON, *build)
+        step("build the wheel", venv.python, *build)
         (wheel,) = out.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
@@ -134,25 +167,45 @@ def check_wheel() -> None:
             f"import sys; sys.path.insert(0, {where!r}); import float8lab; "
             f"assert float8lab.__file__.startswith({where!r}), float8lab.__file__"
         )
-        step(f"import float8lab from {wheel.name}", PYTHON, "-I", "-c", code, cwd=out)
+        step(f"import float8lab from {wheel.name}", venv.python, "-I", "-c", code, cwd=out)
 
 
 def train(args: list[str]) -> None:
-    setup("examples")
+    venv = Venv()
+    setup(venv, "examples")
     chosen = any(arg == "--device" or arg.startswith("--device=") for arg in args)
-    if not chosen and succeeds("import torch; assert torch.cuda.is_available()"):
+    if not chosen and succeeds(venv, "import torch; assert torch.cuda.is_available()"):
         args = ["--device", "cuda", *args]
-    step(" ".join(["train_gpt.py", *args]), PYTHON, ROOT / "examples" / "train_gpt.py", *args)
+    name = " ".join(["train_gpt.py", *args])
+    step(name, venv.python, ROOT / "examples" / "train_gpt.py", *args)
+
+
+def asked_torch(args: list[str]) -> tuple[str, list[str]]:
+    """The release that a first --torch names, empty without one, and the other arguments.
+
+    Raises:
+        SystemExit: it is no release, such as 2.15 or 2.15.1.
+    """
+    if not args or args[0].partition("=")[0] != "--torch":
+        return "", args
+    _, given, release = args[0].partition("=")
+    rest = args[1:] if given else args[2:]
+    release = release if given else "".join(args[1:2])
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?", release):
+        sys.exit(f"--torch must be a release, such as 2.15; got {release!r}.")
+    return release, rest
 
 
 def test(args: list[str]) -> None:
-    setup("dev")
-    step("ruff check", PYTHON, "-m", "ruff", "check")
-    step("ruff format", PYTHON, "-m", "ruff", "format", "--check")
-    step("mypy", PYTHON, "-m", "mypy")
-    check_wheel()
+    release, args = asked_torch(args)
+    venv = Venv(release)
+    setup(venv, "dev")
+    step("ruff check", venv.python, "-m", "ruff", "check")
+    step("ruff format", venv.python, "-m", "ruff", "format", "--check")
+    step("mypy", venv.python, "-m", "mypy")
+    check_wheel(venv)
     # Also runs the examples in docstrings, README.md and docs/ (tests/test_docs.py).
-    step("pytest", PYTHON, "-m", "pytest", "-n", "2", *args)
+    step("pytest", venv.python, "-m", "pytest", "-n", "2", *args)
 
 
 def main(argv: list[str]) -> None:
@@ -162,7 +215,7 @@ def main(argv: list[str]) -> None:
     elif command == "test":
         test(args)
     elif command == "setup" and not args:
-        setup("dev")
+        setup(Venv(), "dev")
     else:
         sys.exit(__doc__)
 

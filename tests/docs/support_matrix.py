@@ -279,6 +279,17 @@ Why:
 
 {reasons}
 
+## Releases of torch
+
+From 2.11 on. Continuous integration runs 2.13; `python3 dev.py test --torch VERSION` runs the same
+checks with another release, in an environment of its own.
+
+| torch | checks on a CPU |
+| --- | --- |
+| 2.11 | not run |
+| 2.13 | passed |
+| 2.15 | not run |
+
 ## Recipes and modules
 
 GEMMs of one forward and backward pass that a Hopper GPU runs in FP8, of all linear layers' GEMMs.

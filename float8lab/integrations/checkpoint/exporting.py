@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class ExportReport:
     """How each parameter in FP8 is stored."""
     high_precision: tuple[str, ...]
     """Linear layers, and modules with weights of more dimensions, that are not in FP8."""
+    nonfinite: Mapping[str, int]
+    """How many elements of each tensor of the model are NaN or infinite, where some are."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -52,6 +55,8 @@ class ExportReport:
             names = ", ".join(self.high_precision[:5])
             more = len(self.high_precision) - 5
             lines.append(f"in high precision: {names}{f' and {more} more' if more > 0 else ''}")
+        if self.nonfinite:
+            lines.append(_counts(self.nonfinite))
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__
@@ -101,6 +106,9 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         ValueError: an unknown format, a weight that the format cannot hold, no weight for FP8, or
             siblings that cannot share a scale.
         FileExistsError: ``path`` is taken.
+
+    Warns:
+        UserWarning: tensors of the model hold NaN or infinities; the message counts them.
 
     >>> import tempfile
     >>> layer = torch.nn.Linear(256, 128, bias=False)
@@ -160,6 +168,13 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         **_config_of(model, state),
         "quantization_config": found.quantization_config(weights, others),
     }
+    nonfinite = _nonfinite(state)
+    if nonfinite:
+        warnings.warn(
+            f"model must be finite; {_counts(nonfinite)}. They are written as the formats have "
+            "them: an infinity that FP8 cannot hold as the largest value.",
+            stacklevel=2,
+        )
     files = write_checkpoint(path, groups, config, key=SPECS_KEY, max_shard_size=max_shard_size)
     return ExportReport(
         path=str(path),
@@ -168,6 +183,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         nbytes=sum(group.nbytes for group in groups),
         fp8={name: weight.spec.describe() for weight in weights for name in weight.names},
         high_precision=tuple(others),
+        nonfinite=nonfinite,
         notes=tuple(_notes(weights, found)),
     )
 
@@ -193,6 +209,26 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
         seen.add(id(value))
         state[name] = value
     return state
+
+
+def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many elements of each tensor are NaN or infinite, without those of which none are."""
+    counts = {}
+    for name, value in state.items():
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            found = value.detach()
+            if isinstance(found, Float8Tensor):
+                found = found.dequantize()
+            elif found.dtype.itemsize == 1:  # plain FP8, of which torch has no isfinite
+                found = found.float()
+            counts[name] = found.numel() - int(found.isfinite().sum())
+    return {name: count for name, count in counts.items() if count}
+
+
+def _counts(nonfinite: Mapping[str, int]) -> str:
+    listed = [f"{count} in {name}" for name, count in nonfinite.items()]
+    more = f" and {len(listed) - 3} more tensors" if len(listed) > 3 else ""
+    return f"{sum(nonfinite.values())} elements are NaN or infinite: {', '.join(listed[:3])}{more}"
 
 
 def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> list[Group]:

@@ -128,6 +128,22 @@ def test_the_worst_first(compare):
     assert found.rows[2].sqnr == pytest.approx(60, abs=1e-2)
 
 
+def test_an_outlier_does_not_hide_what_it_costs_the_others(compare, small):
+    plain = torch.randn(256, 256)
+    outlier = plain.clone()
+    outlier[3, 5] = 30_000.0
+    clipped = float8lab.quantize(plain, scale=float8lab.quantize(plain).scale / 1.5)
+    a = {"plain": plain, "outlier": outlier, "clipped": plain, "zeros": torch.zeros(9)}
+    b = {name: float8lab.quantize(value) for name, value in a.items()} | {"clipped": clipped}
+    found = {row.name: row for row in compare(a, b).rows}
+    assert list(found) == ["outlier", "clipped", "plain", "zeros"]
+    assert found["outlier"].sqnr > 60 > 33 > found["plain"].sqnr > found["clipped"].sqnr
+    x, y = a["outlier"].double(), b["outlier"].qdata.double() * b["outlier"].scale.double()
+    noise = float(((x - y) / x).square().clamp(max=1).sum())
+    assert found["outlier"].element_noise == pytest.approx(noise, rel=1e-5)
+    assert found["zeros"].element_sqnr == math.inf
+
+
 def test_other_blocks(compare, small):
     x = torch.randn(96, 300)
     a, b = (float8lab.quantize(x, block=block) for block in ((1, 128), (32, -1)))

@@ -431,6 +431,28 @@ def test_errors_come_before_anything_is_written(tmp_path, model, arguments, mess
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_weights_that_are_not_finite_are_counted(tmp_path, stored):
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight[3, :5] = torch.nan
+        model[0].bias[1] = -torch.inf
+        model[2].weight[0, 0] = torch.inf
+    expected = {"0.weight": 5, "0.bias": 1, "2.weight": 1}
+    if stored:
+        for layer in (model[0], model[2]):
+            weight = float8lab.quantize(layer.weight.detach(), block=(128, 128))
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            assert isinstance(layer.weight, Float8Tensor)
+        del expected["2.weight"]  # FP8 holds the largest value instead
+    message = f"{sum(expected.values())} elements are NaN or infinite: 5 in 0.weight, 1 in 0.bias"
+    with pytest.warns(UserWarning, match=message):
+        report = export(model, tmp_path / "out", "float8lab")
+    assert report.nonfinite == expected
+    assert message in str(report)
+    assert message not in str(export(mlp(), tmp_path / "finite", "float8lab"))
+
+
 def test_stored_weights_outside_linear_layers_are_refused(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8))
     model[1].weight = nn.Parameter(float8lab.quantize(torch.ones(8, 8)), requires_grad=False)
