@@ -31,6 +31,7 @@ from float8lab.nn import (
     make_graphed_callables,
     to_high_precision,
 )
+from float8lab.ops import compute_intensive_ops
 from float8lab.recipes import (
     autocast,
     fp8_autocast,
@@ -60,6 +61,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
+    "compute_intensive_ops",
     "conversion_report",
     "convert_to_float8",
     "count_gemms",

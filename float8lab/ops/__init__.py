@@ -4,7 +4,7 @@
 only place that imports triton.
 """
 
-from float8lab.ops._register import register_stateful
+from float8lab.ops._register import announce_flops, compute_intensive_ops, register_stateful
 from float8lab.ops.attention import (
     fp8_attention_backward_op,
     fp8_attention_op,
@@ -65,6 +65,7 @@ __all__ = [
     "cast_pair_of_op",
     "cast_pair_op",
     "cast_unrecorded_op",
+    "compute_intensive_ops",
     "dequantize_after_op",
     "dequantize_op",
     "encode_from_amax",
@@ -93,3 +94,5 @@ __all__ = [
     "update_scales_op",
     "value_of_op",
 ]
+
+announce_flops()

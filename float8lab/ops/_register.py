@@ -10,6 +10,9 @@ nobody but the implementation would see the call, it is called without the dispa
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["register", "register_stateful"]
+__all__ = ["announce_flops", "compute_intensive_ops", "register", "register_stateful"]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 
@@ -65,6 +68,7 @@ def register(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     any_strides: bool = False,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
     """Define ``float8lab::<schema>``, and return what calls it with plain tensors, by position.
 
@@ -79,11 +83,15 @@ def register(
         any_strides: the op is as good on inputs of other strides than those it was traced with. A
             compiler that may not choose them copies an input that it has not written yet for each
             op that reads it.
+        flops: floating-point operations of a call, from its arguments with a shape in place of each
+            tensor. An op that has one is worth saving rather than computing again.
     """
     launcher = _lazy(cuda) if isinstance(cuda, str) else cuda
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
     in_graph = _untraced(launcher) if isinstance(cuda, str) else cuda
     overload = _define(schema, {"CPU": reference, "CUDA": in_graph}, fake, any_strides)
+    if flops is not None:
+        _FLOPS[overload] = flops
     return _direct(overload, launcher, reference)
 
 
@@ -122,6 +130,65 @@ def _define(
     torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
     overload: Callable[..., Any] = getattr(torch.ops.float8lab, name).default
     return overload
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {}
+"""FLOP formulas by overload."""
+
+
+def compute_intensive_ops() -> list[torch._ops.OpOverload]:
+    """The overloads of FP8 matrix products and attention, for lists of what is worth saving.
+
+    Selective activation checkpointing recomputes every op that is not in such a list, and knows
+    only torch's own products.
+
+    >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
+    True
+    """
+    return list(_FLOPS)
+
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+class _CounterLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Tells torch's FLOP counter the formulas when it is imported.
+
+    Not before: it imports triton, which ``import float8lab`` must not.
+    """
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        _tell(module)
+
+
+def _tell(counter: Any) -> None:
+    for overload, formula in _FLOPS.items():
+        counter.register_flop_formula(overload.overloadpacket)(formula)
+
+
+def announce_flops() -> None:
+    """Make the formulas known to torch's FLOP counter, now or when it is imported."""
+    if _COUNTER in sys.modules:
+        _tell(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _CounterLoader())
 
 
 _PLAIN = frozenset(

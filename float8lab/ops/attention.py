@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,6 +73,18 @@ def _fake_attention_backward(
     return dq, dk, dv, q.new_empty(full if wants_bias else (0,), dtype=torch.float32)
 
 
+def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """Scores, and probabilities times values; like torch's formulas without regard to masks."""
+    return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
+
+
+def _flops_backward(
+    dout: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    """Scores again, and the gradients of probabilities, values, queries and keys."""
+    return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
+
+
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale,"
     " Tensor? bias, Tensor? allowed, Tensor? keep"
@@ -80,6 +96,7 @@ fp8_attention_op = register(
     cuda="attention:fp8_attention",
     reference=reference.fp8_attention,
     fake=_fake_attention,
+    flops=_flops,
 )
 fp8_attention_backward_op = register(
     f"fp8_attention_backward(Tensor dout, {_OPERANDS}, Tensor out, Tensor lse,"
@@ -88,4 +105,5 @@ fp8_attention_backward_op = register(
     cuda="attention:fp8_attention_backward",
     reference=reference.fp8_attention_backward,
     fake=_fake_attention_backward,
+    flops=_flops_backward,
 )

@@ -8,7 +8,9 @@ the only one Hopper's FP8 tensor cores take: ``y = x @ w.T``, ``dx = dy @ (w.T).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +36,18 @@ def _fake_scaled_mm(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
+def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """A multiplication and an addition for each element of the contraction of each output."""
+    return 2 * math.prod(a) * b[-2]
+
+
 scaled_mm_op = register(
     "scaled_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block,"
     " Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
     cuda="gemm:scaled_mm",
     reference=reference.scaled_mm,
     fake=_fake_scaled_mm,
+    flops=_flops,
 )
 
 
@@ -61,6 +69,7 @@ scaled_bmm_op = register(
     cuda="gemm:scaled_bmm",
     reference=reference.scaled_bmm,
     fake=_fake_scaled_bmm,
+    flops=_flops,
 )
 
 

@@ -260,6 +260,7 @@ def test_init_method_bias_and_params_dtype():
 def test_default_device():
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert float8lab.Linear(4, 4).weight.device.type == expected
+    assert float8lab.RotaryPositionEmbedding(4)(2).device.type == expected
     with torch.device("meta"):
         assert float8lab.Linear(4, 4).weight.is_meta
     with torch.device("cpu"):

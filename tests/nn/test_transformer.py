@@ -177,7 +177,7 @@ def test_mask_window_and_cross_attention_arguments():
 def test_rotary_biases_and_recomputation_reach_the_attention():
     x = torch.randn(B, S, HIDDEN)
     layer = build()
-    rope = RotaryPositionEmbedding(HIDDEN // H)(S)
+    rope = RotaryPositionEmbedding(HIDDEN // H, device="cpu")(S)
     y = layer(x)
     for call in (
         {"rotary_pos_emb": rope},
@@ -478,7 +478,7 @@ def test_compiled_without_breaks(name, variant):
     layer = build(**VARIANTS[variant])
     twin = copy.deepcopy(layer)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    rope = RotaryPositionEmbedding(HIDDEN // H)(S)
+    rope = RotaryPositionEmbedding(HIDDEN // H, device="cpu")(S)
     for _ in range(2):  # a second step, whose delayed scales the first one's amaxes made
         x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
         expected = step(layer, x, dy, RECIPES[name], rotary_pos_emb=rope)
@@ -506,7 +506,7 @@ def test_ten_sequence_lengths_compile_at_most_twice(name, mask_type):
 
     layer = build(num_gqa_groups=2)
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    rope = RotaryPositionEmbedding(HIDDEN // H)(256)
+    rope = RotaryPositionEmbedding(HIDDEN // H, device="cpu")(256)
     for length in (70, 96, 65, 81, 127, 66, 128, 129, 140, 99):
         call = {"rotary_pos_emb": rope}
         if mask_type == "window":

@@ -6,15 +6,22 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import flop_counter
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
-from float8lab import ops
+import float8lab
+from float8lab import ops, recipes
 from float8lab.formats import E4M3
 from float8lab.ops import _register
+from float8lab.tensor import quantize
 from tests.recorder import Ops
 
 SEEN: list[bool] = []
@@ -185,3 +192,64 @@ def test_a_compiled_function_has_the_op():
     got = compiled(x)
     assert torch.equal(got.view(torch.uint8), _cast(x).view(torch.uint8))
     assert ops.cast_op.overload in graphs[0]
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 192), torch.nn.GELU(), torch.nn.Linear(192, 32, bias=False)
+    )
+
+
+def _flops(model: Callable[[Tensor], Tensor]) -> int:
+    x = torch.randn(48, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()])
+def test_flops_are_those_of_the_plain_model(recipe: recipes.Recipe):
+    expected, model = _flops(_model()), _model()
+    float8lab.convert_to_float8(model, recipe)
+    assert _flops(model) == expected == 3 * 2 * 48 * (64 * 192 + 192 * 32)
+
+
+def test_flops_of_batches_and_attention_are_those_of_torchs_formulas():
+    a, b = (quantize(torch.randn(3, 32, 64)) for _ in range(2))
+    with FlopCounterMode(display=False) as counter:
+        torch.bmm(a, b.transpose(1, 2))
+    assert counter.get_total_flops() == 2 * 3 * 32 * 32 * 64
+
+    shapes = (2, 4, 10, 32), (2, 2, 14, 32), (2, 2, 14, 16)
+    q, k, v = (quantize(torch.randn(shape)).requires_grad_() for shape in shapes)
+    with FlopCounterMode(display=False) as counter:
+        F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
+    repeated = shapes[0], (2, 4, 14, 32), (2, 4, 14, 16)
+    assert counter.get_total_flops() == flop_counter.sdpa_flop_count(
+        *repeated
+    ) + flop_counter.sdpa_backward_flop_count((2, 4, 10, 16), *repeated)
+
+
+def test_flops_are_known_to_a_counter_that_is_imported_later():
+    code = (
+        "import sys, torch, float8lab\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules\n"
+        "from torch.utils.flop_counter import flop_registry\n"
+        "assert torch.ops.float8lab.scaled_mm in flop_registry\n"
+        "assert type(sys.modules['torch.utils.flop_counter'].__loader__).__module__[0] == '_'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling()])
+def test_selective_checkpointing_computes_no_listed_op_again(recipe: recipes.Recipe):
+    model = _model()
+    float8lab.convert_to_float8(model, recipe)
+    once = _flops(model)
+
+    def selective(x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, float8lab.compute_intensive_ops())
+        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+
+    assert _flops(selective) == once
+    assert _flops(lambda x: checkpoint(model, x, use_reentrant=False)) > once

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.layout import check_format
+from float8lab.nn.linear import default_device
 from float8lab.ops import rotate_op
 from float8lab.ops.reference.rotary import rotate
 
@@ -27,7 +28,8 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: of the frequencies.
         interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
             ``(0, R / 2), (1, R / 2 + 1) ...``.
-        device: of the frequencies.
+        device: of the frequencies; None is the default device if one was set, else the current CUDA
+            device if there is one, else the CPU.
 
     Source: RoFormer, arXiv:2104.09864; position interpolation, arXiv:2306.15595.
 
@@ -58,7 +60,8 @@ class RotaryPositionEmbedding(nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.interleaved = interleaved
-        powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+        where = torch.device(device) if device is not None else default_device()
+        powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=where) / rotated
         self.register_buffer("inv_freq", rotary_base**-powers, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:

@@ -260,7 +260,7 @@ def test_no_gradients_in_the_cache():
 @pytest.mark.parametrize("ragged", [False, True], ids=["in-step", "ragged"])
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["", "fp8"])
 def test_a_model_of_layers_generates(ragged, cache_dtype):
-    rope = RotaryPositionEmbedding(8)(16)
+    rope = RotaryPositionEmbedding(8, device="cpu")(16)
     layers = [
         float8lab.TransformerLayer(
             32, 64, 4, num_gqa_groups=2, layer_number=n, device="cpu", attn_input_format="bshd",

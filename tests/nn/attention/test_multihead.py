@@ -205,7 +205,7 @@ def test_scale_mask_and_window_reach_the_attention():
 def test_rotary(pair):
     module = build()
     x = torch.randn(B, S, HIDDEN)
-    rope = RotaryPositionEmbedding(D)
+    rope = RotaryPositionEmbedding(D, device="cpu")
     angles = (rope(S), rope(S, offset=3)) if pair else (rope(S), rope(S))
     y = module(x, rotary_pos_emb=angles if pair else angles[0])
     assert close(y, plain(module, x, visible=causal, angles=angles)[0])
@@ -215,7 +215,9 @@ def test_rotary(pair):
 def test_interleaved_rotary():
     module = build(rotary_pos_interleaved=True)
     x = torch.randn(B, S, HIDDEN)
-    neighbours, halves = (RotaryPositionEmbedding(D, interleaved=i)(S) for i in (True, False))
+    neighbours, halves = (
+        RotaryPositionEmbedding(D, interleaved=i, device="cpu")(S) for i in (True, False)
+    )
     y = module(x, rotary_pos_emb=neighbours)
     # The same as halves with the rows of each head's query and key weights reordered.
     twin = build()
@@ -235,7 +237,7 @@ def test_formats(qkv_format):
     module.load_state_dict(bshd.state_dict())
     x, lengths = torch.randn(B, S, HIDDEN), [3, 5]
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
-    rope = RotaryPositionEmbedding(D)(S)
+    rope = RotaryPositionEmbedding(D, device="cpu")(S)
     expected = bshd(x, cu_seqlens_q=cu, rotary_pos_emb=rope)
     if qkv_format == "sbhd":
         y = module(x.transpose(0, 1), cu_seqlens_q=cu, rotary_pos_emb=rope).transpose(0, 1)

@@ -35,7 +35,7 @@ def rotated(x, positions, *, base=10000.0, rotate=D, interleaved=False, divisor=
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("started", [False, True], ids=["", "start"])
 def test_formats_and_gradient(interleaved, percent, tensor_format, started):
-    rope = RotaryPositionEmbedding(D, percent, interleaved=interleaved)
+    rope = RotaryPositionEmbedding(D, percent, interleaved=interleaved, device="cpu")
     starts = torch.tensor([3, 1]) if started else None
     lengths = [4, 2]
     shape = {"sbhd": (S, B, H, D), "bshd": (B, S, H, D), "thd": (S, H, D)}[tensor_format]
@@ -64,14 +64,14 @@ def test_base_offset_and_interpolation():
     x = torch.randn(S, 1, 1, D)
     positions = torch.arange(S).view(S, 1, 1, 1)
     for base in (10000.0, 500000.0):
-        rope = RotaryPositionEmbedding(D, rotary_base=base)
+        rope = RotaryPositionEmbedding(D, rotary_base=base, device="cpu")
         y = apply_rotary_pos_emb(x, rope(S, offset=5))
         assert torch.allclose(y.double(), rotated(x, positions + 5, base=base), atol=1e-5)
-    rope = RotaryPositionEmbedding(D, seq_len_interpolation_factor=4.0)
+    rope = RotaryPositionEmbedding(D, seq_len_interpolation_factor=4.0, device="cpu")
     y = apply_rotary_pos_emb(x, rope(S))
     assert torch.allclose(y.double(), rotated(x, positions, divisor=4.0), atol=1e-5)
     rope = RotaryPositionEmbedding(
-        D, seq_len_interpolation_factor=2.0, pretrained_max_position_embeddings=2
+        D, seq_len_interpolation_factor=2.0, pretrained_max_position_embeddings=2, device="cpu"
     )
     y = apply_rotary_pos_emb(x, rope(S))  # longer than 2 * 2: ends where training ended
     assert torch.allclose(y.double(), rotated(x, positions, divisor=S / 2), atol=1e-5)
@@ -81,20 +81,20 @@ def test_base_offset_and_interpolation():
 
 def test_half_precision_turns_in_float32():
     x = torch.randn(4096, 1, 1, D).bfloat16()
-    y = apply_rotary_pos_emb(x, RotaryPositionEmbedding(D)(4096))
+    y = apply_rotary_pos_emb(x, RotaryPositionEmbedding(D, device="cpu")(4096))
     assert y.dtype == torch.bfloat16
     exact = rotated(x, torch.arange(4096).view(-1, 1, 1, 1))
     assert (y.double() - exact).norm() <= 2.0**-8 * exact.norm()
 
 
 def test_no_parameters_and_no_state():
-    rope = RotaryPositionEmbedding(D)
+    rope = RotaryPositionEmbedding(D, device="cpu")
     assert list(rope.state_dict()) == []
     assert rope.to(torch.float64)(3).dtype == torch.float32
 
 
 def test_wrong_arguments_are_refused():
-    rope = RotaryPositionEmbedding(D)
+    rope = RotaryPositionEmbedding(D, device="cpu")
     x = torch.randn(S, 1, 1, D)
     with pytest.raises(ValueError, match="freqs must have at least 6 positions; got 5"):
         apply_rotary_pos_emb(x, rope(5))
@@ -103,7 +103,7 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="cu_seqlens must be given"):
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd")
     with pytest.raises(ValueError, match=r"dim \* rotary_percent must be even"):
-        RotaryPositionEmbedding(6, 0.5)
+        RotaryPositionEmbedding(6, 0.5, device="cpu")
 
 
 LAYOUTS = {
