@@ -35,6 +35,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
+from float8lab.nn.operands import recast
 from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.precision import Precision, place_precisions, precisions, precisions_below
 from float8lab.nn.report import (
@@ -216,13 +217,15 @@ def convert_to_float8(  # each is a keyword that users set on its own
     reshard(model)
     freezing = Freezing(model, _to_freeze(plans) if freeze_weights else ())
     nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
-    if strict and (undone or unmatched or freezing.obstacles or nothing):
+    recasts = _recasts(plans) if strict else []
+    if strict and (undone or unmatched or freezing.obstacles or nothing or recasts):
         lines = [
             "convert_to_float8(strict=True) must do all that was asked; got",
             *[f"  a {type(model).__name__} without a linear layer"] * nothing,
             *[f"  {plan.name}: {plan.note}" for plan in undone],
             *[f"  no layer is called {name!r}" for name in unmatched],
             *[f"  {obstacle}" for obstacle in freezing.obstacles],
+            *recasts,
             "Exclude these layers, correct the names, or pass strict=False.",
         ]
         raise ValueError("\n".join(lines))
@@ -403,6 +406,19 @@ def _set_recipe(plan: _LayerPlan) -> None:
     for part, precision in precisions(layer):
         precision.recipe, precision.pinned = plan.recipe, plan.pinned
         precision.name = ".".join(filter(None, (plan.name, part)))
+
+
+def _recasts(plans: Sequence[_LayerPlan]) -> list[str]:
+    """Lines about weights that are stored in FP8, but not as their layers' recipes want them."""
+    lines = []
+    for layer, name, recipe in ((plan.layer, plan.name, plan.recipe) for plan in plans):
+        if recipe is None or not (recipe.linear.fprop or recipe.linear.dgrad):
+            continue
+        spec = recipe.linear.w
+        spec = spec.transpose() if isinstance(layer, OtherLinear) else spec
+        found = [recast(p, spec) for p in layer._parameters.values() if p is not None]
+        lines += [f"  {name or '(model)'}: its weight is {text}" for text in found if text]
+    return lines
 
 
 def _to_freeze(plans: Sequence[_LayerPlan]) -> list[tuple[str, nn.Module, Recipe]]:

@@ -7,6 +7,7 @@ dimension is a multiple of ``ALIGN``, and its decode scales. What is cast is a m
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, NamedTuple, TypeGuard
 
@@ -59,6 +60,7 @@ __all__ = [
     "lives_on",
     "observe_cast",
     "plain",
+    "recast",
     "same_when_transposed",
     "stored_as",
     "wgrad",
@@ -246,6 +248,28 @@ def stored_as(weight: Tensor, spec: Float8Spec) -> TypeGuard[Float8Tensor]:
     return (weight.spec.block, weight.spec.fp8_dtype) == (spec.block, spec.fp8_dtype)
 
 
+def recast(weight: Tensor, spec: Float8Spec) -> str | None:
+    """From what to what a weight that is stored in FP8 is cast; None if it is not cast."""
+    if not isinstance(weight, Float8Tensor) or stored_as(weight, spec):
+        return None
+    return f"stored as {weight.spec.describe()} and cast to {spec.describe()}"
+
+
+def _warn_of_recast(weight: Tensor, call: Call) -> None:
+    """Say once a module that its weight's bytes are not the operand."""
+    precision, found = call.precision, recast(weight, call.plan.w)
+    if found is None or precision is None or precision.warned_of_recast:
+        return
+    precision.warned_of_recast = True
+    warnings.warn(
+        f"{precision.name or 'A layer'}: its weight {tuple(weight.shape)} is {found} in every "
+        f"forward, for {call.recipe}: it is rounded twice. Store it for that recipe, or run it "
+        "under the one that it was stored for.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
 def _stored(weight: Tensor, spec: Float8Spec) -> Operand | None:
     """The FP8 data of a weight that is stored as ``spec`` wants it."""
     if not stored_as(weight, spec):
@@ -305,6 +329,8 @@ def _find_or_cast_weight(weight: Tensor, call: Call) -> Repeatable:
     stored = _stored(weight, spec)
     if stored is not None:
         return stored, None
+    if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
+        _warn_of_recast(weight, call)  # a graph holds no warnings
     weight = plain(weight)
     if first is None or precision is None or torch.compiler.is_compiling():
         return cast_repeatable(weight, spec, W, call)

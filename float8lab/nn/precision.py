@@ -128,6 +128,7 @@ class Precision:
         self.slots: dict[tuple[Recipe, Any], DelayedSlots] = {}
         self.handle = new_handle(self, torch.device("cpu"))  # stands for self in compiled graphs
         set_clock(torch.device("cpu"))
+        self.warned_of_recast = False
         self.weight_cast: Any = None  # kept over microbatches; belongs to linear_function
         self._last: Call | None = None
         self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None

@@ -78,7 +78,8 @@ class ScalingState:
                 "what state_dict() returned."
             )
         found = list(self._slots())
-        missing, different, known = [], [], set()
+        missing, different = [], []
+        known: set[str] = set()
         values = {}
         for key, slots in found:
             known.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))

@@ -318,7 +318,11 @@ def test_weights_stored_in_fp8(recipe):
     assert found.amax == model.weight.dequantize().abs().max().item()
     assert (found.stored, found.sqnr, found.flushed, found.elements) == (True, None, 0.0, 960)
     other = recipes.Float8BlockScaling() if recipe.linear.w.per_tensor else RECIPES["current"]
-    with watch(model) as w, float8lab.autocast(recipe=other):  # stored otherwise: it is cast
+    with (
+        watch(model) as w,
+        float8lab.autocast(recipe=other),
+        pytest.warns(UserWarning, match="is stored as .* and cast to "),
+    ):
         model(torch.randn(16, 40))
     found = by_operand(w)["(model)", "w"]
     assert not found.stored

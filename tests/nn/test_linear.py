@@ -658,3 +658,25 @@ def test_the_cast_for_dgrad_is_gone_before_wgrad(monkeypatch):
         y = layer(torch.randn(16, 32, requires_grad=True))
     y.sum().backward()
     assert alive == [False]
+
+
+def test_a_weight_stored_under_another_recipe_says_once_what_it_is_cast_to():
+    with float8lab.fp8_model_init(recipe=recipes.Float8BlockScaling()):
+        model = torch.nn.Sequential(*(float8lab.Linear(32, 16, device="cpu") for _ in range(2)))
+    float8lab.convert_to_float8(model, exclude=["1"])
+    x = torch.randn(4, 32)
+    said = r"0: its weight \(16, 32\) is stored as e4m3 128x128 fp32 and cast to e4m3 tensor fp32"
+    with pytest.warns(UserWarning, match=said) as caught:
+        model[0](x)
+    assert len(caught) == 1
+    model[0](x)  # a warning would raise
+    with float8lab.autocast(recipe=recipes.Float8BlockScaling()):
+        model[1](x)
+    before = {name: type(m) for name, m in model.named_modules()}
+    with pytest.raises(ValueError, match=r"  1: its weight is stored as e4m3 128x128 .* e4m3 row"):
+        float8lab.convert_to_float8(
+            model, recipes.Float8RowwiseScaling(), exclude=["0"], strict=True
+        )
+    assert {name: type(m) for name, m in model.named_modules()} == before
+    float8lab.convert_to_float8(model, recipes.Float8BlockScaling(), strict=True)
+    model[0](x)
