@@ -37,6 +37,7 @@ from float8lab.ops import (
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.differentiation import Float8Function
 
 __all__ = [
     "ALIGN",
@@ -478,7 +479,7 @@ def plain_weight(module: Any, weight: Tensor, first_microbatch: bool | None) -> 
     return found
 
 
-class _IntoMainGrad(torch.autograd.Function):
+class _IntoMainGrad(Float8Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, overwrite: bool) -> Tensor:
         ctx.weight, ctx.overwrite = weight, overwrite
