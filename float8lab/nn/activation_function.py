@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from float8lab.ops import ACTIVATIONS, reference, value_of_op
 from float8lab.recipes.region import STATE
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["activate", "check_activation"]
 
@@ -37,7 +37,7 @@ def activate(h: Tensor, activation: str) -> Tensor:
     return result
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(Float8Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, activation: str) -> Tensor:
         h2 = h.reshape(-1, h.shape[-1])

@@ -8,6 +8,8 @@ layer stay as they are. Other libraries' linear layers are converted to classes 
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -468,11 +470,26 @@ def _float8_class(original: type) -> type:
             namespace = {
                 "__module__": original.__module__,
                 "__qualname__": original.__qualname__,
+                "__reduce_ex__": functools.partialmethod(_reduce, original),
                 "forward": float8.forward,
             }
             float8 = type(original.__name__, (original, float8), namespace)
         _CLASSES[original] = float8
     return _CLASSES[original]
+
+
+def _reduce(layer: nn.Module, original: type, protocol: Any) -> Any:
+    """How copy and pickle make a layer again whose class has the original's name, but is not it."""
+    reduced = original.__reduce_ex__(layer, protocol)
+    if reduced[:2] != (copyreg.__newobj__, (_CLASSES[original],)):  # type: ignore[attr-defined]
+        return reduced  # the original has a way of its own
+    return _new_layer, (original,), *reduced[2:]
+
+
+def _new_layer(original: type) -> Any:
+    """A layer of the FP8 class of ``original`` without attributes; pickle names the function."""
+    cls = _float8_class(original)
+    return cls.__new__(cls)
 
 
 def _plain_class(converted: type) -> type:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from float8lab.formats import E4M3
 from float8lab.nn.activation_function import activate
@@ -36,6 +35,7 @@ from float8lab.nn.operands import (
 from float8lab.nn.precision import Call, X
 from float8lab.ops import Source, dequantize_op, quantize_op
 from float8lab.recipes.region import STATE
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["MlpCall", "NormLinearCall", "norm_linear", "norm_mlp"]
 
@@ -294,7 +294,7 @@ def _dtype(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-class _NormLinear(torch.autograd.Function):
+class _NormLinear(Float8Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -369,7 +369,7 @@ def _no_source(x: Tensor) -> Source:
     return Source("", [], x.dtype)
 
 
-class _NormMlp(torch.autograd.Function):
+class _NormMlp(Float8Function):
     @staticmethod
     def forward(
         ctx: Any,

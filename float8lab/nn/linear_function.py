@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from float8lab.nn.operands import (
     cast_gradient,
@@ -25,6 +24,7 @@ from float8lab.nn.operands import (
 from float8lab.nn.precision import Call
 from float8lab.nn.shared_cast import cast_input
 from float8lab.recipes.region import STATE
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["linear", "output_dtype"]
 
@@ -55,7 +55,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Float8Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         plan = call.plan

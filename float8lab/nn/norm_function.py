@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from float8lab.ops import Source, norm_backward_op, norm_op, norm_stats_op
 from float8lab.recipes.region import STATE
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
 
@@ -63,7 +63,7 @@ def _in_operators(
     return y.to(dtype)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Float8Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -39,6 +39,7 @@ from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import PROCESS, STATE, in_backward
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.differentiation import Float8Function
 
 __all__ = [
     "ALIGN",
@@ -542,7 +543,7 @@ def plain_weight(module: Any, weight: Tensor, first_microbatch: bool | None) -> 
     return found
 
 
-class _IntoMainGrad(torch.autograd.Function):
+class _IntoMainGrad(Float8Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, overwrite: bool) -> Tensor:
         ctx.weight, ctx.overwrite = weight, overwrite

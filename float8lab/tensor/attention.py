@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import fp8_attention_backward_op, fp8_attention_op, has_fp8_attention
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
 from float8lab.tensor.dispatch import implements, implements_whole
 from float8lab.tensor.float8_tensor import Float8Tensor
 
@@ -65,7 +65,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     return bool(sizes_match and (heads == groups or grouped))
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Float8Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Tensor:
         for x in (q, k, v):

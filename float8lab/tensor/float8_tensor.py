@@ -12,6 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab.formats import E4M3, FLOAT32_MAX, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
+from float8lab.tensor.differentiation import Float8Function
 from float8lab.tensor.dispatch import (
     ANY_VIEW,
     WHOLE_KEYS,
@@ -454,7 +455,7 @@ def _values(x: Any) -> str:
     return body.replace("\n       ", "\n             ")
 
 
-class _Dequantize(torch.autograd.Function):
+class _Dequantize(Float8Function):
     @staticmethod
     def forward(ctx: Any, x: Float8Tensor) -> Tensor:
         return x._decode()
@@ -464,7 +465,7 @@ class _Dequantize(torch.autograd.Function):
         return grad
 
 
-class _Quantize(torch.autograd.Function):
+class _Quantize(Float8Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import fp8_norm_backward_op, fp8_norm_op, norm_backward_op, norm_op
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
 from float8lab.tensor.dispatch import implements, implements_whole
 from float8lab.tensor.float8_tensor import Float8Tensor
 
@@ -147,7 +147,7 @@ def _rms_norm(
     return _RMSNorm.apply(x, shape, weight, _rms_eps(x, eps))
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Float8Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float

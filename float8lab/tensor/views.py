@@ -265,7 +265,8 @@ def _box(
 @implements(ANY_VIEW)
 def _any_view(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
     """A view without a handler of its own: each element gets a scale, so it fits any."""
-    if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+    asks = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+    if asks or op is aten.view_as_complex.default:
         raise NotImplementedError(
             f"{op} must not look at FP8 data as another dtype: it would ignore the scales. Call "
             ".dequantize() first, or take .qdata and .scale."

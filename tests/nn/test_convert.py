@@ -305,9 +305,31 @@ def test_lazy_and_integer_layers_are_skipped_with_the_reason():
     ]
 
 
+class Scaled(nn.Linear):
+    """A subclass with a constructor, attributes and a method of its own."""
+
+    def __init__(self, width, *, factor):
+        super().__init__(width, width)
+        self.factor = factor
+
+    def weight_norm(self):
+        return self.factor * self.weight.norm()
+
+
+class WithSubclasses(Model):
+    class Inner(nn.Linear):
+        """A class that pickle finds by its qualified name."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].attn = Scaled(16, factor=0.5)
+        self.blocks[1].attn = self.Inner(16, 16)
+
+
+@pytest.mark.parametrize("kind", [Model, WithSubclasses], ids=["linear", "subclasses"])
 @pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
-def test_a_converted_model_can_be_copied(duplicate):
-    model = Model()
+def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
+    model = kind()
     float8lab.convert_to_float8(model, recipes.DelayedScaling())
     for _ in range(2):
         model(TOKENS).sum().backward()
@@ -318,7 +340,14 @@ def test_a_converted_model_can_be_copied(duplicate):
     else:
         file = io.BytesIO()
         torch.save(model, file)
+        monkeypatch.setattr(convert, "_CLASSES", {nn.Linear: float8lab.Linear})  # a new process
         twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    if kind is WithSubclasses:
+        layer = twin.blocks[0].attn
+        assert isinstance(layer, (Scaled, float8lab.Linear))
+        assert torch.equal(layer.weight_norm(), model.blocks[0].attn.weight_norm())
+        high = float8lab.to_high_precision(copy.deepcopy(twin)).blocks
+        assert [type(high[0].attn), type(high[1].attn)] == [Scaled, WithSubclasses.Inner]
     model.zero_grad()
     twin.zero_grad()
     assert torch.equal(model(TOKENS), twin(TOKENS))

@@ -153,13 +153,16 @@ def test_hooks_on_tensors_modules_and_gradients(recipe):
 def test_double_backward_is_refused(recipe):
     model = make_model(recipe)
     x = torch.randn(4, 32, requires_grad=True)
-    (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
-        dx.sum().backward()
+    y = model(x).square().sum()
+    with pytest.raises(NotImplementedError, match=r"differentiated again; .*to_high_precision"):
+        torch.autograd.grad(y, x, create_graph=True)
 
 
 @each_recipe
+@pytest.mark.filterwarnings("ignore:module forward hook")  # which cannot forget amaxes in there
 def test_function_transforms_are_refused(recipe):
     model = make_model(recipe)
-    with pytest.raises(RuntimeError, match=r"functorch|setup_context|vmap"):
-        torch.func.vmap(model)(torch.randn(3, 4, 32))
+    x = torch.randn(3, 4, 32)
+    for transform in (torch.func.vmap, torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match=r"torch\.func .*to_high_precision"):
+            transform(lambda x: model(x).sum())(x)

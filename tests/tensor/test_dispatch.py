@@ -217,6 +217,30 @@ def test_refused_with_the_reason(call):
         call(make((4, 4), (1, -1)))
 
 
+def differentiated_twice(function):
+    x = quantize(torch.randn(2, 2, 8, 4)).requires_grad_()
+    return torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: torch.view_as_complex(x.view(16, 2)), r"another dtype.* Call \.dequantize\(\)"),
+        (lambda x: torch.func.grad(lambda t: quantize(t).sum())(x.dequantize()), r"torch\.func .*"),
+        (lambda x: torch.vmap(quantize)(x.dequantize()), r"torch\.func .* \.dequantize\(\)"),
+        (lambda x: differentiated_twice(lambda t: F.rms_norm(t, (4,))), "differentiated again"),
+        (
+            lambda x: differentiated_twice(lambda t: F.scaled_dot_product_attention(t, t, t)),
+            r"differentiated again.* \.dequantize\(\)",
+        ),
+    ],
+    ids=["view_as_complex", "func.grad", "vmap", "rms_norm twice", "attention twice"],
+)
+def test_what_fp8_cannot_do_says_what_to_do_instead(call, message):
+    with pytest.raises(NotImplementedError, match=message):
+        call(quantize(torch.randn(4, 8)))
+
+
 # --- torch's own functions and gradients ---------------------------------------------------------
 
 

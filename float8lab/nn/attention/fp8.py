@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from float8lab.formats import Float8Spec
 from float8lab.nn.attention.backends import Problem, zero_blind
@@ -21,6 +20,7 @@ from float8lab.nn.precision import Call, Precision
 from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, quantize_op
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, PROCESS, STATE, in_backward
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention"]
 
@@ -114,7 +114,7 @@ def _as_in_memory(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, (0, 1, 2, 3)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Float8Function):
     @staticmethod
     def forward(
         ctx: Any,

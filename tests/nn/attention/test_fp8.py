@@ -225,7 +225,6 @@ def test_double_backward_is_refused():
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     leaves = oracle.leaves(*make(8)[:3])
     with float8lab.autocast(recipe=RECIPES["current"]):
-        y = module(*leaves)
-    (dq,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
-        dq.sum().backward()
+        y = module(*leaves).square().sum()
+    with pytest.raises(NotImplementedError, match=r"differentiated again; .*to_high_precision"):
+        torch.autograd.grad(y, leaves[0], create_graph=True)

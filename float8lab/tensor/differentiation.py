@@ -1,0 +1,57 @@
+"""Autograd functions of FP8 ops: what of torch's differentiation they refuse, and in what words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Float8Function", "once_differentiable"]
+
+_INSTEAD = (
+    "Compute this part with torch's own layers and tensors: float8lab.to_high_precision(model), "
+    "torch.nn's norms, .dequantize()."
+)
+
+
+class Float8Function(torch.autograd.Function):
+    """Base of the autograd functions of FP8 ops, which torch.func's transforms cannot take."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's.
+
+        Raises:
+            NotImplementedError: a transform of torch.func is active.
+        """
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "float8lab's functions must run outside the transforms of torch.func (grad, vmap, "
+                "jvp, ...); got a call inside one. Use torch.autograd.grad, and a batch for vmap. "
+                f"{_INSTEAD}"
+            )
+        return super().apply(*args)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a ``backward`` raise where its result is to be differentiated again.
+
+    torch's decorator of this name gives a result without a graph, which ``torch.autograd.grad`` may
+    take for a derivative of zero.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *gradients: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        if torch.compiler.is_compiling():  # a compiled backward is not differentiated
+            with torch.no_grad():
+                return backward(ctx, *gradients)
+        raise NotImplementedError(
+            "gradients of float8lab's functions must not be differentiated again; got a backward "
+            f"with create_graph=True. {_INSTEAD}"
+        )
+
+    return wrapper
