@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn import convert
 from float8lab.nn import report as reports
 from float8lab.nn.convert import matches
 from float8lab.tensor import Float8Tensor
