@@ -243,8 +243,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
         _make_region_of_calls(model)
     if any(plan.recipe is not None and plan.layer is not model for plan in plans):
         watch_first_call(model)
-    for module in model.modules():
-        _run_layers_of_encoder(module)
+    for part in model.modules():
+        _run_layers_of_encoder(part)
     remember_conversion(
         model,
         unmatched=unmatched,
@@ -516,19 +516,24 @@ _FAST_PATH = "_fast_path_before_float8"
 
 
 def _run_layers_of_encoder(module: nn.Module) -> None:
-    """Have an encoder layer of torch call its linear layers in evaluation, if they are in FP8.
+    """Have torch's encoder call the linear layers of its parts in evaluation, if they are in FP8.
 
-    Its fused path would read their weights. Torch does not take it, nor the nested tensors of the
-    encoder above, for other activations than those two; nothing else reads the attribute.
+    Its fused path, and the nested tensors that it makes for that path, would read their weights.
+    Torch takes it for two activations only, which an attribute says that nothing else reads.
     """
-    if not isinstance(module, nn.TransformerEncoderLayer):
+    mine: Any = vars(module)
+    if isinstance(module, nn.TransformerEncoder):
+        attribute = "use_nested_tensor"
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        attribute = "activation_relu_or_gelu"
+    else:
         return
-    mine = vars(module)
-    if has_recipe(module.linear1) or has_recipe(module.linear2):
-        mine.setdefault(_FAST_PATH, module.activation_relu_or_gelu)
-        module.activation_relu_or_gelu = 0
+    parts = [part for part in module.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+    if any(has_recipe(layer) for part in parts for layer in (part.linear1, part.linear2)):
+        mine.setdefault(_FAST_PATH, mine[attribute])
+        mine[attribute] = 0
     elif _FAST_PATH in mine:
-        module.activation_relu_or_gelu = mine.pop(_FAST_PATH)
+        mine[attribute] = mine.pop(_FAST_PATH)
 
 
 @torch._disable_dynamo

@@ -21,51 +21,48 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.nn.report import mark_unseen
+from float8lab.recipes.recording import Recording
 from float8lab.recipes.region import STATE, in_backward
 
 __all__ = ["FirstCall", "remove_hooks", "watch_first_call"]
 
 
 class FirstCall:
-    """Looks at the first call of a model, as one of ``STATE.recordings``."""
+    """Hooks of a model that look at its first call in eager mode that finishes."""
 
     def __init__(self) -> None:
-        self._ran: set[Precision] | None = None  # None outside a call
+        self._recording: Recording | None = None  # None outside a call
         self._outputs: list[Tensor] | None = None  # of a call that finished
 
-    def add(self, module: Precision, call: Any) -> None:
-        """A layer runs."""
-        if self._ran is not None:
-            self._ran.add(module)
-
     def before(self, model: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or self._ran is not None or in_backward():
+        if torch.compiler.is_compiling() or self._recording is not None or in_backward():
             return
-        self._ran = set()
-        STATE.recordings = (*STATE.recordings, self)
+        self._recording = Recording()
+        STATE.recordings = (*STATE.recordings, self._recording)
 
     @torch._disable_dynamo
     def _keep(self, output: Any) -> None:
         self._outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
 
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._ran is not None:
+        if not torch.compiler.is_compiling() and self._recording is not None:
             self._keep(output)
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._ran is None:
+        if torch.compiler.is_compiling() or self._recording is None:
             return
         self._look(model)
 
     @torch._disable_dynamo
     def _look(self, model: nn.Module) -> None:
-        STATE.recordings = tuple(other for other in STATE.recordings if other is not self)
-        ran, outputs = self._ran, self._outputs
-        self._ran = self._outputs = None
+        recording, outputs = self._recording, self._outputs
+        assert recording is not None, "set before the call"
+        STATE.recordings = tuple(other for other in STATE.recordings if other is not recording)
+        self._recording = self._outputs = None
         if outputs is None:  # it raised
             return
         remove_hooks(model, FirstCall)
-        unseen = _unseen(model, ran or set(), outputs)
+        unseen = _unseen(model, recording.modules(), outputs)
         if not unseen:
             return
         for layer in unseen.values():
@@ -109,15 +106,19 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
         }
         idle = {name: layer for name, layer in layers.items() if layer._fp8 not in ran}
         # Containers such as ModuleList do not run: others choose among the layers that they hold.
-        if not idle or type(parent).forward is nn.Module.forward:
+        # PEFT holds the copy of a layer that it trains beside the layer, which rests.
+        if type(parent).forward is nn.Module.forward or "modules_to_save" in parent._modules:
             continue
         if not any(precision in ran for precision in precisions_below(parent)):
             continue
         for name, layer in idle.items():
             weight = layer._parameters.get("weight")
             others = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
-            known = reached is None or weight is None or not weight.requires_grad
-            if (known or id(weight) in reached) and not ran.intersection(others):
+            # FSDP2 put a sharded parameter in the place of the one that autograd knows.
+            unknown = weight is None or not weight.requires_grad or hasattr(weight, "placements")
+            if (unknown or reached is None or id(weight) in reached) and not ran.intersection(
+                others
+            ):
                 found[f"{prefix}.{name}" if prefix else name] = layer
     return found
 
@@ -132,6 +133,8 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
         node: Any = nodes.pop()
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
+        if "CheckpointFunction" in node.name():  # autograd did not see what it called
+            return None
         if "CompiledFunction" in node.name():  # has the weights of layers that ran compiled
             following = [n for n, _ in node.next_functions if not hasattr(n, "variable")]
         else:

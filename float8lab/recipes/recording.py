@@ -25,6 +25,10 @@ class Recording:
         """Note how a call of ``module`` runs; None is high precision."""
         self._calls.setdefault(module, []).append(call)
 
+    def modules(self) -> set[Any]:
+        """The modules that were called."""
+        return set(self._calls)
+
     def rewind(self) -> None:
         """Start again with the first call of every module."""
         self._position.clear()

@@ -149,10 +149,7 @@ def test_export_writes_what_the_model_multiplies_by(tmp_path: Any) -> None:
     assert all(f"{name}.weight" in report.fp8 for name in UNSEEN)
 
 
-@pytest.mark.parametrize(
-    "recipe", [None, float8lab.recipes.Float8RowwiseScaling()], ids=["", "rows"]
-)
-def test_encoder_layers_of_torch_call_their_layers_in_evaluation(recipe: Any) -> None:
+def test_encoder_layers_of_torch_call_their_layers_in_evaluation() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2).eval()
     plain = copy.deepcopy(model)
