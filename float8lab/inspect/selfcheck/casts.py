@@ -86,19 +86,19 @@ def _check_cast(cases: Cases) -> None:
             for factor in (1.0, 0.37, 2.0**-7):
                 cases.begin(f"every {name_of(dtype)} to {format_of(fp8_dtype)} factor {factor:g}")
                 one = torch.tensor([factor], dtype=FP32, device="cpu")
-                there = (x.to(cases.device), one.to(cases.device), None, fp8_dtype, (-1, -1), 1)
-                cases.same(ops.cast_op(*there), _nearest(x.float() * one, fp8_dtype))
+                how = (x.to(cases.device), one.to(cases.device), None, fp8_dtype, (-1, -1), 1)
+                cases.same(ops.cast_op(*how), _nearest(x.float() * one, fp8_dtype))
                 divided = _nearest(x.float() / one.expand(x.shape), fp8_dtype)
-                cases.same(ops.cast_op(*there, True), divided)
+                cases.same(ops.cast_op(*how, True), divided)
     for fp8_dtype in FP8_DTYPES:
         for name, x in special():
             for factor in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
                 cases.begin(f"{name} to {format_of(fp8_dtype)} factor {factor:g}")
                 one = torch.tensor([factor], dtype=FP32, device="cpu")
-                there = x.to(cases.device), one.to(cases.device)
+                there, one_there = x.to(cases.device), one.to(cases.device)
                 for divide in (False, True):
                     arguments = (fp8_dtype, (-1, -1), 1, divide)
-                    got = ops.cast_unrecorded_op(*there, *arguments)
+                    got = ops.cast_unrecorded_op(there, one_there, *arguments)
                     cases.same(got, reference.cast(x, one, None, *arguments))
     for turn, (block, rule, _) in enumerate(RECIPES.values()):
         for number, name, x, align in matrices(cases, turn):
@@ -106,14 +106,14 @@ def _check_cast(cases: Cases) -> None:
             cases.begin(f"{name} {format_of(fp8_dtype)} {granularity(block)} {rule}")
             there, here = laid_out(x, number, cases.device)
             shape = tuple(reference.round_up(size, align) for size in x.shape)
-            factor = cases.uniform(*scale_shape(shape, block)) + 0.1
+            factors = cases.uniform(*scale_shape(shape, block)) + 0.1
             for start in (None, ops.NO_DATA, 0.5, 1e6):
                 if start is not None and block != (-1, -1):
                     break
                 slots = _slots(start, cases.device)
                 arguments = (fp8_dtype, block, align, number % 3 == 1)
-                got = ops.cast_op(there, factor.to(cases.device), slots[0], *arguments)
-                cases.same(got, reference.cast(here, factor, slots[1], *arguments))
+                got = ops.cast_op(there, factors.to(cases.device), slots[0], *arguments)
+                cases.same(got, reference.cast(here, factors, slots[1], *arguments))
                 if slots[0] is not None and slots[1] is not None:
                     cases.same(slots[0], slots[1])
 
