@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import float8lab
 from float8lab import __main__ as command
-from float8lab.inspect import CheckpointError, checkpoint
+from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint.opening import open_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
@@ -270,12 +270,7 @@ def test_a_damaged_directory_of_an_archive(tmp_path, capsys):
     content = path.read_bytes()
     locator = content.rindex(b"PK\x06\x07")  # of the 64-bit directory: it now spans two disks
     path.write_bytes(content[: locator + 16] + b"\x02" + content[locator + 17 :])
-    try:
-        found = checkpoint(path)
-    except CheckpointError:
-        refused(path, capsys, "damaged")
-    else:  # torch looks at no disks
-        assert [row.name for row in found.rows] == ["a"]
+    refused(path, capsys, "damaged")
 
 
 def test_no_such_path(tmp_path, capsys):
