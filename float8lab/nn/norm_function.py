@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from float8lab.ops import Source, norm_backward_op, norm_op, norm_stats_op
+from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op, norm_stats_op
 from float8lab.recipes.region import STATE
 
 __all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
@@ -73,7 +73,7 @@ class _Norm(torch.autograd.Function):
         kind: NormKind,
         dtype: torch.dtype,
     ) -> Tensor:
-        x2 = x.reshape(-1, x.shape[-1])
+        x2 = as_matrix(x)
         y, mean, rstd = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
         ctx.save_for_backward(x2, weight, mean, rstd)
         ctx.kind, ctx.shape = kind, x.shape

@@ -32,7 +32,13 @@ from float8lab.ops.quantize import (
     transpose_after_op,
     transpose_op,
 )
-from float8lab.ops.reference import ACTIVATIONS, encode_from_amax, round_up, scale_from_amax
+from float8lab.ops.reference import (
+    ACTIVATIONS,
+    as_matrix,
+    encode_from_amax,
+    round_up,
+    scale_from_amax,
+)
 from float8lab.ops.rotary import rotate_op
 from float8lab.ops.scaling import NO_DATA, update_scales_op
 from float8lab.ops.source import (
@@ -52,6 +58,7 @@ __all__ = [
     "Source",
     "amax_of_op",
     "amax_op",
+    "as_matrix",
     "cast_many_op",
     "cast_of_op",
     "cast_of_unrecorded_op",
