@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_device, check_dtype, check_flags, check_input
 from float8lab.distributed.fsdp import store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear import default_device, initialise, keep_initial_values
-from float8lab.nn.norm import mark_sequence_parallel
+from float8lab.nn.norm import check_norm, mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
 from float8lab.nn.operands import fused_weight, plain
 from float8lab.nn.parallel import TensorParallelGroup
@@ -44,12 +45,10 @@ class FusedModule(nn.Module, TensorParallelGroup):
         dtype: torch.dtype | None,
     ) -> tuple[torch.device, torch.dtype]:
         """Register the norm's parameters; returns where parameters go and their dtype."""
-        if normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(
-                f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}. "
-                "Choose one."
-            )
-        where = torch.device(device) if device is not None else default_device()
+        check_flags(sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma)
+        check_dtype("params_dtype", dtype)
+        eps = check_norm(normalization, "eps", eps)
+        where = check_device("device", device) or default_device()
         dtype = dtype or torch.get_default_dtype()
         self.eps = eps
         self.normalization = normalization
@@ -97,11 +96,7 @@ class FusedModule(nn.Module, TensorParallelGroup):
 
     def _checked(self, inp: Tensor, features: int, argument: str) -> Tensor:
         """The input in high precision; raises if it has another size."""
-        if inp.shape[-1:] != (features,):
-            raise ValueError(
-                f"inp must have {features} as its last dimension ({argument}); got shape "
-                f"{tuple(inp.shape)}. Reshape it, or build the module with that {argument}."
-            )
+        check_input("inp", inp, (features,), argument)
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 
     def _begin(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from float8lab.arguments import check_flags
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
 from float8lab.recipes.region import STATE, ModelInit, Region
 
@@ -193,6 +194,9 @@ class quantized_model_init:
                 f"recipe must be one of float8lab.recipes; got {type(recipe).__name__}. "
                 "Construct one, for example recipes.Float8CurrentScaling()."
             )
+        check_flags(
+            enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val
+        )
         self._enabled = bool(enabled)
         self._recipe = recipe
         self._preserve = bool(preserve_high_precision_init_val)

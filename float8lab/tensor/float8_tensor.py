@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from float8lab.arguments import check_instance, check_number
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.dispatch import ANY_VIEW, WHOLE_KEYS, run_fallback, table
@@ -485,6 +486,11 @@ def quantize(
         raise TypeError(
             f"x must be a float32, bfloat16 or float16 tensor; got {got}. Convert it first."
         )
+    if not torch.compiler.is_compiling():  # a float may be an input of the graph there
+        check_instance("block", block, (tuple, list), "a tuple of sizes")
+        check_number("amax_epsilon", amax_epsilon, minimum=0)
+        if scale is not None and not hasattr(scale, "__array__"):
+            check_number("scale", scale, above=0)
     if isinstance(x, Float8Tensor):
         x = x.dequantize()
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule).expand(x.ndim)
