@@ -11,6 +11,14 @@ import torch
 from float8lab.recipes.region import PROCESS
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        type=int,
+        help="draw so many cases in each test that generates them, or all there are; few without",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Deterministic mode fills torch.empty with NaN, so an output nobody wrote fails its test. The
     # mode also warns about ops without a deterministic kernel; pyproject.toml ignores that.

@@ -19,6 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from its own layer and from layers before it.
 LAYERS = (
+    "arguments",
     "formats",
     "ops",
     "recipes",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from float8lab.arguments import check_group, check_module, check_size
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["broadcast_parameters"]
@@ -24,6 +25,9 @@ def broadcast_parameters(module: torch.nn.Module, src: int = 0, group: Any = Non
         src: global rank whose values everyone gets.
         group: process group; None is the default one.
     """
+    check_module("module", module)
+    check_size("src", src)
+    check_group("group", group)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             value = tensor.detach()

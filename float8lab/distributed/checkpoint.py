@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from float8lab.arguments import check_module
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.fsdp import Place, StoredGather, settle
 
@@ -39,6 +40,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_module("model", model)
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:

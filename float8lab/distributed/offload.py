@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from float8lab.arguments import check_flags, check_size
 from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
 
@@ -77,6 +78,11 @@ def get_cpu_offload_context(
     ...     x = synchronize(x)
     >>> x.sum().backward()
     """
+    check_flags(
+        enabled=enabled, offload_activations=offload_activations, offload_weights=offload_weights
+    )
+    check_size("num_layers", num_layers, minimum=1 if enabled else 0)
+    check_size("model_layers", model_layers, minimum=1 if enabled else 0, optional=True)
     if not enabled:
         return nullcontext(), _return_same
     if not offload_activations and not offload_weights:
@@ -84,8 +90,6 @@ def get_cpu_offload_context(
             "offload_activations or offload_weights must be True when enabled; got both False. "
             "Pass enabled=False to offload nothing."
         )
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1; got {num_layers}. Pass enabled=False.")
     if model_layers is not None and model_layers < num_layers:
         raise ValueError(
             f"model_layers must be at least num_layers {num_layers}; got {model_layers}. It counts "

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor
 
+from float8lab.arguments import check_device
+
 __all__ = ["CudaRNGStatesTracker"]
 
 
@@ -36,7 +38,7 @@ class CudaRNGStatesTracker:
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = None if device is None else torch.device(device)
+        self._device = check_device("device", device)
         self._generators: dict[str, Generator] = {}
         self._seeds: set[int] = set()
         self._forked: list[Generator] = []  # CPU: of the active forks, the innermost last

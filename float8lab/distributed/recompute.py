@@ -10,6 +10,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from float8lab.arguments import check_callables, check_flags, check_group, check_instance
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.recipes.recording import Recording
 from float8lab.recipes.region import STATE
@@ -59,12 +60,12 @@ def checkpoint(
     ...     y = float8lab.checkpoint(layer, x)
     >>> y.sum().backward()
     """
-    for name, value in (("function", function), ("get_rng_state_tracker", get_rng_state_tracker)):
-        if not callable(value) and (name == "function" or value is not None):
-            raise TypeError(
-                f"{name} must be callable; got {type(value).__name__}. Pass the module or function "
-                "itself, not its result."
-            )
+    check_instance("function", function, Callable, "callable")
+    check_callables(get_rng_state_tracker=get_rng_state_tracker)
+    check_flags(
+        distribute_saved_activations=distribute_saved_activations, use_reentrant=use_reentrant
+    )
+    check_group("tp_group", tp_group)
     ranks = rank_and_size(tp_group)[1]
     if distribute_saved_activations and use_reentrant and ranks > 1:
         raise NotImplementedError(

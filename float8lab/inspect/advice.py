@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from float8lab.arguments import check_callables, check_choice, check_module, check_names
 from float8lab.inspect.memory import OUTPUT, saved_by_layer
 from float8lab.inspect.text import aligned
 from float8lab.inspect.timing import CudaTimer, Timer
@@ -45,7 +46,7 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.other_linear import sizes
 from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import MODES, Parts, Prediction, Times, choose, estimate_parts
-from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 
 __all__ = ["Advice", "LayerAdvice", "advise"]
@@ -204,11 +205,11 @@ def advise(
     >>> found.measured, found.overrides, found.layers[0].ratio > 1.3
     (False, {}, True)
     """
-    if mode not in MODES:
-        raise ValueError(
-            f"mode must be one of {', '.join(map(repr, MODES))}; got {mode!r}. "
-            "Pass how the model will run."
-        )
+    check_module("model", model)
+    check_recipe("recipe", recipe)
+    check_callables(loss_fn=loss_fn, filter_fn=filter_fn)
+    exclude = check_names("exclude", exclude)
+    check_choice("mode", mode, MODES)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     timer = None
     if device.type == "cuda":

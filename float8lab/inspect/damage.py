@@ -26,6 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import (
+    check_callables,
+    check_instance,
+    check_module,
+    check_names,
+    check_size,
+)
 from float8lab.formats import Float8Spec
 from float8lab.inspect.text import aligned
 from float8lab.inspect.trial import LossFn, Trial, loss_of, on_trial, refuse_dtensors
@@ -282,14 +289,15 @@ def sensitivity(
     >>> found.rows[0].layer
     '1'
     """
-    tried = (recipes,) if isinstance(recipes, Recipe) else tuple(recipes or ())
-    tried = tuple(dict.fromkeys(tried)) or (Float8CurrentScaling(),)
-    for recipe in tried:
-        if not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipes must be of float8lab.recipes; got {type(recipe).__name__}. "
-                "Construct one, for example recipes.Float8CurrentScaling()."
-            )
+    check_module("model", model)
+    check_callables(loss_fn=loss_fn, filter_fn=filter_fn)
+    exclude = check_names("exclude", exclude)
+    check_size("runs", runs)
+    given = (recipes,) if isinstance(recipes, Recipe) else recipes
+    check_instance("recipes", given, (list, tuple), "a recipe or a list of them", optional=True)
+    for recipe in given or ():
+        check_instance("recipes", recipe, Recipe, "of float8lab.recipes")
+    tried = tuple(dict.fromkeys(given or (Float8CurrentScaling(),)))
     refuse_dtensors(model, "sensitivity")
     with on_trial(model) as trial:
         trial.convert(filter_fn, exclude)

@@ -8,6 +8,7 @@ from html import escape
 import torch
 from torch import Tensor
 
+from float8lab.arguments import check_instance
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, blocks, stats
 
@@ -25,6 +26,7 @@ def html(x: Tensor, text: str = "") -> str:
         x: as in ``stats``. Of a DTensor, this rank's shard is shown.
         text: goes first, as it is spaced; escaped.
     """
+    check_instance("text", text, str, "a string")
     found = stats(x, local=True)
     rows = "".join(
         f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"

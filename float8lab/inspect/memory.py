@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_callables, check_instance, check_module
 from float8lab.inspect.text import aligned, bytes_text
 from float8lab.inspect.trial import LossFn, call, loss_of, on_trial, tensors_in
 from float8lab.nn.precision import precisions
@@ -184,6 +185,11 @@ def memory_report(
     1            -       1.0 MB   1.0 MB
     total  66.6 kB       1.0 MB   1.1 MB
     """
+    check_module("model", model)
+    check_instance(
+        "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", optional=True
+    )
+    check_callables(loss_fn=loss_fn)
     counted = _Counted()
     rows: dict[str, dict[str, int]] = {}
     owners: dict[int, str] = {}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from float8lab.arguments import check_callables, check_instance, check_module, check_size
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.inspect.trial import call
 from float8lab.nn.precision import precisions_below
@@ -103,8 +104,12 @@ def find_nan(
     >>> float8lab.inspect.find_nan(model, torch.tensor([[1e38, 1e38]]), loss_fn=lambda y: 1e38 * y)
     NonFinite(1 inf in loss [1, 2] of (loss), forward, step 0)
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1; got {steps}. 1 runs the batch once.")
+    check_module("model", model)
+    check_callables(loss_fn=loss_fn)
+    check_size("steps", steps, minimum=1)
+    check_instance(
+        "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", optional=True
+    )
     model = getattr(model, "_orig_mod", model)
     look = _Look(model)
     others_wait = rank_and_size()[1] > 1  # in collectives: this process cannot stop early

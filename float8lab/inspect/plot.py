@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from float8lab.arguments import check_flags
 from float8lab.inspect.optional import needs
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import blocks, stats
@@ -29,6 +30,7 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install "float8lab[plot]"``).
     """
+    check_flags(local=local)
     # Figure, not pyplot: no window, no backend, no state.
     with needs("plot", "matplotlib", '"float8lab[plot]"'):
         from matplotlib.figure import Figure

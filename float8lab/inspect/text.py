@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from float8lab.arguments import check_instance, check_size
 from float8lab.inspect.optional import needs
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
@@ -46,6 +47,8 @@ def bars(found: Histogram, width: int = 40) -> str:
     >>> print(float8lab.inspect.bars(float8lab.quantize(torch.ones(3)).histogram("exponent")))
     2^8 ######################################## 3
     """
+    check_instance("found", found, Histogram, "a Histogram")
+    check_size("width", width, minimum=1)
     rows = _trimmed(found)
     most = max((count for _, count in rows), default=0)
     labels = max((len(label) for label, _ in rows), default=0)

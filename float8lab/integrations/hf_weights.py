@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_choice, check_instance, check_state
 from float8lab.nn.transformer import TransformerLayer
 
 __all__ = ["STYLES", "from_transformer_layers", "to_transformer_layers", "transformer_layers"]
@@ -92,8 +93,7 @@ STYLES = {
 
 
 def _style(name: str) -> _Style:
-    if name not in STYLES:
-        raise ValueError(f"style must be one of {', '.join(STYLES)}; got {name!r}. Choose one.")
+    check_choice("style", name, STYLES)
     return STYLES[name]
 
 
@@ -131,6 +131,8 @@ def to_transformer_layers(
         ValueError: an unknown style, no layers, or a parameter of a layer that has no counterpart.
     """
     found = _style(style)
+    check_state("state", state)
+    check_instance("prefix", prefix, str, "a string", optional=True)
     prefix = found.prefix if prefix is None else prefix
     layers, result = _by_layer(state, prefix)
     if not layers:
@@ -167,6 +169,8 @@ def from_transformer_layers(
         prefix: of the layers' keys in the result, before their number; None is the usual one.
     """
     found = _style(style)
+    check_state("state", state)
+    check_instance("prefix", prefix, str, "a string", optional=True)
     prefix = found.prefix if prefix is None else prefix
     layers, result = _by_layer(state, "")
     for number, layer in layers.items():

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from float8lab.arguments import check_flags
 from float8lab.formats import FLOAT32_MAX, Float8Spec, largest
 from float8lab.nn.precision import Call, W, X
+from float8lab.ops import as_matrix
 from float8lab.recipes.region import STATE, OnnxForm
 from float8lab.tensor import Float8Tensor
 
@@ -51,6 +53,7 @@ class onnx_export(ContextDecorator):
     """
 
     def __init__(self, enabled: bool = False) -> None:
+        check_flags(enabled=enabled)
         self._enabled = bool(enabled)
         self._outer: list[Any] = []
 
@@ -74,8 +77,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
     if not plan.fprop:
         plain = None if bias is None else bias.to(dtype)
         return F.linear(x.to(dtype), _dequantized(weight).to(dtype), plain)
-    N, K = weight.shape
-    rows = x if plan.x.per_tensor else x.reshape(-1, K)
+    rows = x if plan.x.per_tensor else as_matrix(x)
     a = _round_trip(rows.float(), plan.x, X, call)
     if isinstance(weight, Float8Tensor) and _as_stored(weight.spec) == _as_stored(plan.w):
         b = _dequantized(weight).float()
@@ -84,7 +86,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
     y = a @ b.t()
     if bias is not None:
         y = y + bias.float()
-    return y.to(dtype).reshape(*x.shape[:-1], N)
+    return y.to(dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _as_stored(spec: Float8Spec) -> tuple[Any, ...]:

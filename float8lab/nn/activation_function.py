@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.ops import ACTIVATIONS, reference, value_of_op
+from float8lab.arguments import check_choice
+from float8lab.ops import ACTIVATIONS, as_matrix, reference, value_of_op
 from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -20,17 +21,14 @@ def check_activation(activation: str) -> bool:
     Raises:
         ValueError: there is no such activation.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}. Choose one."
-        )
+    check_choice("activation", activation, ACTIVATIONS)
     return ACTIVATIONS[activation][1]
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
     """The activation of ``h`` over the last dimension; ``h`` is what is saved for backward."""
     if STATE.onnx is not None:  # the reference is in operators that ONNX has
-        h2 = h.reshape(-1, h.shape[-1]).to(torch.promote_types(h.dtype, torch.float32))
+        h2 = as_matrix(h).to(torch.promote_types(h.dtype, torch.float32))
         y = reference.value_of(activation, [h2], h.dtype)
         return y.reshape(*h.shape[:-1], y.shape[-1])
     result: Tensor = _Activation.apply(h, activation)
@@ -40,7 +38,7 @@ def activate(h: Tensor, activation: str) -> Tensor:
 class _Activation(Float8Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, activation: str) -> Tensor:
-        h2 = h.reshape(-1, h.shape[-1])
+        h2 = as_matrix(h)
         y = value_of_op(activation, [h2], h.dtype)
         ctx.save_for_backward(h2)
         ctx.activation, ctx.shape = activation, h.shape

@@ -22,6 +22,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
+from float8lab.arguments import (
+    check_callables,
+    check_flags,
+    check_instance,
+    check_module,
+    check_names,
+)
 from float8lab.distributed.fsdp import (
     is_sharded_plain,
     is_tensor_parallel,
@@ -189,12 +196,17 @@ def convert_to_float8(  # each is a keyword that users set on its own
     1      8 x 128   skipped  excluded by '1'         11.0 %
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
+    check_module("model", model)
+    check_callables(filter_fn=filter_fn)
+    check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
+    exclude = check_names("exclude", exclude)
+    check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
+    check_names("overrides", overrides or ())
     base = Float8CurrentScaling() if recipe is None else _checked("recipe", recipe)
     choices = {
         pattern: None if asked is None else _checked(f"overrides[{pattern!r}]", asked)
         for pattern, asked in (overrides or {}).items()
     }
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     sharded = sharded_by_fsdp(model)
     plans = [
         _plan_layer(
@@ -277,7 +289,7 @@ class _LayerPlan:
 
 def _checked(name: str, asked: Any) -> _Choice:
     """A recipe, or how to choose one."""
-    if asked == "auto":
+    if isinstance(asked, str) and asked == "auto":
         return Auto()
     if isinstance(asked, (Recipe, Auto)):
         return asked
@@ -642,6 +654,7 @@ def to_high_precision(model: _Model) -> _Model:
     >>> type(float8lab.to_high_precision(model))
     <class 'torch.nn.modules.linear.Linear'>
     """
+    check_module("model", model)
     layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear))]
     for layer in layers:
         if isinstance(layer, Linear) and (layer.return_bias or layer._split is not None):

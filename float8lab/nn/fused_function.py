@@ -33,7 +33,7 @@ from float8lab.nn.operands import (
     wgrad,
 )
 from float8lab.nn.precision import Call, X
-from float8lab.ops import Source, dequantize_op, quantize_op
+from float8lab.ops import Source, as_matrix, dequantize_op, quantize_op
 from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -306,7 +306,7 @@ class _NormLinear(Float8Function):
         how: NormLinearCall,
     ) -> Any:
         N, K = weight.shape
-        x2 = x.reshape(-1, K)
+        x2 = as_matrix(x)
         needs_dx, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         want_amax = _wants_amax(how.linear, needs_dw=needs_dw, return_norm=how.return_norm)
         source, stats = source_of_norm(
@@ -340,7 +340,7 @@ class _NormLinear(Float8Function):
                 x2, norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
             )
         wanted = (any(needs[:3]), needs[3], needs[4])
-        gradient = _Gradient(dy.reshape(-1, shape[1]), how.linear, needs=wanted)
+        gradient = _Gradient(dy.reshape(shape[:2]), how.linear, needs=wanted)
         dn, dw, db = _backward(
             gradient, source, _Saved(*saved), how.linear,
             needs=wanted, shape=shape, dtypes=dtypes,
@@ -383,7 +383,7 @@ class _NormMlp(Float8Function):
         how: MlpCall,
     ) -> Any:
         (N, K), F = fc1_weight.shape, fc2_weight.shape[1]
-        x2 = x.reshape(-1, K)
+        x2 = as_matrix(x)
         dtype = output_dtype(x)
         needs = ctx.needs_input_grad
         needs_dn, needs_dw1 = any(needs[:3]), needs[3]
@@ -443,7 +443,7 @@ class _NormMlp(Float8Function):
             h = _forward_again(normed, fc1_bias, saved1, how.fc1, shape1[1])
         activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
         wanted = (any(needs[:5]), needs[5], needs[6])
-        gradient = _Gradient(dy.reshape(-1, shape2[1]), how.fc2, needs=wanted)
+        gradient = _Gradient(dy.reshape(shape2[:2]), how.fc2, needs=wanted)
         da, dw2, db2 = _backward(
             gradient, activated, saved2, how.fc2, needs=wanted, shape=shape2, dtypes=dtypes2
         )

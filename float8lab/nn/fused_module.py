@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_device, check_dtype, check_flags, check_input
 from float8lab.distributed.fsdp import store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
-from float8lab.nn.norm import mark_sequence_parallel
+from float8lab.nn.norm import check_norm, mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
 from float8lab.nn.operands import fused_weight, plain
 from float8lab.nn.parallel import TensorParallelGroup
@@ -44,12 +45,10 @@ class FusedModule(nn.Module, TensorParallelGroup):
         dtype: torch.dtype | None,
     ) -> tuple[torch.device, torch.dtype]:
         """Register the norm's parameters; returns where parameters go and their dtype."""
-        if normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(
-                f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}. "
-                "Choose one."
-            )
-        where = torch.device(device) if device is not None else default_device()
+        check_flags(sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma)
+        check_dtype("params_dtype", dtype)
+        eps = check_norm(normalization, "eps", eps)
+        where = check_device("device", device) or default_device()
         dtype = dtype or torch.get_default_dtype()
         self.eps = eps
         self.normalization = normalization
@@ -98,12 +97,13 @@ class FusedModule(nn.Module, TensorParallelGroup):
 
     def _checked(self, inp: Tensor, weight: Tensor, argument: str) -> Tensor:
         """The input in high precision; raises if norm and weight are of another size."""
-        if not inp.shape[-1:] == self.layer_norm_weight.shape == weight.shape[1:]:
+        features = weight.shape[1]
+        check_input("inp", inp, (features,), argument)
+        if self.layer_norm_weight.shape != (features,):
             raise ValueError(
-                f"inp must have {weight.shape[1]} as its last dimension ({argument}), as "
-                f"layer_norm_weight must; got shapes {tuple(inp.shape)} and "
-                f"{tuple(self.layer_norm_weight.shape)}. Reshape it, or build the module with that "
-                f"{argument}."
+                f"layer_norm_weight must have the {features} features of the weight ({argument}); "
+                f"got shape {tuple(self.layer_norm_weight.shape)}. Replace both by parameters of "
+                "one size."
             )
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 

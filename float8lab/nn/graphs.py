@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_flags, check_group, check_instance, check_size
 from float8lab.nn.precision import precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
-from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.recipes.region import PROCESS, STATE, Region
 from float8lab.recipes.state import autocast
 
@@ -81,6 +82,25 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     Raises:
         RuntimeError: no CUDA GPU.
     """
+    check_size("num_warmup_iters", num_warmup_iters)
+    check_flags(
+        allow_unused_input=allow_unused_input,
+        fp8_calibrating=fp8_calibrating,
+        fp8_weight_caching=fp8_weight_caching,
+        calibrating=calibrating,
+        cache_quantized_params=cache_quantized_params,
+    )
+    for name, given in (("fp8_enabled", fp8_enabled), ("enabled", enabled)):
+        for flag in given if isinstance(given, (list, tuple)) else (given,):
+            if flag is not None:
+                check_flags(**{name: flag})
+    check_recipe("fp8_recipe", fp8_recipe)
+    check_recipe("recipe", recipe)
+    check_group("fp8_group", fp8_group)
+    check_group("amax_reduction_group", amax_reduction_group)
+    for function in modules if isinstance(modules, tuple) else (modules,):
+        check_instance("modules", function, Callable, "a module, a function or a tuple of them")
+    check_instance("sample_args", sample_args, (tuple, list), "a tuple")
     if not torch.cuda.is_available():
         raise RuntimeError(
             "make_graphed_callables must have a CUDA GPU; got none. Call the modules as they are."

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import sizes_of_split, store_in_fp8
@@ -90,9 +91,17 @@ class LayerNormLinear(FusedModule):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        check_flags(
+            bias=bias,
+            return_layernorm_output=return_layernorm_output,
+            return_layernorm_output_gathered=return_layernorm_output_gathered,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            return_bias=return_bias,
+        )
+        check_callables(init_method=init_method)
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = in_features = check_size("in_features", in_features)
+        self.out_features = out_features = check_size("out_features", out_features)
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered

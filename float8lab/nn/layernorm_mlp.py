@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
+from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
@@ -112,9 +113,22 @@ class LayerNormMLP(FusedModule):
     ) -> None:
         check_parallel_arguments(tp_size, tp_group, None)
         gated = check_activation(activation)
+        check_flags(
+            bias=bias,
+            return_layernorm_output=return_layernorm_output,
+            return_layernorm_output_gathered=return_layernorm_output_gathered,
+            set_parallel_mode=set_parallel_mode,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            return_bias=return_bias,
+            checkpoint=checkpoint,
+            fp8_activation_input=fp8_activation_input,
+        )
+        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_size("seq_length", seq_length, minimum=1, optional=True)
+        check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         super().__init__()
-        self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
+        self.hidden_size = hidden_size = check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
         self.activation = activation
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output

@@ -9,6 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_callables,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_input,
+    check_size,
+    shown,
+)
 from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
@@ -226,16 +236,24 @@ class Linear(nn.Linear, TensorParallelGroup):
         parallel_mode: str | None = None,
     ) -> None:
         check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        check_flags(
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            sequence_parallel=sequence_parallel,
+        )
+        check_callables(init_method=init_method)
+        check_dtype("params_dtype", params_dtype)
         nn.Module.__init__(self)
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = in_features = check_size("in_features", in_features)
+        self.out_features = out_features = check_size("out_features", out_features)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.sequence_parallel = sequence_parallel
         self._init_method = init_method
         self._split = sizes_of_split(parameters_split, out_features)
         self._fp8 = Precision()
-        where = torch.device(device) if device is not None else default_device()
+        where = check_device("device", device) or default_device()
         dtype = params_dtype or torch.get_default_dtype()
         sizes = {"": out_features} if self._split is None else self._split
         self._names = [f"{name}_" if name else "" for name in sizes]
@@ -295,15 +313,14 @@ class Linear(nn.Linear, TensorParallelGroup):
             ``[..., out_features]``; with ``return_bias``, that without bias, and the bias.
         """
         weight, bias = self._whole_parameters()
-        if inp.shape[-1:] != weight.shape[1:]:
-            raise ValueError(
-                f"inp must have {weight.shape[1]} as its last dimension (in_features); got shape "
-                f"{tuple(inp.shape)}. Reshape it, or build the layer with that in_features."
-            )
+        if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
+            check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         call = self._fp8.begin(x, training=self.training)
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
+            if x.dtype not in PARAMETER_DTYPES:
+                check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
             y = self._forward_in_high_precision(x, high, added)
         else:
@@ -346,20 +363,31 @@ def sizes_of_split(
     """``parameters_split`` as a mapping from names to sizes."""
     if split is None:
         return None
+    known = isinstance(split, (Mapping, Sequence)) and not isinstance(split, (str, bytes))
+    if not known or not all(isinstance(name, str) for name in split):
+        raise TypeError(
+            "parameters_split must be None, a sequence of names or a mapping from names to sizes; "
+            f"got {shown(split)}. Pass one, such as ('query', 'key', 'value')."
+        )
+    # A name that already ends in _weight or _bias stands for the pair.
+    names = [name.rstrip("_").removesuffix("_weight").removesuffix("_bias") for name in split]
+    if not all(names) or "." in "".join(names) or len(set(names)) != len(names) or not names:
+        raise ValueError(
+            "parameters_split must have at least one name, each another one and without a dot; got "
+            f"{shown(split)}. Each name_weight and name_bias becomes a parameter."
+        )
     if isinstance(split, Mapping):
-        sizes = {name.rstrip("_"): size for name, size in split.items()}
+        sizes = [check_size(f"parameters_split[{n!r}]", size) for n, size in split.items()]
     elif out_features % len(split):
         raise ValueError(
             f"parameters_split must name a number of parameters that divides out_features "
             f"{out_features}; got {len(split)} names. Pass a mapping from names to sizes instead."
         )
     else:
-        sizes = {name.rstrip("_"): out_features // len(split) for name in split}
-    # A name that already ends in _weight or _bias stands for the pair.
-    sizes = {n.removesuffix("_weight").removesuffix("_bias"): s for n, s in sizes.items()}
-    if sum(sizes.values()) != out_features:
+        sizes = [out_features // len(names)] * len(names)
+    if sum(sizes) != out_features:
         raise ValueError(
-            f"parameters_split must add up to out_features {out_features}; got {sizes}. "
+            f"parameters_split must add up to out_features {out_features}; got {shown(split)}. "
             "Correct the sizes."
         )
-    return sizes
+    return dict(zip(names, sizes, strict=True))

@@ -23,6 +23,7 @@ from float8lab.nn.operands import (
 )
 from float8lab.nn.precision import Call
 from float8lab.nn.shared_cast import cast_input
+from float8lab.ops import as_matrix
 from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -61,7 +62,7 @@ class _Linear(Float8Function):
         plan = call.plan
         dtype = output_dtype(x)
         N, K = weight.shape
-        x2 = x.reshape(-1, K)
+        x2 = as_matrix(x)
         M = x2.shape[0]
         needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         keep_x_t = needs_dw and plan.wgrad
@@ -96,7 +97,7 @@ class _Linear(Float8Function):
         call: Call = ctx.call
         x_shape, x_dtype, w_dtype, (M, N, K) = ctx.meta
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        dy2 = dy.reshape(-1, N)
+        dy2 = dy.reshape(M, N)
         dy_q, dy_t, total = cast_gradient(dy2, call, dx=needs_dx, dw=needs_dw, column_sum=needs_db)
 
         dx = dw = db = None

@@ -8,11 +8,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import (
+    check_choice,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_input,
+    check_module,
+    check_number,
+    check_size,
+    shown,
+)
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 
-__all__ = ["LayerNorm", "RMSNorm", "convert_norms", "mark_sequence_parallel", "normalized_size"]
+__all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "check_norm",
+    "convert_norms",
+    "mark_sequence_parallel",
+    "normalized_size",
+]
 
 
 def normalized_size(
@@ -26,10 +44,23 @@ def normalized_size(
     if (hidden_size is None) == (normalized_shape is None):
         raise ValueError(
             f"hidden_size must be given, or normalized_shape, which means the same; got "
-            f"{hidden_size} and {normalized_shape}. Pass one of the two."
+            f"{shown(hidden_size)} and {shown(normalized_shape)}. Pass one of the two."
         )
-    shape = normalized_shape if hidden_size is None else hidden_size
-    return (shape,) if isinstance(shape, int) else tuple(shape or ())
+    name, shape = "hidden_size", hidden_size
+    if hidden_size is None:
+        name, shape = "normalized_shape", normalized_shape
+    if not isinstance(shape, (list, tuple)):
+        return (check_size(name, shape),)
+    if not shape:
+        raise ValueError(f"{name} must have at least one size; got {shape}. Give the last one.")
+    return tuple(check_size(f"{name}[{i}]", size) for i, size in enumerate(shape))
+
+
+def check_norm(normalization: str, name: str, eps: float) -> float:
+    """Check how a module norms, and return its epsilon, which the caller calls ``name``."""
+    check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
+    epsilon: float = check_number(name, eps, minimum=0)
+    return epsilon
 
 
 def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
@@ -40,6 +71,8 @@ def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) 
 
 
 def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
+    check_dtype("params_dtype", params_dtype)
+    check_dtype("dtype", dtype)
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(
             f"params_dtype must be dtype, which means the same; got {params_dtype} and {dtype}. "
@@ -68,6 +101,8 @@ class _Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch's norm's: it makes its own parameters
+        check_flags(sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma)
+        eps = check_number("eps", eps, minimum=0)
         shape = normalized_size(hidden_size, normalized_shape)
         self.normalized_shape = shape
         self.eps = eps
@@ -75,7 +110,7 @@ class _Norm(nn.Module):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         self._kind = NormKind(center=self._center, eps=eps, zero_centered=zero_centered_gamma)
-        where = torch.device(device) if device is not None else default_device()
+        where = check_device("device", device) or default_device()
         how: Any = {"device": where, "dtype": _dtype(params_dtype, dtype)}
         self.weight = nn.Parameter(torch.empty(shape, **how))
         if self._center:
@@ -101,11 +136,7 @@ class _Norm(nn.Module):
             inp: ``[..., hidden_size]``.
         """
         x, shape = inp, self.normalized_shape
-        if x.shape[x.ndim - len(shape) :] != torch.Size(shape):
-            raise ValueError(
-                f"inp must have {shape} as its last dimensions (hidden_size); got shape "
-                f"{tuple(x.shape)}. Reshape it, or build the norm with that hidden_size."
-            )
+        check_input("inp", x, shape, "hidden_size")
         bias = self.bias.flatten() if self._center else None
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
@@ -183,6 +214,7 @@ def convert_norms(model: nn.Module) -> dict[str, str | None]:
     >>> float8lab.nn.convert_norms(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)))
     {'0': None, '1': "eps None means one by the input's dtype"}
     """
+    check_module("model", model)
     found = {
         name: norm
         for name, norm in model.named_modules()

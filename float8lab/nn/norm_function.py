@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8lab.ops import Source, norm_backward_op, norm_op, norm_stats_op
+from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op, norm_stats_op
 from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -73,7 +73,7 @@ class _Norm(Float8Function):
         kind: NormKind,
         dtype: torch.dtype,
     ) -> Tensor:
-        x2 = x.reshape(-1, x.shape[-1])
+        x2 = as_matrix(x)
         y, mean, rstd = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
         ctx.save_for_backward(x2, weight, mean, rstd)
         ctx.kind, ctx.shape = kind, x.shape

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from float8lab.arguments import check_choice, check_group, check_size
+
 __all__ = [
     "ContextParallelGroup",
     "TensorParallelGroup",
@@ -18,21 +20,23 @@ __all__ = [
 
 def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
     """Raise unless the tensor-parallel arguments mean a single rank."""
-    if parallel_mode not in (None, "column", "row", "Column", "Row"):
-        raise ValueError(
-            f"parallel_mode must be None, 'column' or 'row'; got {parallel_mode!r}. Choose one."
-        )
-    size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+    check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
+    check_group("tp_group", tp_group)
+    name, size = "tp_size", check_size("tp_size", tp_size, minimum=1)
+    if tp_group is not None:
+        name, size = "tp_group", torch.distributed.get_world_size(tp_group)
     if size != 1:
         raise NotImplementedError(
-            f"tp_size must be 1; got {size}. Tensor parallelism is not available yet: use FSDP2 or "
-            "data parallelism."
+            f"{name} must be {'1' if tp_group is None else 'None or of one rank'}; got {size}. "
+            "Tensor parallelism is not available yet: use FSDP2 or data parallelism."
         )
 
 
 def check_context_group(cp_group: Any) -> None:
     """Raise unless a context-parallel group means a single rank."""
     groups = cp_group if isinstance(cp_group, list) else [cp_group]
+    for group in groups:
+        check_group("cp_group", group)
     sizes = [1 if g is None else torch.distributed.get_world_size(g) for g in groups]
     if math.prod(sizes) != 1:
         raise NotImplementedError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.in_graph import new_handle
-from float8lab.ops import Source
+from float8lab.ops import Source, as_matrix
 from float8lab.recipes.delayed import DelayedSlots, Factors
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.reduction import channel_of, name_of_group
@@ -315,7 +315,7 @@ class Precision:
         if not recipe.linear.delayed or x.dtype not in HIGH_PRECISION_DTYPES:
             return
         slots = self._slots(recipe, x.device)
-        slots.observe(X, x.detach().reshape(-1, x.shape[-1]))
+        slots.observe(X, as_matrix(x.detach()))
         slots.observe(W, weight.detach())
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None

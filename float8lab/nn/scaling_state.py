@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_module
 from float8lab.nn.precision import precisions
 from float8lab.recipes.delayed import DelayedSlots
-from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.recipes.reduction import channel_of
 
 __all__ = ["ScalingState"]
@@ -41,6 +42,8 @@ class ScalingState:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe | None = None) -> None:
+        check_module("model", model)
+        check_recipe("recipe", recipe)
         self.model = model
         self.recipe = recipe
 

@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8lab.arguments import check_choice, check_flags, check_input, check_number
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
-from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
+from float8lab.nn.attention.masks import (
+    MaskArgument,
+    canonical_mask_type,
+    check_arbitrary,
+    split_padding_mask,
+    window_of,
+)
 from float8lab.nn.attention.multihead import (
     MultiheadAttention,
     RotaryArgument,
@@ -138,11 +145,15 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         fp8_activation_input: bool = False,
     ) -> None:
         super().__init__()
-        check_format(attn_input_format)
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(
-                f"layer_type must be 'encoder' or 'decoder'; got {layer_type!r}. Choose one."
-            )
+        check_format("attn_input_format", attn_input_format)
+        check_choice("layer_type", layer_type, ("encoder", "decoder"))
+        check_flags(
+            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
+            output_layernorm=output_layernorm,
+            parallel_attention_mlp=parallel_attention_mlp,
+        )
+        hidden_dropout = check_number("hidden_dropout", hidden_dropout, minimum=0, maximum=1)
+        drop_path_rate = check_number("drop_path_rate", drop_path_rate, minimum=0, maximum=1)
         if parallel_attention_mlp and (
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
         ):
@@ -151,9 +162,6 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
                 "apply_residual_connection_post_layernorm or output_layernorm; got True. Attention "
                 "and MLP run on one input there: turn the others off."
             )
-        for name, rate in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
-            if not 0 <= rate < 1:
-                raise ValueError(f"{name} must be in [0, 1); got {rate}.")
         if drop_path_rate and attn_input_format == "thd":
             raise NotImplementedError(
                 f"drop_path_rate must be 0 for attn_input_format='thd'; got {drop_path_rate}. Use "
@@ -167,9 +175,12 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        self.self_attn_mask_type = canonical_mask_type(self_attn_mask_type)
+        self.self_attn_mask_type = canonical_mask_type(self_attn_mask_type, "self_attn_mask_type")
         self.window_size = window_size
-        self.enc_dec_attn_mask_type = canonical_mask_type(enc_dec_attn_mask_type)
+        self.enc_dec_attn_mask_type = canonical_mask_type(
+            enc_dec_attn_mask_type, "enc_dec_attn_mask_type"
+        )
+        window_of(self.enc_dec_attn_mask_type, enc_dec_window_size, "enc_dec_window_size")
         self.enc_dec_window_size = enc_dec_window_size
         shared: dict[str, Any] = {
             "init_method": init_method,
@@ -302,8 +313,17 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             The shape of ``hidden_states``; its dtype, or that of torch.autocast if that is active,
             in which the residual stream is then, too.
         """
+        size, thd = self.self_attention.hidden_size, self.attn_input_format == "thd"
+        check_input("hidden_states", hidden_states, (size,), "hidden_size", ndim=2 if thd else 3)
+        if self_attn_mask_type is not None:
+            canonical_mask_type(self_attn_mask_type, "self_attn_mask_type")
         hidden_states = hidden_states.to(output_dtype(hidden_states))
         is_decoder = self.layer_type == "decoder"
+        if is_decoder:
+            self._check_cross_attention(
+                hidden_states, encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type,
+                enc_dec_window_size, masked=cu_seqlens_q is None,
+            )  # fmt: skip
         attended: Any = self.self_attention(
             hidden_states,
             attention_mask,
@@ -353,6 +373,33 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         x = self._add(output, bias, normed[0] if post_norm else x, drop_path=True)
         return self.layernorm(x) if self.output_layernorm else x
 
+    def _check_cross_attention(
+        self,
+        hidden_states: Tensor,
+        encoder_output: Tensor | None,
+        mask: MaskArgument,
+        mask_type: str | None,
+        window_size: tuple[int, int] | None,
+        *,
+        masked: bool,
+    ) -> None:
+        """Raise for arguments that the attention below knows by other names."""
+        kind = self.enc_dec_attn_mask_type
+        if mask_type is not None:
+            kind = canonical_mask_type(mask_type, "enc_dec_attn_mask_type")
+        window_of(kind, window_size, "enc_dec_window_size")
+        if encoder_output is None:
+            return  # the attention says so
+        ndim = 2 if self.attn_input_format == "thd" else 3
+        size = self.inter_attention.hidden_size
+        check_input("encoder_output", encoder_output, (size,), "hidden_size", ndim=ndim)
+        if "padding" in kind and masked:
+            sequence = 0 if self.attn_input_format == "sbhd" else 1
+            sizes = (hidden_states.shape[sequence], encoder_output.shape[sequence])
+            split_padding_mask(mask, "cross", *sizes, name="enc_dec_attn_mask")
+        elif kind == "arbitrary":
+            check_arbitrary("enc_dec_attn_mask", mask)
+
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
         """``residual + drop_path(dropout(x + bias))``."""
         if bias is not None:
@@ -362,5 +409,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             kept = 1.0 - self.drop_path_rate
             batch = 1 if self.attn_input_format == "sbhd" else 0
             shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
-            x = x * (torch.rand(shape, dtype=torch.float32, device=x.device) < kept) / kept
+            # None is kept at a rate of 1, and nothing divided by 0.
+            stays = torch.rand(shape, dtype=torch.float32, device=x.device) < kept
+            x = x * stays / (kept or 1.0)
         return residual + x

@@ -34,6 +34,7 @@ from float8lab.ops.quantize import (
 )
 from float8lab.ops.reference import (
     ACTIVATIONS,
+    as_matrix,
     encode_from_amax,
     factors_from_amax,
     round_up,
@@ -58,6 +59,7 @@ __all__ = [
     "Source",
     "amax_of_op",
     "amax_op",
+    "as_matrix",
     "cast_many_op",
     "cast_of_op",
     "cast_of_unrecorded_op",

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from float8lab.arguments import check_dtype, check_flags, check_instance
 from float8lab.distributed.fsdp import requantize_shards_
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
@@ -89,16 +90,9 @@ class MasterWeights(torch.optim.Optimizer):
         also_16_bit: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
-        if not callable(optimizer_class):
-            raise TypeError(
-                "optimizer_class must be a class such as torch.optim.AdamW; got "
-                f"{type(optimizer_class).__name__}. Pass the class, and its options by keyword."
-            )
-        if master_dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(
-                f"master_dtype must be float32, bfloat16 or float16; got {master_dtype}. "
-                "Use torch.float32."
-            )
+        check_instance("optimizer_class", optimizer_class, Callable, "callable")
+        check_dtype("master_dtype", master_dtype, HIGH_PRECISION_DTYPES, optional=False)
+        check_flags(also_16_bit=also_16_bit)
         self.masters = {}
         self._master_dtype = master_dtype
         self._also_16_bit = also_16_bit

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from float8lab.arguments import check_choice, check_size
 from float8lab.recipes.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -255,16 +256,8 @@ class Auto:
 
     def __post_init__(self) -> None:
         tokens, candidates = self.tokens, self.candidates
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens <= 0:
-            raise ValueError(
-                f"tokens must be an integer > 0; got {tokens!r}. "
-                "Pass the rows of a layer's input, such as batch times sequence length."
-            )
-        if self.mode not in MODES:
-            raise ValueError(
-                f"mode must be one of {', '.join(map(repr, MODES))}; got {self.mode!r}. "
-                "Pass how the model will run."
-            )
+        check_size("tokens", tokens, minimum=1)
+        check_choice("mode", self.mode, MODES)
         known = isinstance(candidates, tuple) and all(
             isinstance(recipe, Recipe) and _rates(recipe) is not None for recipe in candidates
         )

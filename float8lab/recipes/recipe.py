@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from float8lab.arguments import check_instance
 from float8lab.formats import Float8Spec, largest
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LinearPlan",
     "MXFP8BlockScaling",
     "Recipe",
+    "check_recipe",
     "recipe_numbered",
 ]
 
@@ -174,6 +176,11 @@ class Recipe:
     def __reduce__(self) -> Any:
         # Not its __dict__: hashes and numbers are those of this process.
         return _make, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
+
+
+def check_recipe(name: str, value: Any) -> None:
+    """A recipe, or None."""
+    check_instance(name, value, Recipe, "one of float8lab.recipes", optional=True)
 
 
 _NUMBERS: dict[Recipe, int] = {}

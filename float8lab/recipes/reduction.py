@@ -33,7 +33,6 @@ from float8lab.recipes.delayed import DelayedSlots, ScalePack
 __all__ = [
     "AmaxChannel",
     "channel_of",
-    "check_group",
     "group_named",
     "has_ranks",
     "name_of_group",
@@ -173,20 +172,6 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
         return None
     return group, _CHANNELS.setdefault(group, AmaxChannel())
-
-
-def check_group(name: str, group: Any) -> None:
-    """Raise, naming the argument, if ``group`` does not say which ranks are meant."""
-    if group is None or (dist.is_available() and _is_group(group)):
-        return
-    raise TypeError(
-        f"{name} must be a torch.distributed process group, or None for the default one; got "
-        f"{group!r}. Make one by torch.distributed.new_group(ranks)."
-    )
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 def name_of_group(group: Any) -> str:

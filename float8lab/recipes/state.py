@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
-from float8lab.recipes.reduction import check_group
+from float8lab.arguments import check_flags, check_group
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import PROCESS, STATE, ModelInit, Region, current_backward
 
 __all__ = ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
@@ -78,7 +78,7 @@ class autocast:
         names: tuple[str, str] = ("recipe", "amax_reduction_group"),
     ) -> None:
         """Check and keep the arguments; ``names`` are those of the recipe's and the group's."""
-        _check_recipe(names[0], recipe)
+        check_recipe(names[0], recipe)
         check_group(names[1], group)
         self._enabled = bool(enabled)
         self._calibrating = bool(calibrating)
@@ -161,14 +161,6 @@ class fp8_autocast(autocast):
         self._set_up(enabled, calibrating, fp8_recipe, fp8_group, names)
 
 
-def _check_recipe(name: str, recipe: Any) -> None:
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"{name} must be one of float8lab.recipes; got {type(recipe).__name__}. "
-            "Construct one, for example recipes.DelayedScaling()."
-        )
-
-
 def _warn_about_idle_region(frame: FrameType) -> None:
     """Say that no FP8 module ran in a region, and which modules its function holds."""
     PROCESS.watch = False
@@ -216,7 +208,10 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        _check_recipe("recipe", recipe)
+        check_recipe("recipe", recipe)
+        check_flags(
+            enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val
+        )
         self._enabled = bool(enabled)
         self._recipe = recipe
         self._preserve = bool(preserve_high_precision_init_val)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from float8lab.formats import E4M3, FLOAT32_MAX, HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.arguments import check_instance, check_number
+from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_blocks
 from float8lab.tensor.differentiation import Float8Function
 from float8lab.tensor.dispatch import (
@@ -534,6 +535,11 @@ def quantize(
         raise TypeError(
             f"x must be a float32, bfloat16 or float16 tensor; got {got}. Convert it first."
         )
+    if not torch.compiler.is_compiling():  # a float may be an input of the graph there
+        check_instance("block", block, (tuple, list), "a tuple of sizes")
+        check_number("amax_epsilon", amax_epsilon, minimum=0)
+        if scale is not None and not hasattr(scale, "__array__"):
+            check_number("scale", scale, above=0)
     if isinstance(x, Float8Tensor):
         x = x.dequantize()
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
@@ -541,11 +547,6 @@ def quantize(
         raise ValueError(
             f"block must have 2 sizes, or one for each of the {x.ndim} dimensions of x; got "
             f"{spec.block}. Pass rows and columns."
-        )
-    if not 0 <= amax_epsilon <= FLOAT32_MAX:
-        raise ValueError(
-            f"amax_epsilon must be a finite number >= 0; got {amax_epsilon}. Pass 0.0 to leave "
-            "amaxes as they are."
         )
     spec = spec.expand(x.ndim)
     if scale is not None:

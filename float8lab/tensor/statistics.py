@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor
 from float8lab.formats import E4M3, Float8Spec, largest, scale_shape
 from float8lab.tensor.blocks import expand_scale
 
@@ -350,6 +351,7 @@ def stats(
     >>> float8lab.inspect.stats(t, per_block=True).saturated.tolist()
     [[0.5], [0.5]]
     """
+    check_flags(per_block=per_block, local=local)
     if per_block and is_sharded(x) and not local:
         raise ValueError(
             "per_block must come with local=True for a DTensor; got local=False. Blocks are cut "
@@ -369,6 +371,7 @@ def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
     >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
     0.03125
     """
+    check_tensor("original", original)
     result = stats(x, original, local=local)
     assert result.comparison is not None
     return result.comparison
@@ -410,6 +413,7 @@ def health(found: TensorStats) -> str:
     >>> float8lab.inspect.health(t.stats())
     '25% saturated, 25% subnormal, 25% zero'
     """
+    check_instance("found", found, TensorStats, "a TensorStats")
     if not found.numel:
         return "empty"
     kinds = ["saturated", "subnormal", "zero"]
@@ -459,8 +463,7 @@ def span(low: float, high: float) -> str:
 
 
 def _check_bins(by: str) -> None:
-    if by not in ("code", "exponent"):
-        raise ValueError(f"by must be 'code' or 'exponent'; got {by!r}. Choose one of them.")
+    check_choice("by", by, ("code", "exponent"))
 
 
 _Decibels = TypeVar("_Decibels", float, Tensor)

@@ -561,7 +561,7 @@ def test_what_was_seen_before_an_error_is_kept(tmp_path):
 
 def test_what_it_refuses():
     model = make()
-    with pytest.raises(ValueError, match="every must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="every must be an integer of at least 1; got 0"):
         watch(model, every=0)
     with pytest.raises(ValueError, match="layers must mean a layer that can run in FP8"):
         watch(nn.Linear(2, 2))

@@ -317,7 +317,7 @@ def test_parameters_split_must_add_up():
 def test_more_than_one_tensor_parallel_rank_is_not_implemented():
     with pytest.raises(NotImplementedError, match="tp_size must be 1; got 2"):
         float8lab.Linear(16, 16, tp_size=2, device="cpu")
-    with pytest.raises(ValueError, match="parallel_mode must be None"):
+    with pytest.raises(ValueError, match="parallel_mode must be one of None"):
         float8lab.Linear(16, 16, parallel_mode="diagonal", device="cpu")
     single = float8lab.Linear(16, 16, parallel_mode="column", sequence_parallel=True, device="cpu")
     assert single(torch.ones(2, 16)).shape == (2, 16)

@@ -227,7 +227,7 @@ def tp_size(module: str) -> None:
 
 @effect
 def parallel_mode(module: str) -> None:
-    with pytest.raises(ValueError, match="parallel_mode must be None"):
+    with pytest.raises(ValueError, match="parallel_mode must be one of None"):
         make(module, parallel_mode="diagonal")
     assert same_function(make(module, parallel_mode="column"), make(module))
 
@@ -295,7 +295,7 @@ def parameters_split(module: str) -> None:
 
 @effect
 def activation(module: str) -> None:
-    with pytest.raises(ValueError, match=r"activation must be one of gelu, .*; got 'tanh'"):
+    with pytest.raises(ValueError, match=r"activation must be one of 'gelu', .*; got 'tanh'"):
         make(module, activation="tanh")
     x, dy = torch.randn(5, 16), torch.randn(5, 16)
     for name in float8lab.ops.ACTIVATIONS:

@@ -342,9 +342,13 @@ def test_arguments_reach_the_parts():
 def test_wrong_arguments_are_refused():
     cases = [
         ({"layer_type": "both"}, ValueError, "layer_type must be"),
-        ({"attn_input_format": "bsh"}, ValueError, "qkv_format must be one of"),
-        ({"hidden_dropout": 1.0}, ValueError, "hidden_dropout must be in"),
-        ({"drop_path_rate": -0.1}, ValueError, "drop_path_rate must be in"),
+        ({"attn_input_format": "bsh"}, ValueError, "attn_input_format must be one of"),
+        (
+            {"hidden_dropout": 1.1},
+            ValueError,
+            "hidden_dropout must be a finite number",
+        ),
+        ({"drop_path_rate": -0.1}, ValueError, "drop_path_rate must be a finite number"),
         ({"tp_size": 4}, NotImplementedError, "tp_size must be 1"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, ValueError, "parallel_att"),
         ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, NotImplementedError, "drop_path"),

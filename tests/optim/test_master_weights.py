@@ -1059,7 +1059,7 @@ def test_errors():
         MasterWeights([], torch.optim.SGD)
     with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
         MasterWeights(p, torch.optim.SGD)
-    with pytest.raises(TypeError, match=r"optimizer_class must be a class .* got SGD"):
+    with pytest.raises(TypeError, match=r"optimizer_class must be callable; got SGD"):
         MasterWeights([p], torch.optim.SGD([torch.ones(1, requires_grad=True)]))
     with pytest.raises(TypeError, match=r"must make a torch.optim.Optimizer; got dict"):
         MasterWeights([p], lambda params: {})

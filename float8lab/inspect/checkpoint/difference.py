@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8lab.arguments import check_callables, check_names, check_path
 from float8lab.inspect.checkpoint.layout import Item, recognize
 from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
 from float8lab.inspect.checkpoint.opening import open_checkpoint
@@ -167,6 +168,11 @@ def diff(
     Raises:
         CheckpointError, OSError, ModuleNotFoundError: as ``checkpoint``.
     """
+    for argument, side in (("a", a), ("b", b)):
+        if not isinstance(side, Mapping):
+            check_path(argument, side)
+    globs = check_names("layer", layer)
+    check_callables(progress=progress)
     first, second = open_checkpoint(a), open_checkpoint(b)
     left, right = _by_name(first), _by_name(second)
     notes = []
@@ -178,7 +184,6 @@ def diff(
                 left, right = (kept, right) if side == "A" else (left, kept)
                 notes.append(f"names of {side} are compared without {prefix}")
                 break
-    globs = [layer] if isinstance(layer, str) else list(layer)
     order = [name for name in dict.fromkeys([*left, *right]) if not globs or named(name, globs)]
     if not order:
         raise CheckpointError(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from float8lab.arguments import check_callables, check_names, check_path
 from float8lab.inspect.checkpoint.layout import Finding, Item, recognize
 from float8lab.inspect.checkpoint.measure import Measured, measure
 from float8lab.inspect.checkpoint.opening import open_checkpoint
@@ -209,6 +210,9 @@ def checkpoint(
     >>> [(row.name, row.format, row.why) for row in report.rows]
     [('w', 'e4m3 tensor fp32', '1 of 1 blocks saturated')]
     """
+    check_path("path", path)
+    layer = check_names("layer", layer)
+    check_callables(progress=progress)
     source = open_checkpoint(path)
     items = recognize(source)
     chosen = selected(source, items, layer)

@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from float8lab.arguments import check_instance, check_path
 from float8lab.inspect.optional import needs
 from float8lab.inspect.replacing import replacing
 from float8lab.inspect.report.data import embed
@@ -34,6 +35,9 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
     Raises:
         ModuleNotFoundError: plotly is not installed (``pip install "float8lab[report]"``).
     """
+    check_instance("log", log, Log, "the log of a watch")
+    check_path("path", path)
+    check_instance("title", title, str, "a string")
     with needs("report", "plotly", '"float8lab[report]"'):
         from plotly.offline import get_plotlyjs
 

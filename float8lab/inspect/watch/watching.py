@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from float8lab.arguments import check_instance, check_module, check_names, check_path, check_size
 from float8lab.distributed.fsdp import MasterShard
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
@@ -111,8 +112,12 @@ class watch:
         jsonl: str | PathLike[str] | None = None,
         masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1; got {every}. 1 watches each step.")
+        check_module("model", model)
+        check_size("every", every, minimum=1)
+        if layers is not None and not callable(layers):
+            layers = check_names("layers", layers)
+        check_path("jsonl", jsonl, optional=True)
+        check_instance("masters", masters, Mapping, "the masters of a MasterWeights", optional=True)
         self._model: nn.Module = getattr(model, "_orig_mod", model)
         self._every = every
         self._layers = layers

@@ -12,6 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import (
+    check_choice,
+    check_flags,
+    check_instance,
+    check_module,
+    check_names,
+    check_path,
+    check_size,
+)
 from float8lab.inspect.checkpoint.safetensors_source import DTYPES, SPECS_KEY
 from float8lab.integrations.checkpoint.formats import FORMATS, Format
 from float8lab.integrations.checkpoint.weights import Weight, find_weights, products
@@ -21,7 +30,7 @@ from float8lab.integrations.checkpoint.writing import (
     check_target,
     write_checkpoint,
 )
-from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import is_sharded
 
@@ -117,21 +126,20 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     >>> report.fp8
     {'weight': 'e4m3 128x128 fp32'}
     """
-    found = FORMATS.get(format)
-    if found is None:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}. Choose one.")
-    if max_shard_size <= 0:
-        raise ValueError(f"max_shard_size must be positive; got {max_shard_size}. Give bytes.")
-    if isinstance(share_scales, str) or any(isinstance(group, str) for group in share_scales):
-        raise ValueError(
-            f"share_scales must be a sequence of sequences of names; got {share_scales!r}. Write "
-            '[("gate_proj", "up_proj")].'
-        )
-    if path == "":
-        raise ValueError("path must name a directory; got ''. Name one.")
+    check_module("model", model)
+    check_path("path", path)
+    check_choice("format", format, FORMATS)
+    check_recipe("recipe", recipe)
+    exclude = check_names("exclude", exclude)
+    check_instance("share_scales", share_scales, (list, tuple), "a list of lists of names")
+    for group in share_scales:
+        check_instance("share_scales", group, (list, tuple), "a list of lists of names")
+        check_names("share_scales", group)
+    check_size("max_shard_size", max_shard_size, minimum=1)
+    check_flags(overwrite=overwrite)
+    found = FORMATS[format]
     path = Path(path)
     check_target(path, overwrite=overwrite)
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     state = _state(model)
     weights = find_weights(
         model,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_flags, check_module, check_path
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.inspect.checkpoint.layout import Item, recognize
 from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
@@ -124,6 +125,10 @@ def load_fp8(
     >>> layer.weight.spec.block
     (128, 128)
     """
+    check_module("model", model)
+    check_flags(dequantize=dequantize, strict=strict)
+    if not isinstance(source, Mapping):
+        check_path("source", source)
     opened = _open(source)
     targets = _Targets(model)
     plan = _plan(opened, targets, dequantize=dequantize, strict=strict)

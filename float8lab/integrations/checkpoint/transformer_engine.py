@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import check_instance, check_module, check_path
 from float8lab.inspect.checkpoint.opening import open_checkpoint
 from float8lab.inspect.checkpoint.source import CheckpointError
 from float8lab.nn.precision import DY, Precision, W, X, precisions
@@ -79,6 +80,10 @@ def load_te_scaling(
 
     The model is unchanged if it raises.
     """
+    check_module("model", model)
+    check_instance("recipe", recipe, DelayedScaling, "a DelayedScaling", optional=True)
+    if not isinstance(source, Mapping):
+        check_path("source", source)
     states = {
         name: state
         for name, value in _extra_states(source).items()

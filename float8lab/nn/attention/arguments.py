@@ -11,12 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from float8lab.arguments import PARAMETER_DTYPES, check_tensor, shown
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import Packed
+from float8lab.nn.attention.layout import Packed, check_lengths
 from float8lab.nn.attention.masks import (
     AttentionMask,
     MaskArgument,
+    check_arbitrary,
     diagonal_of,
     make_mask,
     padding_from_lengths,
@@ -52,6 +54,12 @@ def tensors_of(
     ndim = 3 if qkv_format == "thd" else 4
     names = ("query_layer", "key_layer", "value_layer")
     for name, x, (heads, channels) in zip(names, qkv, sizes, strict=True):
+        check_tensor(name, x)
+        if x.dtype not in PARAMETER_DTYPES:
+            raise TypeError(
+                f"{name} must be a floating-point tensor; got {shown(x)}. Convert it first, for "
+                "example with .float()."
+            )
         if x.ndim != ndim or x.shape[-2:] != (heads, channels):
             raise ValueError(
                 f"{name} must have {ndim} dimensions for {qkv_format}, the last two "
@@ -87,11 +95,10 @@ def lengths_of_packed(
         )
     if cu_seqlens_kv is None and attention_type == "self":
         cu_seqlens_kv = cu_seqlens_q
-    if cu_seqlens_q is None or cu_seqlens_kv is None:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_kv must be given for qkv_format='thd'; got None. Pass "
-            "the cumulative lengths of the sequences, [B + 1]."
-        )
+    for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        check_lengths(name, lengths, why="qkv_format='thd'")
+    assert cu_seqlens_q is not None, "checked"
+    assert cu_seqlens_kv is not None, "checked"
     return cu_seqlens_q, cu_seqlens_kv
 
 
@@ -135,13 +142,7 @@ def mask_of(
         return make_mask(mask_type, window, Sq, Sk, padding=padding, diagonal=diagonal), spans
     arbitrary = None
     if mask_type == "arbitrary":
-        if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.bool:
-            raise ValueError(
-                "attention_mask must be a bool tensor for attn_mask_type='arbitrary', True "
-                f"where masked out; got {type(attention_mask).__name__}. Pass one that "
-                "broadcasts to [B, H, Sq, Sk]."
-            )
-        arbitrary = attention_mask.view((1,) * (4 - attention_mask.ndim) + attention_mask.shape)
+        arbitrary = check_arbitrary("attention_mask", attention_mask)
     elif attention_mask is not None and not torch.compiler.is_compiling():
         warnings.warn(
             f"attention_mask is not used with attn_mask_type={mask_type!r}; got a mask. Set a "
@@ -155,6 +156,7 @@ def mask_of(
 def _padding_of_lengths(
     attention_type: str, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, Sq: int, Sk: int
 ) -> tuple[Tensor, Tensor]:
+    check_lengths("cu_seqlens_q", cu_seqlens_q, why="this mask type")
     if cu_seqlens_kv is None:
         if attention_type == "cross":
             raise ValueError(
@@ -162,6 +164,7 @@ def _padding_of_lengths(
                 "Pass the cumulative lengths of the other sequences."
             )
         cu_seqlens_kv = cu_seqlens_q
+    check_lengths("cu_seqlens_kv", cu_seqlens_kv, why="this mask type")
     q, kv = (c[1:] - c[:-1] for c in (cu_seqlens_q, cu_seqlens_kv))
     return padding_from_lengths(q, Sq), padding_from_lengths(kv, Sk)
 

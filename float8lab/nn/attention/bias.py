@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from float8lab.arguments import check_choice, check_tensor
 from float8lab.nn.attention.masks import distances
 
 __all__ = ["BIAS_TYPES", "Alibi", "alibi_slopes", "check_bias", "slopes_of"]
@@ -53,11 +54,9 @@ class Alibi(NamedTuple):
 
 def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None, heads: int) -> None:
     """Raise unless the three arguments of a bias belong together."""
-    if bias_type not in BIAS_TYPES:
-        raise ValueError(
-            f"core_attention_bias_type must be one of {', '.join(BIAS_TYPES)}; got {bias_type!r}. "
-            "Choose one."
-        )
+    check_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
+    check_tensor("core_attention_bias", bias, optional=True)
+    check_tensor("alibi_slopes", slopes, optional=True)
     wants_bias = bias_type in ("pre_scale_bias", "post_scale_bias")
     if wants_bias != (bias is not None):
         raise ValueError(

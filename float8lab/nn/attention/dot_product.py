@@ -10,6 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from float8lab.arguments import (
+    check_callables,
+    check_choice,
+    check_flags,
+    check_instance,
+    check_names,
+    check_number,
+    check_size,
+)
 from float8lab.nn.attention.arguments import (
     Request,
     check_export,
@@ -21,7 +30,13 @@ from float8lab.nn.attention.backends import BACKENDS, Explanation, Problem, atte
 from float8lab.nn.attention.bias import Alibi, check_bias, slopes_of
 from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import Packed, check_format, from_heads_first, to_heads_first
+from float8lab.nn.attention.layout import (
+    Packed,
+    check_format,
+    check_lengths,
+    from_heads_first,
+    to_heads_first,
+)
 from float8lab.nn.attention.masks import (
     MaskArgument,
     canonical_mask_type,
@@ -38,6 +53,19 @@ from float8lab.nn.precision import eager_while_calibrating
 from float8lab.recipes.region import STATE, in_backward
 
 __all__ = ["DotProductAttention"]
+
+
+def check_groups(heads: int, num_gqa_groups: int | None) -> int:
+    """The number of key/value heads for so many query heads."""
+    groups: int = check_size(
+        "num_gqa_groups", heads if num_gqa_groups is None else num_gqa_groups, minimum=1
+    )
+    if heads % groups:
+        raise ValueError(
+            f"num_gqa_groups must divide num_attention_heads {heads}; got {groups}. Choose a "
+            "divisor."
+        )
+    return groups
 
 
 class DotProductAttention(nn.Module, ContextParallelGroup):
@@ -115,26 +143,23 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         super().__init__()
         check_parallel_arguments(tp_size, tp_group, None)
         check_context_group(cp_group)
-        check_format(qkv_format)
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if groups < 1 or num_attention_heads % groups:
+        check_format("qkv_format", qkv_format)
+        check_flags(sequence_parallel=sequence_parallel)
+        check_callables(get_rng_state_tracker=get_rng_state_tracker)
+        check_choice("attention_type", attention_type, ("self", "cross"))
+        num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
+        groups = check_groups(num_attention_heads, num_gqa_groups)
+        attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
+        backends = check_names("backends", backends)
+        if not backends or not set(backends) <= set(BACKENDS):
             raise ValueError(
-                f"num_gqa_groups must divide num_attention_heads {num_attention_heads}; got "
-                f"{groups}. Choose a divisor."
+                f"backends must be names from {BACKENDS}; got {backends}. Choose at least one."
             )
-        if attention_type not in ("self", "cross"):
-            raise ValueError(
-                f"attention_type must be 'self' or 'cross'; got {attention_type!r}. Choose one."
-            )
-        if not 0 <= attention_dropout < 1:
-            raise ValueError(f"attention_dropout must be in [0, 1); got {attention_dropout}.")
-        unknown = [name for name in backends if name not in BACKENDS]
-        if unknown or not backends:
-            raise ValueError(
-                f"backends must be names from {BACKENDS}; got {tuple(backends)}. Choose at least "
-                "one."
-            )
-        pair = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        two = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
+        pair = tuple(
+            check_size("kv_channels", channels, minimum=1)
+            for channels in (kv_channels if two else (kv_channels, kv_channels))  # type: ignore[union-attr]  # two
+        )
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
         self.qk_channels, self.v_channels = pair
@@ -145,10 +170,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         window_of(self.attn_mask_type, window_size)
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
-        self.layer_number = layer_number
+        self.layer_number = check_size("layer_number", layer_number, optional=True)
         self.attention_type = attention_type
-        self.softmax_scale = pair[0] ** -0.5 if softmax_scale is None else softmax_scale
-        self.backends = tuple(backends)
+        scale = check_number("softmax_scale", softmax_scale, above=0, optional=True)
+        self.softmax_scale = pair[0] ** -0.5 if scale is None else scale
+        self.backends = backends
         self._fp8 = AttentionPrecision()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -331,11 +357,17 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     ) -> Request:
         """Check the arguments of a call and bring them to one form."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
-        check_format(qkv_format)
+        check_format("qkv_format", qkv_format)
         mask_type = self.attn_mask_type
         if attn_mask_type is not None:
             mask_type = canonical_mask_type(attn_mask_type)
         window = window_of(mask_type, self.window_size if window_size is None else window_size)
+        check_instance(
+            "inference_params", inference_params, InferenceParams, "an InferenceParams",
+            optional=True,
+        )  # fmt: skip
+        check_size("max_seqlen_q", max_seqlen_q, optional=True)
+        check_size("max_seqlen_kv", max_seqlen_kv, optional=True)
         check_bias(
             core_attention_bias_type, core_attention_bias, alibi_slopes, self.num_attention_heads
         )
@@ -351,6 +383,12 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             cu_seqlens_q, cu_seqlens_kv = lengths_of_packed(
                 mask_type, self.attention_type, cu_seqlens_q, cu_seqlens_kv, inference_params
             )
+            for name, starts, x in (
+                ("cu_seqlens_q_padded", cu_seqlens_q_padded, query),
+                ("cu_seqlens_kv_padded", cu_seqlens_kv_padded, key),
+            ):
+                if starts is not None:
+                    check_lengths(name, starts, why="padding", tokens=x.shape[0])
             packed = Packed.of(cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
             packed_kv = Packed.of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
             q, k, v = packed.unpack(query), packed_kv.unpack(key), packed_kv.unpack(value)

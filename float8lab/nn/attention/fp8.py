@@ -17,7 +17,13 @@ from float8lab.formats import Float8Spec
 from float8lab.nn.attention.backends import Problem, zero_blind
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import Call, Precision
-from float8lab.ops import cast_op, fp8_attention_backward_op, fp8_attention_op, quantize_op
+from float8lab.ops import (
+    as_matrix,
+    cast_op,
+    fp8_attention_backward_op,
+    fp8_attention_op,
+    quantize_op,
+)
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, PROCESS, STATE, in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -49,7 +55,7 @@ class AttentionPrecision(Precision):
             return
         slots = self._slots(recipe, q.device)
         for index, x in ((Q, q), (K, k), (V, v)):
-            slots.observe(index, x.detach().reshape(-1, x.shape[-1]))
+            slots.observe(index, as_matrix(x.detach()))
         if STATE.region is not None:
             STATE.region.packs[slots.pack] = None
 

@@ -8,10 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.formats import FP8_DTYPES
+from float8lab.arguments import check_dtype, check_size
+from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
 from float8lab.ops import dequantize_op, quantize_op
 
 __all__ = ["InferenceParams", "Step"]
+
+
+_CACHE_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64, *FP8_DTYPES)
 
 
 class Step(NamedTuple):
@@ -121,13 +125,9 @@ class InferenceParams:
         *,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        for name, value in (
-            ("max_batch_size", max_batch_size), ("max_sequence_length", max_sequence_length)
-        ):  # fmt: skip
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer > 0; got {value!r}.")
-        self.max_batch_size = max_batch_size
-        self.max_sequence_length = max_sequence_length
+        self.max_batch_size = check_size("max_batch_size", max_batch_size, minimum=1)
+        self.max_sequence_length = check_size("max_sequence_length", max_sequence_length, minimum=1)
+        check_dtype("cache_dtype", cache_dtype, _CACHE_DTYPES)
         self.cache_dtype = cache_dtype
         self.sequence_len_offset = 0
         self.batch_size_offset = 0

@@ -13,11 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from float8lab.arguments import check_choice, check_size, shown
+
 __all__ = [
     "MASK_TYPES",
     "AttentionMask",
     "MaskArgument",
     "canonical_mask_type",
+    "check_arbitrary",
     "is_causal_type",
     "make_mask",
     "padding_from_lengths",
@@ -39,17 +42,21 @@ MaskArgument = Tensor | tuple[Tensor, Tensor] | None
 """What callers pass as ``attention_mask``: True where a position is masked out."""
 
 
-def canonical_mask_type(name: str) -> str:
+def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str:
     """The one spelling of a mask type: ``"padding,causal"`` is ``"padding_causal"``.
+
+    Args:
+        mask_type: in any spelling.
+        argument: what the caller calls it.
 
     >>> canonical_mask_type("causal,padding"), canonical_mask_type("padding_causal")
     ('padding_causal', 'padding_causal')
     """
-    spelled = name.replace(",", "_").replace("causal_padding", "padding_causal")
+    if not isinstance(mask_type, str):
+        check_choice(argument, mask_type, MASK_TYPES)
+    spelled = mask_type.replace(",", "_").replace("causal_padding", "padding_causal")
     if spelled not in MASK_TYPES:
-        raise ValueError(
-            f"attn_mask_type must be one of {', '.join(MASK_TYPES)}; got {name!r}. Choose one."
-        )
+        check_choice(argument, mask_type, MASK_TYPES)
     return spelled
 
 
@@ -58,7 +65,9 @@ def is_causal_type(mask_type: str) -> bool:
     return "causal" in mask_type
 
 
-def window_of(mask_type: str, window_size: Sequence[int] | None) -> tuple[int, int]:
+def window_of(
+    mask_type: str, window_size: Sequence[int] | None, argument: str = "window_size"
+) -> tuple[int, int]:
     """The window that a mask type and a ``window_size`` make together, -1 for no limit.
 
     >>> window_of("causal", None), window_of("causal", (128, 128)), window_of("no_mask", (4, 2))
@@ -66,13 +75,14 @@ def window_of(mask_type: str, window_size: Sequence[int] | None) -> tuple[int, i
     """
     if window_size is None:
         window_size = (-1, -1)
-    sizes = tuple(window_size)
-    if len(sizes) != 2 or not all(isinstance(n, int) and n >= -1 for n in sizes):
-        raise ValueError(
-            f"window_size must be None or two integers, each -1 (no limit) or more; got "
-            f"{window_size!r}. Give the number of keys to the left and to the right."
+    if not isinstance(window_size, (list, tuple)) or len(window_size) != 2:
+        kind = ValueError if isinstance(window_size, (list, tuple)) else TypeError
+        raise kind(
+            f"{argument} must be None or two integers, each -1 (no limit) or more; got "
+            f"{shown(window_size)}. Give the number of keys to the left and to the right."
         )
-    return (sizes[0], 0) if is_causal_type(mask_type) else (sizes[0], sizes[1])
+    left, right = (check_size(f"{argument}[{i}]", window_size[i], minimum=-1) for i in (0, 1))
+    return (left, 0) if is_causal_type(mask_type) else (left, right)
 
 
 class AttentionMask(NamedTuple):
@@ -169,37 +179,51 @@ def padding_from_lengths(lengths: Tensor, size: int) -> Tensor:
 
 
 def split_padding_mask(
-    attention_mask: MaskArgument, attention_type: str, Sq: int, Sk: int
+    attention_mask: MaskArgument,
+    attention_type: str,
+    Sq: int,
+    Sk: int,
+    name: str = "attention_mask",
 ) -> tuple[Tensor, Tensor]:
     """The ``[B, Sq]`` and ``[B, Sk]`` masks in the ``attention_mask`` of a padding mask type."""
     if isinstance(attention_mask, Tensor) and attention_type == "self":
         masks = (attention_mask, attention_mask)
-    elif isinstance(attention_mask, tuple) and len(attention_mask) == 2:
+    elif (
+        isinstance(attention_mask, tuple)
+        and len(attention_mask) == 2
+        and all(isinstance(mask, Tensor) for mask in attention_mask)
+    ):
         masks = attention_mask
     else:
         wanted = "one bool tensor [B, 1, 1, Sq]" if attention_type == "self" else (
             "a pair of bool tensors [B, 1, 1, Sq] and [B, 1, 1, Sk]"
         )  # fmt: skip
         raise ValueError(
-            f"attention_mask must be {wanted} for attention_type={attention_type!r} and a padding "
-            f"mask; got {_kind(attention_mask)}. Pass it, or cu_seqlens_q and cu_seqlens_kv."
+            f"{name} must be {wanted} for attention_type={attention_type!r} and a padding "
+            f"mask; got {shown(attention_mask)}. Pass it, or cu_seqlens_q and cu_seqlens_kv."
         )
     for mask, size, which in zip(masks, (Sq, Sk), ("queries", "keys"), strict=True):
         if mask.dtype != torch.bool:
             raise TypeError(
-                f"attention_mask must be bool, True where masked out; got {mask.dtype}. "
+                f"{name} must be bool, True where masked out; got {mask.dtype}. "
                 "Convert it with .bool()."
             )
-        if mask.numel() != mask.shape[0] * size or mask.shape[-1] != size:
+        if mask.ndim < 2 or mask.numel() != mask.shape[0] * size or mask.shape[-1] != size:
             raise ValueError(
-                f"attention_mask must be [B, 1, 1, {size}] for the {which}; got shape "
+                f"{name} must be [B, 1, 1, {size}] for the {which}; got shape "
                 f"{tuple(mask.shape)}. For attention over another sequence pass a pair of masks."
             )
     return masks[0].reshape(masks[0].shape[0], Sq), masks[1].reshape(masks[1].shape[0], Sk)
 
 
-def _kind(value: object) -> str:
-    return "a tensor" if isinstance(value, Tensor) else repr(type(value).__name__)
+def check_arbitrary(name: str, mask: MaskArgument) -> Tensor:
+    """The mask of type ``arbitrary``, with four dimensions."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim > 4:
+        raise ValueError(
+            f"{name} must be a bool tensor for the mask type 'arbitrary', True where masked out; "
+            f"got {shown(mask)}. Pass one that broadcasts to [B, H, Sq, Sk]."
+        )
+    return mask.view((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def make_mask(

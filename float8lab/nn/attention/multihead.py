@@ -8,13 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.nn.attention.dot_product import DotProductAttention
+from float8lab.arguments import (
+    check_callables,
+    check_flags,
+    check_input,
+    check_instance,
+    check_size,
+)
+from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.layout import check_format, check_lengths
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
-from float8lab.nn.attention.rotary import apply_rotary_pos_emb
+from float8lab.nn.attention.rotary import check_angles, check_positions, turn
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear, reset_children
+from float8lab.nn.norm import check_norm
 from float8lab.nn.parallel import ContextParallelGroup
 
 __all__ = ["MultiheadAttention", "RotaryArgument", "ignore_extra_state"]
@@ -32,6 +40,23 @@ def ignore_extra_state(
     """
     for key in [k for k in state_dict if k.startswith(prefix) and k.endswith("._extra_state")]:
         del state_dict[key]
+
+
+def _sizes(
+    hidden_size: int, heads: int, groups: int | None, channels: int | None
+) -> tuple[int, int, int, int]:
+    """The sizes of attention, checked, with those that were not given."""
+    hidden_size = check_size("hidden_size", hidden_size, minimum=1)
+    heads = check_size("num_attention_heads", heads, minimum=1)
+    channels = check_size("kv_channels", channels, minimum=1, optional=True)
+    if channels is None:
+        if hidden_size % heads:
+            raise ValueError(
+                f"num_attention_heads must divide hidden_size {hidden_size}; got {heads}. Choose a "
+                "divisor, or give kv_channels."
+            )
+        channels = hidden_size // heads
+    return hidden_size, heads, check_groups(heads, groups), channels
 
 
 class MultiheadAttention(nn.Module, ContextParallelGroup):
@@ -128,14 +153,24 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         softmax_scale: float | None = None,
     ) -> None:
         super().__init__()
-        check_format(qkv_format)
-        if kv_channels is None:
-            if hidden_size % num_attention_heads:
-                raise ValueError(
-                    f"num_attention_heads must divide hidden_size {hidden_size}; got "
-                    f"{num_attention_heads}. Choose a divisor, or give kv_channels."
-                )
-            kv_channels = hidden_size // num_attention_heads
+        check_format("qkv_format", qkv_format)
+        check_flags(
+            return_bias=return_bias,
+            return_layernorm_output=return_layernorm_output,
+            input_layernorm=input_layernorm,
+            set_parallel_mode=set_parallel_mode,
+            fuse_qkv_params=fuse_qkv_params,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            zero_centered_gamma=zero_centered_gamma,
+            qkv_weight_interleaved=qkv_weight_interleaved,
+            bias=bias,
+            rotary_pos_interleaved=rotary_pos_interleaved,
+        )
+        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_norm(normalization, "layernorm_epsilon", layernorm_epsilon)
+        hidden_size, num_attention_heads, groups, kv_channels = _sizes(
+            hidden_size, num_attention_heads, num_gqa_groups, kv_channels
+        )
         if return_layernorm_output and not input_layernorm:
             raise ValueError(
                 "return_layernorm_output must be False without input_layernorm; got True. There "
@@ -148,7 +183,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             )
         self.hidden_size = hidden_size
         self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.num_gqa_groups = groups
         self.kv_channels = kv_channels
         self.qkv_format = qkv_format
         self.attn_mask_type = canonical_mask_type(attn_mask_type)
@@ -276,18 +311,31 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input
             norm's output if ``return_layernorm_output``.
         """
+        check_instance(
+            "inference_params", inference_params, InferenceParams, "an InferenceParams",
+            optional=True,
+        )  # fmt: skip
         if self.attention_type == "cross" and inference_params is not None:
             raise NotImplementedError(
                 "inference_params must be None in cross attention; got a cache. Keys and values "
                 "of the encoder are computed from encoder_output in each call."
             )
+        ndim = 2 if self.qkv_format == "thd" else 3
+        check_input("hidden_states", hidden_states, (self.hidden_size,), "hidden_size", ndim=ndim)
+        if encoder_output is not None:
+            sizes = (self.hidden_size,)
+            check_input("encoder_output", encoder_output, sizes, "hidden_size", ndim=ndim)
         query, key, value, normed = self._project(
             hidden_states, encoder_output, is_first_microbatch
         )
         if rotary_pos_emb is not None:
-            q_angles, k_angles = (
-                rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            )
+            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            if len(both) != 2:
+                raise ValueError(
+                    f"rotary_pos_emb must be angles, or those of queries and of keys; got "
+                    f"{len(both)} values. Pass a tensor or a pair of them."
+                )
+            q_angles, k_angles = both
             kv_lengths = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             query = self._rotate(query, q_angles, inference_params, cu_seqlens_q)
             key = self._rotate(key, k_angles, inference_params, kv_lengths)
@@ -364,13 +412,18 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         inference_params: InferenceParams | None,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
+        check_angles("rotary_pos_emb", angles, x)
+        if self.qkv_format == "thd":
+            check_lengths("cu_seqlens_q", cu_seqlens, why="qkv_format='thd'")
         start = None
         if inference_params is not None:
             if inference_params.step is not None:
+                totals = inference_params.step.totals
+                check_positions("rotary_pos_emb", angles, max(totals, default=0))
                 start = torch.tensor(inference_params.step.before, device=x.device)
             else:
                 angles = angles[inference_params.sequence_len_offset :]
-        return apply_rotary_pos_emb(
+        return turn(
             x, angles, self.qkv_format, interleaved=self.rotary_pos_interleaved,
-            start_positions=start, cu_seqlens=cu_seqlens if self.qkv_format == "thd" else None,
+            start_positions=start, cu_seqlens=cu_seqlens, name="rotary_pos_emb",
         )  # fmt: skip

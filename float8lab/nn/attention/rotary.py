@@ -7,13 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import (
+    check_device,
+    check_flags,
+    check_number,
+    check_size,
+    check_tensor,
+    has_values,
+    shown,
+)
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.attention.layout import check_format
+from float8lab.nn.attention.layout import check_format, check_lengths
 from float8lab.nn.linear import default_device
 from float8lab.ops import rotate_op
 from float8lab.ops.reference.rotary import rotate
 
-__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+__all__ = [
+    "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb",
+    "check_angles",
+    "check_positions",
+    "turn",
+]
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -51,14 +66,24 @@ class RotaryPositionEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        dim = check_size("dim", dim, minimum=2)
+        rotary_percent = check_number("rotary_percent", rotary_percent, above=0, maximum=1)
+        factor, trained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        factor = check_number("seq_len_interpolation_factor", factor, above=0, optional=True)
+        trained = check_size(
+            "pretrained_max_position_embeddings", trained, minimum=1, optional=True
+        )
+        rotary_base = check_number("rotary_base", rotary_base, above=0)
+        check_flags(interleaved=interleaved)
+        where = check_device("device", device)
         rotated = int(dim * rotary_percent)
         if rotated < 2 or rotated % 2:
             raise ValueError(
                 f"dim * rotary_percent must be even and at least 2; got {dim * rotary_percent}. "
                 "Change rotary_percent."
             )
-        self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.seq_len_interpolation_factor = factor
+        self.pretrained_max_position_embeddings = trained
         self.interleaved = interleaved
         where = torch.device(device) if device is not None else default_device()
         powers = torch.arange(0, rotated, 2, dtype=torch.float32, device=where) / rotated
@@ -66,6 +91,8 @@ class RotaryPositionEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of ``max_seq_len`` positions from ``offset`` on, ``[S, 1, 1, R]`` float32."""
+        max_seq_len = check_size("max_seq_len", max_seq_len)
+        offset = check_size("offset", offset)
         device = self.inv_freq.device
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
@@ -110,28 +137,106 @@ def apply_rotary_pos_emb(
     >>> float8lab.nn.apply_rotary_pos_emb(q, angles)[1].flatten()
     tensor([0.5403, 0.0000, 0.8415, 0.0000])
     """
-    check_format(tensor_format)
+    check_format("tensor_format", tensor_format)
+    check_flags(interleaved=interleaved)
+    check_tensor("t", t)
+    ndim = 3 if tensor_format == "thd" else 4
+    if t.ndim != ndim or not t.is_floating_point():
+        raise ValueError(
+            f"t must be a floating-point tensor of {ndim} dimensions for tensor_format="
+            f"{tensor_format!r}; got {shown(t)}. Give the heads a dimension."
+        )
+    check_angles("freqs", freqs, t)
+    sequence = 0 if tensor_format == "sbhd" else 1
+    if tensor_format != "thd":
+        rows = t.shape[1 - sequence]
+    else:
+        check_lengths("cu_seqlens", cu_seqlens, why=f"tensor_format={tensor_format!r}")
+        rows = cu_seqlens.shape[0] - 1  # type: ignore[union-attr]  # checked
+    if start_positions is not None:
+        check_tensor("start_positions", start_positions)
+        if start_positions.shape != (rows,) or start_positions.dtype not in _INTEGERS:
+            raise ValueError(
+                f"start_positions must be [{rows}] integers, one for each sequence; got "
+                f"{shown(start_positions)}. Give the position of each one's first token."
+            )
+        if tensor_format != "thd" and has_values(start_positions) and rows:
+            first, last = start_positions.min().item(), start_positions.max().item()
+            if first < 0 or last + t.shape[sequence] > freqs.shape[0]:
+                raise ValueError(
+                    f"start_positions must be in [0, {freqs.shape[0] - t.shape[sequence]}], for "
+                    f"{t.shape[sequence]} tokens and {freqs.shape[0]} angles in freqs; got "
+                    f"{first} to {last}. Make freqs for the longest sequence."
+                )
+    return turn(
+        t, freqs, tensor_format, interleaved=interleaved, start_positions=start_positions,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_angles(name: str, freqs: Any, t: Tensor) -> None:
+    """Raise unless ``freqs`` are angles for the heads of ``t``."""
+    check_tensor(name, freqs)
+    if freqs.ndim < 2 or any(n != 1 for n in freqs.shape[1:-1]) or not freqs.is_floating_point():
+        raise ValueError(
+            f"{name} must be angles, [positions, 1, 1, head size]; got {shown(freqs)}. Make them "
+            "by RotaryPositionEmbedding."
+        )
     rotated = freqs.shape[-1]
-    table = freqs.reshape(freqs.shape[0], rotated)
     if rotated > t.shape[-1] or rotated % 2:
         raise ValueError(
-            f"freqs must be even and at most the head size {t.shape[-1]} in the last dimension; "
+            f"{name} must be even and at most the head size {t.shape[-1]} in the last dimension; "
             f"got {rotated}. Make them by RotaryPositionEmbedding of that head size."
         )
+
+
+def check_positions(name: str, freqs: Tensor, count: int) -> None:
+    """Raise unless ``freqs`` are angles of at least so many positions."""
+    if freqs.shape[0] < count:
+        raise ValueError(
+            f"{name} must have at least {count} positions; got {freqs.shape[0]}. Make them for the "
+            "longest sequence."
+        )
+
+
+def turn(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str,
+    *,
+    interleaved: bool,
+    start_positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    name: str = "freqs",
+) -> Tensor:
+    """``apply_rotary_pos_emb`` of checked arguments; padding may begin beyond the angles.
+
+    Args:
+        t: as there, and so all others.
+        freqs: what the caller calls ``name``.
+        tensor_format: sbhd, bshd or thd.
+        interleaved: as the angles were made.
+        start_positions: ``[B]`` or None.
+        cu_seqlens: ``[B + 1]``, for thd.
+        name: of ``freqs`` in messages.
+    """
+    table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     if tensor_format == "thd":
-        angles = table[_positions_in_sequences(t.shape[0], cu_seqlens, start_positions)][:, None]
+        assert cu_seqlens is not None, "checked by the callers"
+        index = _positions_in_sequences(t.shape[0], cu_seqlens, start_positions)
+        if has_values(index) and index.numel():
+            check_positions(name, freqs, int(index.max()) + 1)
+        angles = table[index][:, None]
     else:
         S = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
-        if start_positions is None and table.shape[0] < S:
-            raise ValueError(
-                f"freqs must have at least {S} positions; got {table.shape[0]}. Make them for the "
-                "longest sequence."
-            )
         if start_positions is None:
+            check_positions(name, freqs, S)
             angles = table[:S, None, None] if tensor_format == "sbhd" else table[None, :S, None]
         else:
             index = start_positions.view(-1, 1) + torch.arange(S, device=t.device)
-            # Padding may reach beyond the table.
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
             angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
     cos, sin = angles.cos(), angles.sin()
@@ -174,13 +279,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _positions_in_sequences(
-    tokens: int, cu_seqlens: Tensor | None, start_positions: Tensor | None
+    tokens: int, cu_seqlens: Tensor, start_positions: Tensor | None
 ) -> Tensor:
-    if cu_seqlens is None:
-        raise ValueError(
-            "cu_seqlens must be given for tensor_format='thd'; got None. Pass the cumulative "
-            "lengths of the sequences, [B + 1]."
-        )
     token = torch.arange(tokens, device=cu_seqlens.device)
     # Tokens behind the last sequence count on from its start; nobody reads them.
     sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1

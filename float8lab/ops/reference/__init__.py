@@ -15,6 +15,7 @@ from float8lab.ops.reference.norm import (
 )
 from float8lab.ops.reference.quantize import (
     amax,
+    as_matrix,
     cast,
     cast_many_,
     cast_pair,
@@ -46,6 +47,7 @@ __all__ = [
     "NO_DATA",
     "amax",
     "amax_of",
+    "as_matrix",
     "cast",
     "cast_many_",
     "cast_of",

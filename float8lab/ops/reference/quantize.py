@@ -6,6 +6,7 @@ and everything, scales included, is as if the input had been padded with zeros f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,16 @@ __all__ = [
 ]
 
 _EXPONENT_BITS = 0x7F800000
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``[..., K]`` as ``[M, K]``, K = 0 included.
+
+    >>> as_matrix(torch.ones(2, 3, 0)).shape
+    torch.Size([6, 0])
+    """
+    K = x.shape[-1]
+    return x.reshape(-1, K) if K else x.reshape(math.prod(x.shape[:-1]), K)
 
 
 def round_up(size: int, align: int) -> int:

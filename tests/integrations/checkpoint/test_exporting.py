@@ -412,10 +412,10 @@ def test_sizes_that_transformers_misreads_are_noted(tmp_path):
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        (nn.Linear(8, 8), {"format": "gguf"}, "format must be one of block-fp8, compressed"),
+        (nn.Linear(8, 8), {"format": "gguf"}, "format must be one of 'block-fp8', 'compressed"),
         (nn.LayerNorm(8), {}, "must have a linear layer"),
         (nn.Linear(8, 8), {"exclude": ["*"]}, "none that is not excluded"),
-        (nn.Linear(8, 8), {"max_shard_size": 0}, "must be positive"),
+        (nn.Linear(8, 8), {"max_shard_size": 0}, "must be an integer of at least 1"),
         (nn.Linear(8, 8), {"recipe": recipes.Float8RowwiseScaling()},
          "must be e4m3 by 128x128, tensor; weight is cast to e4m3 row fp32"),
         (nn.Linear(8, 8), {"format": "compressed-tensors", "recipe": recipes.MXFP8BlockScaling()},

@@ -173,6 +173,19 @@ def test_conv1d_stays_what_it_is() -> None:
     assert torch.equal(model(**batch).logits, before(**batch).logits)
 
 
+@pytest.mark.parametrize(("out_features", "in_features"), [(0, 16), (16, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
+def test_conv1d_without_features(out_features: int, in_features: int) -> None:
+    model = nn.Sequential(Conv1D(out_features, in_features))
+    float8lab.convert_to_float8(model)
+    x = torch.ones(3, in_features, requires_grad=True)
+    y = model(x)
+    assert torch.equal(y, torch.zeros(3, out_features))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
 def test_conv1d_stays_in_high_precision_in_an_export(tmp_path: Path) -> None:
     """Readers have no FP8 form of it: their block FP8 is that of torch.nn.Linear."""
     model, _ = build("gpt2")

@@ -319,5 +319,5 @@ def test_what_does_not_fit_is_refused():
             *(x[:2, :3] for x in (q, k, v)), torch.zeros(2, 1, 1, 3).bool(),
             attn_mask_type="padding", inference_params=params,
         )  # fmt: skip
-    with pytest.raises(ValueError, match="max_batch_size must be an integer > 0; got 0"):
+    with pytest.raises(ValueError, match="max_batch_size must be an integer of at least 1; got 0"):
         InferenceParams(0, 4)

@@ -1,0 +1,290 @@
+"""Checks of arguments, for all public functions and constructors.
+
+Each takes the name that the caller of the public function wrote, and raises
+``"<argument> must <requirement>; got <value>. <what to do>."``: TypeError for a type,
+ValueError for a value. Those that return something return the argument in its plain form.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+__all__ = [
+    "PARAMETER_DTYPES",
+    "check_callables",
+    "check_choice",
+    "check_device",
+    "check_dtype",
+    "check_flags",
+    "check_group",
+    "check_input",
+    "check_instance",
+    "check_module",
+    "check_names",
+    "check_number",
+    "check_path",
+    "check_size",
+    "check_state",
+    "check_tensor",
+    "has_values",
+    "shown",
+]
+
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LONGEST = 80  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: short, and on one line; shape and dtype of a tensor.
+
+    >>> shown("x" * 200)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    if isinstance(value, torch.nn.Module):
+        return f"a module of {type(value).__name__}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def check_size(name: str, value: Any, *, minimum: int = 0, optional: bool = False) -> Any:
+    """An integer of at least ``minimum``, as a Python integer; numpy's and symbolic ones pass.
+
+    >>> check_size("out_features", 0)
+    0
+    """
+    if (value is None and optional) or isinstance(value, torch.SymInt):
+        return value
+    wanted = f"{'None or ' if optional else ''}an integer of at least {minimum}"
+    try:
+        size = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = None
+    if size is None:
+        raise TypeError(f"{name} must be {wanted}; got {shown(value)}. Pass an int.")
+    if size < minimum:
+        raise ValueError(f"{name} must be {wanted}; got {size}. Pass a larger one.")
+    return size
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    optional: bool = False,
+) -> Any:
+    """A finite number in a range, as a Python float.
+
+    Args:
+        name: as the caller wrote it.
+        value: of any type that is a real number: numpy's, or a tensor of one element.
+        minimum: what it must be at least.
+        maximum: what it must be at most.
+        above: what it must be more than.
+        below: what it must be less than.
+        optional: None passes, too.
+
+    >>> check_number("eps", 1, minimum=0)
+    1.0
+    """
+    if value is None and optional:
+        return value
+    limits = {">=": minimum, "<=": maximum, ">": above, "<": below}
+    bounds = [f"{sign} {limit:g}" for sign, limit in limits.items() if math.isfinite(limit)]
+    wanted = " ".join(["None or a" if optional else "a", "finite number", " and ".join(bounds)])
+    wanted = wanted.rstrip()
+    single = not isinstance(value, torch.Tensor) or (value.numel() == 1 and not value.is_complex())
+    if isinstance(value, bool) or not hasattr(type(value), "__float__") or not single:
+        raise TypeError(f"{name} must be {wanted}; got {shown(value)}. Pass a float.")
+    number = float(value)
+    inside = minimum <= number <= maximum and above < number < below
+    if not inside or not math.isfinite(number):
+        raise ValueError(f"{name} must be {wanted}; got {number}. Pass one in that range.")
+    return number
+
+
+def check_flags(**flags: Any) -> None:
+    """Bools, each by its name; 0 and 1 and numpy's bools pass.
+
+    >>> check_flags(bias=True, return_bias=0)
+    """
+    for name, value in flags.items():
+        if value is True or value is False:
+            continue
+        known = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
+        if not known or value not in (0, 1):
+            raise TypeError(f"{name} must be True or False; got {shown(value)}. Pass a bool.")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
+    """One of some strings, None perhaps among them."""
+    known = tuple(choices)
+    if not (value is None or isinstance(value, str)) or value not in known:
+        kind = ValueError if isinstance(value, str) else TypeError
+        first = ", ".join(map(repr, known[:-1]))
+        listed = f"{'one of ' if len(known) > 2 else ''}{first} or {known[-1]!r}"
+        raise kind(f"{name} must be {listed}; got {shown(value)}. Choose one.")
+
+
+def check_instance(
+    name: str, value: Any, kinds: Any, wanted: str, *, optional: bool = False
+) -> None:
+    """An object of one of some classes, as of ``isinstance``; ``wanted`` says which."""
+    if not (isinstance(value, kinds) or (value is None and optional)):
+        none = "None or " if optional else ""
+        raise TypeError(
+            f"{name} must be {none}{wanted}; got {shown(value)}. Pass an object of that type."
+        )
+
+
+def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
+    """A tensor."""
+    check_instance(name, value, torch.Tensor, "a torch.Tensor", optional=optional)
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether a look at the values of ``x`` costs nothing: on a CPU, outside of tracing."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not isinstance(x, (FakeTensor, FunctionalTensor))
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def check_input(
+    name: str, x: Any, sizes: tuple[int, ...], argument: str, *, ndim: int | None = None
+) -> None:
+    """A floating-point tensor that ends with the sizes that the module was built with.
+
+    Args:
+        name: as the caller wrote it.
+        x: of any type.
+        sizes: of the last dimensions.
+        argument: of the constructor, that gave the sizes.
+        ndim: number of dimensions; None is any.
+    """
+    check_tensor(name, x)
+    if x.dtype not in PARAMETER_DTYPES:
+        raise TypeError(
+            f"{name} must be a floating-point tensor; got {shown(x)}. Convert it first, for "
+            "example with .float()."
+        )
+    if x.shape[x.ndim - len(sizes) :] != sizes or x.ndim < len(sizes):
+        last = sizes[0] if len(sizes) == 1 else sizes
+        raise ValueError(
+            f"{name} must have {last} as its last dimension{'s' * (len(sizes) > 1)} ({argument}); "
+            f"got shape {tuple(x.shape)}. Reshape it, or build the module with that {argument}."
+        )
+    if ndim is not None and x.ndim != ndim:
+        raise ValueError(
+            f"{name} must have {ndim} dimensions; got shape {tuple(x.shape)}. Reshape it."
+        )
+
+
+def check_module(name: str, value: Any) -> None:
+    """A module."""
+    check_instance(name, value, torch.nn.Module, "a torch.nn.Module")
+
+
+def check_callables(**functions: Any) -> None:
+    """Functions, or anything that can be called, each by its name; None passes, too."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise TypeError(
+                f"{name} must be None or callable; got {shown(value)}. Pass the function itself, "
+                "not its result."
+            )
+
+
+def check_dtype(
+    name: str,
+    value: Any,
+    choices: Sequence[torch.dtype] = PARAMETER_DTYPES,
+    *,
+    optional: bool = True,
+) -> None:
+    """A dtype among some; by default those that parameters may have."""
+    if not (value in choices if isinstance(value, torch.dtype) else value is None and optional):
+        listed = ", ".join(map(str, choices))
+        raise TypeError(
+            f"{name} must be {'None or ' if optional else ''}one of {listed}; got "
+            f"{shown(value)}. Choose one."
+        )
+
+
+def check_device(name: str, value: Any) -> torch.device | None:
+    """A device, or None."""
+    if value is None or isinstance(value, torch.device):
+        return value
+    device = None
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        try:
+            device = torch.device(value)
+        except RuntimeError:
+            device = None
+    if device is None:
+        kind = ValueError if isinstance(value, (str, int)) else TypeError
+        raise kind(
+            f"{name} must be None or a device, such as 'cuda:0'; got {shown(value)}. Pass a "
+            "torch.device or its name."
+        )
+    return device
+
+
+def check_group(name: str, value: Any) -> None:
+    """A process group of torch.distributed, or None."""
+    known = value is None
+    if not known and torch.distributed.is_available():
+        outside = torch.distributed.GroupMember.NON_GROUP_MEMBER  # of a group of other ranks
+        known = isinstance(value, torch.distributed.ProcessGroup) or value is outside
+    if not known:
+        raise TypeError(
+            f"{name} must be None or a torch.distributed process group; got {shown(value)}. Make "
+            "one by torch.distributed.new_group(ranks)."
+        )
+
+
+def check_path(name: str, value: Any, *, optional: bool = False) -> None:
+    """A path: a string or a ``pathlib.Path``."""
+    check_instance(name, value, (str, PathLike), "a path", optional=optional)
+    if value is not None and not os.fspath(value):
+        raise ValueError(f"{name} must be a path; got an empty one. Name a file or folder.")
+
+
+def check_state(name: str, value: Any) -> None:
+    """A state dict: tensors by name."""
+    check_instance(name, value, Mapping, "a state dict")
+    for key, entry in value.items():
+        if not isinstance(key, str) or not isinstance(entry, torch.Tensor):
+            raise TypeError(
+                f"{name} must be a state dict, of tensors by name; got {shown(entry)} for "
+                f"{shown(key)}. Pass what state_dict() returned."
+            )
+
+
+def check_names(name: str, value: Any) -> tuple[str, ...]:
+    """A sequence of strings, or a single one, as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    known = isinstance(value, Iterable) and not isinstance(value, (bytes, torch.Tensor))
+    names = tuple(value) if known else ()
+    if not known or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"{name} must be a string or a sequence of strings; got {shown(value)}. Pass a list."
+        )
+    return names
