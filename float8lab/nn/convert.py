@@ -490,7 +490,7 @@ def _float8_class(original: type) -> type:
     return _CLASSES[original]
 
 
-def _reduce(layer: nn.Module, original: type, protocol: Any) -> Any:
+def _reduce(layer: nn.Module, original: Any, protocol: Any) -> Any:
     """How copy and pickle make a layer again whose class has the original's name, but is not it."""
     reduced = original.__reduce_ex__(layer, protocol)
     if reduced[:2] != (copyreg.__newobj__, (_CLASSES[original],)):  # type: ignore[attr-defined]
@@ -500,7 +500,7 @@ def _reduce(layer: nn.Module, original: type, protocol: Any) -> Any:
 
 def _new_layer(original: type) -> Any:
     """A layer of the FP8 class of ``original`` without attributes; pickle names the function."""
-    cls = _float8_class(original)
+    cls: Any = _float8_class(original)
     return cls.__new__(cls)
 
 

@@ -129,7 +129,8 @@ def moved_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> I
     torch would swap a new tensor in. What goes to the meta device, or comes from there, is left to
     torch.
     """
-    stored = {n: p for n, p in module._parameters.items() if isinstance(p, Float8Tensor)}
+    parameters: dict[str, Any] = module._parameters
+    stored = {n: p for n, p in parameters.items() if isinstance(p, Float8Tensor)}
     moved: dict[str, Any] = {}
     try:
         with torch.no_grad():
@@ -137,7 +138,7 @@ def moved_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> I
                 value = function(parameter)
                 if not torch._has_compatible_shallow_copy_type(parameter, value):
                     continue
-                module._parameters[name] = None  # torch skips it
+                parameters[name] = None  # torch skips it
                 moved[name] = parameter
                 if value is not parameter:
                     parameter.data = value
@@ -145,7 +146,7 @@ def moved_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> I
                     parameter.grad.data = function(parameter.grad)
         yield
     finally:
-        module._parameters.update(moved)
+        parameters.update(moved)
     place_precisions(module)
 
 
@@ -161,8 +162,9 @@ def materialize(module: nn.Module) -> None:
 def reset_children(module: nn.Module) -> None:
     """Call ``reset_parameters`` of the modules that one consists of."""
     for child in module.children():
-        if hasattr(child, "reset_parameters"):
-            child.reset_parameters()
+        reset: Any = getattr(child, "reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 def normal_init(weight: Tensor) -> None:
