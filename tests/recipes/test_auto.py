@@ -243,7 +243,5 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_auto_is_no_recipe():
-    with pytest.raises(
-        TypeError, match="recipe must be None or one of float8lab.recipes; got Auto"
-    ):
+    with pytest.raises(TypeError, match=r"recipe must be None or one of .*; got Auto"):
         recipes.autocast(recipe=Auto())
