@@ -280,6 +280,7 @@ def test_parameters_keep_their_identity_and_caches_see_the_change():
     assert not torch.equal(model(x), y)
 
 
+@pytest.mark.filterwarnings("ignore:.*is stored as:UserWarning")  # which is what it tests
 @each_recipe
 def test_cached_casts_follow_an_update(recipe):
     # The stored format is not the one that this recipe multiplies, so the weight is cast again.
