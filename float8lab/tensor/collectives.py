@@ -1,21 +1,36 @@
 """Handlers of collectives on Float8Tensors: data and scales travel, nothing is quantized again.
 
-FP8 data is sent as bytes, since gloo does not know the FP8 formats.
+FP8 data is sent as bytes, since gloo does not know the FP8 formats. The bytes of a tensor are laid
+out by *rows*, its parts along the first dimension: each has its codes and the scales and amaxes of
+the blocks that it lies in. So a tensor is cut and joined along that dimension as any other, on
+whatever rows a block begins. What arrives in a block whose rows have one scale keeps its bytes; a
+block made of rows with several is quantized again, with a scale of its own.
+
+Sums are those of the dequantized values, in float32, quantized again.
+
+Before any of that ranks tell each other what they send and expect: quantized differently, they
+would send different numbers of bytes and wait for each other. (Except point to point, where only
+two ranks take part, and in functional collectives, which compiled graphs hold.)
 """
 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.dispatch import implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
+from float8lab.tensor.window import merge_into
 
 if dist.is_available():
     import torch.distributed._functional_collectives  # defines ops that are handled below
@@ -23,12 +38,434 @@ if dist.is_available():
 __all__: list[str] = []
 
 aten = torch.ops.aten
+c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
 
 
 def _existing(namespace: Any, *names: str) -> list[Any]:
     """Overloads that this torch has: some builds have no collectives, some versions not all."""
     return [getattr(namespace, name).default for name in names if hasattr(namespace, name)]
+
+
+# What travels: rows of bytes.
+
+
+def _with_rows(x: Any) -> Any:
+    """A tensor with a first dimension: a scalar as one row."""
+    return x if x.ndim else x.view(1)
+
+
+def _width(x: Float8Tensor) -> int:
+    """Bytes of a row."""
+    scales = x.spec.scale_shape(tuple(x.shape))
+    return math.prod(x.shape[1:]) + 2 * 4 * math.prod(scales[1:])
+
+
+def _pack(x: Float8Tensor) -> Tensor:
+    """Rows of bytes: ``[rows, _width(x)]``, uint8."""
+    if x._window is not None:
+        x._refresh()  # dispatch does not see into lists of lists
+    x = cut(x, (1, *x.spec.block[1:]))
+    parts = (
+        x.scale.clone(memory_format=torch.contiguous_format),
+        x.amax.clone(memory_format=torch.contiguous_format),
+        x.qdata,
+    )
+    sizes = [math.prod(t.shape[1:]) * t.element_size() for t in parts]
+    rows = [t.view(torch.uint8).reshape(x.shape[0], n) for t, n in zip(parts, sizes, strict=True)]
+    return torch.cat(rows, 1)
+
+
+def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
+    """What ``_pack`` made bytes of; blocks do not reach beyond a row."""
+    spec = replace(like.spec, block=(1, *like.spec.block[1:]))
+    shape = (data.shape[0], *like.shape[1:])
+    scales = spec.scale_shape(shape)
+    per_row = 4 * math.prod(scales[1:])
+    parts = data.split([per_row, per_row, data.shape[1] - 2 * per_row], 1)
+    # Copies, since bytes can only be looked at as float32 from an address that is a multiple of 4.
+    scale, amax, q = (t.clone(memory_format=torch.contiguous_format) for t in parts)
+    return Float8Tensor(
+        q.view(spec.fp8_dtype).reshape(shape),
+        scale.view(torch.float32).reshape(scales),
+        amax.view(torch.float32).reshape(scales),
+        spec,
+        like.dtype,
+    )
+
+
+def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
+    """The same tensor in blocks that hold several of its own, or parts of them.
+
+    A block whose elements have one scale keeps it and their bytes; others are quantized again.
+    """
+    if x.spec.block == block:
+        return x
+    scales, amaxes = (
+        expand_scale(t, x.spec.block, x.shape).expand(x.shape) for t in (x.scale, x.amax)
+    )
+    scale, amax = block_amax(scales, block), block_amax(amaxes, block)
+    differ = block_amax(scales != expand_scale(scale, block, x.shape), block) > 0
+    spec = replace(x.spec, block=block)
+    result = Float8Tensor(
+        torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax), spec, x.dtype
+    )
+    values = dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
+    everywhere = torch.ones_like(values, dtype=torch.bool)
+    merge_into(result, values, everywhere, scale=scale.masked_fill(differ, 0.0), amax=amax)
+    return result
+
+
+@torch.no_grad()
+def _receive(x: Float8Tensor, data: Tensor) -> None:
+    """Write rows of bytes, of which there may be more, to a tensor."""
+    width = _width(x)
+    rows = _unpack(data.view(-1)[: x.shape[0] * width].view(x.shape[0], width), x)
+    x.copy_(_in_blocks(rows, x.spec.block))
+
+
+def _padded(data: Tensor, size: int) -> Tensor:
+    """Bytes, and zeros after them: backends want one size of all ranks."""
+    return torch.nn.functional.pad(data.view(-1), (0, size - data.numel()))
+
+
+# Ranks that agree, and work that is not done yet.
+
+
+def _place(group: Any) -> tuple[int, int]:
+    """This process's rank in the group, and the number of ranks."""
+    group = dist.ProcessGroup.unbox(group)
+    return group.rank(), group.size()
+
+
+_NOTHING = "nothing"
+
+
+def _text(x: Tensor, shape: Sequence[int] | None = None) -> str:
+    """What must be the same on two ranks that send and receive a tensor, or part of one."""
+    stored = f" as {x.spec}" if isinstance(x, Float8Tensor) else ", not quantized"
+    return f"{x.dtype} {tuple(x.shape if shape is None else shape)}{stored}"
+
+
+def _texts(x: Tensor, world: int, name: str, splits: Sequence[int] = ()) -> list[str]:
+    """``_text`` of the rows for each rank: ``splits`` of them, or equally many."""
+    rows = x.shape[0]
+    if not splits and rows % world == 0:
+        splits = [rows // world] * world
+    if len(splits) != world or sum(splits) != rows:
+        return [f"parts {list(splits)} of the {rows} rows of {name}"] * world
+    return [_text(x, (n, *x.shape[1:])) for n in splits]
+
+
+def _agree(group: Any, sends: list[str], expects: list[str], size: int = 0) -> int:
+    """Raise on every rank unless each of them sends to each what that one expects.
+
+    Returns:
+        The largest ``size`` of any rank.
+    """
+    group = dist.ProcessGroup.unbox(group)
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, (sends, expects, size), group)
+    for source, (sent, _, _) in enumerate(everybody):
+        for target, (_, expected, _) in enumerate(everybody):
+            if sent[target] != expected[source]:
+                raise ValueError(
+                    f"the tensor that rank {source} of the group sends to rank {target} must be "
+                    f"the one expected there; got {sent[target]} sent, {expected[source]} "
+                    "expected. Quantize both alike, with equal shapes."
+                )
+    return max(size for _, _, size in everybody)
+
+
+def _begun(result: Any) -> Any:
+    """The work of what an op returns; None for one that torch coalesces."""
+    work = result[1] if isinstance(result, tuple) else result
+    return None if work is None else dist.Work.unbox(work)
+
+
+class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]  # as torch is
+    """Several works as one, and what remains to be done after them.
+
+    Torch passes a work through C++ to the caller, where its Python half is lost unless something
+    holds it: ``latest`` does, until the next one is made, or this one has been waited for.
+    """
+
+    latest = threading.local()
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.works = [work for work in works if work is not None]
+        self.finish = finish
+        self.source = -1
+        self.latest.work = self
+
+    def wait(self, *timeout: Any) -> bool:
+        for work in self.works:
+            work.wait(*timeout)
+        finish, self.works, self.finish = self.finish, [], None
+        if finish is not None:
+            finish()
+        if getattr(self.latest, "work", None) is self:
+            self.latest.work = None
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works) and self.wait()
+
+    def _source_rank(self) -> int:
+        return self.source
+
+
+# Collectives in place.
+
+
+@implements(*_existing(c10d, "broadcast_"))
+def _broadcast(op: Any, tensors: list[Any], group: Any, root: int, *args: Any) -> Any:
+    (x,) = map(_with_rows, tensors)
+    me, world = _place(group)
+    expected = [_text(x) if rank == root else _NOTHING for rank in range(world)]
+    _agree(group, [expected[me]] * world, expected)
+    data = _pack(x)
+    work = _begun(op([data], group, root, *args))
+    finish = None if me == root else lambda: _receive(x, data)
+    return tensors, _Work([work], finish).boxed()
+
+
+def _receive_each(tensors: Sequence[Float8Tensor], data: Sequence[Tensor]) -> None:
+    for x, rows in zip(tensors, data, strict=True):
+        _receive(x, rows)
+
+
+def _sizes(tensors: Sequence[Any]) -> list[int]:
+    """Bytes of each; 0 if it is not stored in FP8, which ``_agree`` refuses."""
+    return [x.shape[0] * _width(x) if isinstance(x, Float8Tensor) else 0 for x in tensors]
+
+
+@implements(*_existing(c10d, "allgather_"))
+def _all_gather_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    (x,), parts = map(_with_rows, inputs), [_with_rows(out) for out in outputs[0]]
+    _, world = _place(group)
+    size = _agree(group, [_text(x)] * world, list(map(_text, parts)), max(_sizes([x])))
+    received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in parts]
+    work = _begun(op([received], [_padded(_pack(x), size)], group, *args))
+    return outputs, _Work([work], lambda: _receive_each(parts, received)).boxed()
+
+
+@implements(*_existing(c10d, "gather_"))
+def _gather_list(op: Any, outputs: Any, inputs: Any, group: Any, root: int, *args: Any) -> Any:
+    (x,) = map(_with_rows, inputs)
+    parts = [_with_rows(out) for out in outputs[0]] if outputs else []
+    _, world = _place(group)
+    sends = [_text(x) if rank == root else _NOTHING for rank in range(world)]
+    size = _agree(group, sends, list(map(_text, parts)) or [_NOTHING] * world, max(_sizes([x])))
+    received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in parts]
+    work = _begun(op([received] if outputs else [], [_padded(_pack(x), size)], group, root, *args))
+    return _Work([work], lambda: _receive_each(parts, received)).boxed()
+
+
+@implements(*_existing(c10d, "scatter_"))
+def _scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, root: int, *args: Any) -> Any:
+    (x,) = map(_with_rows, outputs)
+    parts = [_with_rows(part) for part in inputs[0]] if inputs else []
+    if isinstance(x, Float8Tensor):  # parts of a tensor, of which edges have cut blocks
+        parts = [
+            _in_blocks(part, x.spec.block) if isinstance(part, Float8Tensor) else part
+            for part in parts
+        ]
+    _, world = _place(group)
+    expects = [_text(x) if rank == root else _NOTHING for rank in range(world)]
+    size = _agree(group, list(map(_text, parts)) or [_NOTHING] * world, expects, max(_sizes([x])))
+    received = torch.empty(size, dtype=torch.uint8, device=x.device)
+    data = [[_padded(_pack(part), size) for part in parts]] if inputs else []
+    work = _begun(op([received], data, group, root, *args))
+    return outputs, _Work([work], lambda: _receive(x, received)).boxed()
+
+
+@implements(*_existing(c10d, "alltoall_"))
+def _all_to_all_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    """As one tensor of bytes: gloo has no collective of lists."""
+    sources, targets = ([_with_rows(x) for x in tensors] for tensors in (inputs, outputs))
+    _agree(group, list(map(_text, sources)), list(map(_text, targets)))
+    sent, expected = _sizes(sources), _sizes(targets)
+    data = torch.cat([_pack(x).view(-1) for x in sources])
+    received = data.new_empty(sum(expected))
+    work = _begun(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
+
+    def finish() -> None:
+        _receive_each(targets, received.split(expected))
+
+    return outputs, _Work([work], finish).boxed()
+
+
+@implements(*_existing(c10d, "_allgather_base_"))
+def _all_gather_base(op: Any, output: Any, x: Any, group: Any, *args: Any) -> Any:
+    _, world = _place(group)
+    if output.ndim > x.ndim > 0:  # a dimension of ranks
+        out, expects = output.flatten(0, 1), [_text(part) for part in output]
+    else:
+        out, x = _with_rows(output), _with_rows(x)
+        expects = _texts(out, world, "the output")
+    _agree(group, [_text(x)] * world, expects)
+    data = _pack(x)
+    received = data.new_empty(out.shape[0], data.shape[1])
+    work = _begun(op(received, data, group, *args))
+    return output, _Work([work], lambda: _receive(out, received)).boxed()
+
+
+@implements(*_existing(c10d, "alltoall_base_"))
+def _all_to_all_base(
+    op: Any, out: Any, x: Any, group: Any, out_splits: Any, in_splits: Any, *args: Any
+) -> Any:
+    _, world = _place(group)
+    sends, expects = (
+        _texts(x, world, "the input", in_splits), _texts(out, world, "the output", out_splits),
+    )  # fmt: skip
+    _agree(group, sends, expects)
+    data = _pack(x)
+    received = data.new_empty(out.shape[0], data.shape[1])
+    work = _begun(op(received, data, group, out_splits, in_splits, *args))
+    return _Work([work], lambda: _receive(out, received)).boxed()
+
+
+@implements(*_existing(c10d, "allgather_into_tensor_coalesced_"))
+def _all_gather_bases(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    gather = c10d._allgather_base_.default
+    pairs = zip(outputs, inputs, strict=True)
+    return _Work([_begun(gather(out, x, group, *args)) for out, x in pairs]).boxed()
+
+
+@implements(*_existing(c10d, "allgather_coalesced_"))
+def _all_gather_lists(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    columns = zip(zip(*outputs, strict=True), inputs, strict=True)
+    gather = c10d.allgather_.default
+    works = [_begun(gather([list(out)], [x], group, *args)) for out, x in columns]
+    return _Work(works).boxed()
+
+
+# Sums.
+
+
+def _value(x: Tensor, shape: Sequence[int] | None = None) -> str:
+    """``_text`` where values travel: those of a Float8Tensor in float32."""
+    dtype = torch.float32 if isinstance(x, Float8Tensor) else x.dtype
+    return f"{dtype} {tuple(x.shape if shape is None else shape)}"
+
+
+def _with_values(call: Callable[..., Any], written: Sequence[Any], *tensors: Any) -> Any:
+    """A collective of the values in float32, which are quantized when it is done.
+
+    Args:
+        call: the collective, of ``tensors`` without Float8Tensors.
+        written: which of them it writes.
+        tensors: nested lists.
+
+    Returns:
+        The work, boxed.
+    """
+    values = {
+        id(x): dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
+        for x in tree_leaves(tensors)
+        if isinstance(x, Float8Tensor)
+    }
+    work = _begun(call(*tree_map_only(Float8Tensor, lambda x: values[id(x)], tensors)))
+
+    def finish() -> None:
+        for x in written:
+            if isinstance(x, Float8Tensor):
+                x.requantize_(values[id(x)])
+
+    return _Work([work], finish).boxed()
+
+
+@implements(*_existing(c10d, "allreduce_", "allreduce_coalesced_"))
+def _all_reduce(op: Any, tensors: list[Any], group: Any, *args: Any) -> Any:
+    _, world = _place(group)
+    text = "; ".join(map(_value, tensors))
+    _agree(group, [text] * world, [text] * world)
+    work = _with_values(lambda values: op(values, group, *args), tensors, tensors)
+    return (tensors, work) if op is c10d.allreduce_.default else work
+
+
+@implements(*_existing(c10d, "reduce_"))
+def _reduce(op: Any, tensors: list[Any], group: Any, reduce_op: Any, root: int, *args: Any) -> Any:
+    me, world = _place(group)
+    text = "; ".join(map(_value, tensors))
+    sends = [text if rank == root else _NOTHING for rank in range(world)]
+    _agree(group, sends, [text if me == root else _NOTHING] * world)
+    written = tensors if me == root else []
+    return _with_values(lambda values: op(values, group, reduce_op, root, *args), written, tensors)
+
+
+@implements(*_existing(c10d, "reduce_scatter_"))
+def _reduce_scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    _, world = _place(group)
+    _agree(group, list(map(_value, inputs[0])), [_value(outputs[0])] * world)
+    work = _with_values(lambda outs, ins: op(outs, ins, group, *args), outputs, outputs, inputs)
+    return outputs, work
+
+
+@implements(*_existing(c10d, "_reduce_scatter_base_"))
+def _reduce_scatter_base(op: Any, out: Any, x: Any, group: Any, *args: Any) -> Any:
+    _, world = _place(group)
+    part = (x.numel() / world,)
+    _agree(group, [_value(x, part)] * world, [_value(out, (float(out.numel()),))] * world)
+    return out, _with_values(lambda out, x: op(out, x, group, *args), [out], out, x)
+
+
+@implements(*_existing(c10d, "reduce_scatter_tensor_coalesced_"))
+def _reduce_scatter_bases(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    reduce = c10d._reduce_scatter_base_.default
+    pairs = zip(outputs, inputs, strict=True)
+    return _Work([_begun(reduce(out, x, group, *args)) for out, x in pairs]).boxed()
+
+
+# Point to point: straight from and into the tensor, since torch has no work of its own for each of
+# a batch of these. Nothing empty is sent.
+
+
+def _travelling(x: Float8Tensor) -> list[Tensor]:
+    return [t for t in (x.scale, x.amax, x.qdata.view(torch.uint8)) if t.numel()]
+
+
+@implements(*_existing(c10d, "send"))
+def _send(op: Any, tensors: list[Any], group: Any, target: int, tag: int) -> Any:
+    parts = [t.contiguous() for x in tensors for t in _travelling(x)]
+    return _Work([_begun(op([t], group, target, tag)) for t in parts]).boxed()
+
+
+def _arriving(tensors: list[Any]) -> list[Tensor]:
+    parts = [t for x in tensors for t in _travelling(x)]
+    if any(x._window is not None for x in tensors) or not all(t.is_contiguous() for t in parts):
+        raise ValueError(
+            "tensor must own its blocks and be contiguous to be received; got a view. Receive into "
+            "a tensor of its own, and copy_() it."
+        )
+    return parts
+
+
+@implements(*_existing(c10d, "recv_"))
+def _recv(op: Any, tensors: list[Any], group: Any, source: int, tag: int) -> Any:
+    return _Work([_begun(op([t], group, source, tag)) for t in _arriving(tensors)]).boxed()
+
+
+@implements(*_existing(c10d, "recv_any_source_"))
+def _recv_any(op: Any, tensors: list[Any], group: Any, tag: int) -> Any:
+    """Waits for the first message, which says where the others come from."""
+    first, *others = _arriving(tensors)
+    arrived = _begun(op([first], group, tag))
+    arrived.wait()
+    source, recv = arrived._source_rank(), c10d.recv_.default
+    work = _Work([_begun(recv([t], group, source, tag)) for t in others])
+    work.source = source
+    return work.boxed()
+
+
+# Functional collectives, which wait here.
+
+
+def _wait_for(t: Tensor) -> Tensor:
+    result: Tensor = functional.wait_tensor(t)
+    return result
 
 
 @implements(*_existing(functional, "all_gather_into_tensor"))
@@ -41,8 +478,7 @@ def _all_gather(op: Any, x: Float8Tensor, size: int, group: Any) -> Any:
         x = cut(x, (math.gcd(rows, block), *x.spec.block[1:]))
 
     def gather(t: Tensor) -> Tensor:
-        result: Tensor = functional.wait_tensor(op(t.contiguous(), size, group))
-        return result
+        return _wait_for(op(t.contiguous(), size, group))
 
     spec = replace(x.spec, block=(rows, *x.spec.block[1:])) if block == -1 else x.spec
     qdata = gather(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
@@ -59,30 +495,53 @@ def _wait(op: Any, x: Float8Tensor) -> Float8Tensor:
 
 @implements(aten.constant_pad_nd.default)
 def _pad(op: Any, x: Float8Tensor, pad: Any, value: Any = 0) -> Any:
-    """Zeros after the end of the first dimension: how DTensor makes shards equally long."""
-    *others, before, after = pad
-    first_only = len(pad) == 2 * x.ndim and not any(others) and before == 0 and after >= 0
-    if value != 0 or not first_only:
+    """Zeros after the end of dimensions: how DTensor makes shards equally long."""
+    if value != 0 or any(pad[::2]) or min(pad) < 0:
         return run_fallback(Float8Tensor, op, (x, pad, value), {})
-    shape = (x.shape[0] + after, *x.shape[1:])
-    missing = x.spec.scale_shape(shape)[0] - x.scale.shape[0]
     qdata = op(x.qdata.view(torch.uint8), pad, 0).view(x.qdata.dtype)
-    tail = [*others, 0, missing]
+    blocks = x.spec.scale_shape(tuple(qdata.shape))
+    missing = [new - old for new, old in zip(blocks, x.scale.shape, strict=True)]
+    tail = [n for count in reversed(missing) for n in (0, count)]
     return x.replace(qdata=qdata, scale=op(x.scale, tail, 1.0), amax=op(x.amax, tail, 0.0))
 
 
-@implements(*_existing(torch.ops.c10d, "broadcast_"))
-def _broadcast(op: Any, tensors: list[Any], *args: Any) -> Any:
-    """In place, bit for bit, into tensors of the same spec.
+@implements(*_existing(functional, "all_gather_into_tensor_coalesced"))
+def _all_gather_many(op: Any, tensors: list[Any], size: int, group: Any) -> list[Any]:
+    return [functional.all_gather_into_tensor(x, size, group) for x in tensors]
 
-    The caller waits for the work that is returned, the last. Gloo runs several at a time, so the
-    others are waited for here.
-    """
-    work = None
-    for x in tensors:
-        float8 = isinstance(x, Float8Tensor)
-        for t in (x.qdata.view(torch.uint8), x.scale, x.amax) if float8 else (x,):
-            if work is not None:
-                work.wait()
-            _, work = op([t], *args)
-    return tensors, work
+
+@implements(*_existing(functional, "all_gather_into_tensor_out", "reduce_scatter_tensor_out"))
+def _into_out(op: Any, x: Any, *args: Any, out: Any) -> Any:
+    name = op._schema.name.split("::")[1].removesuffix("_out")
+    return out.copy_(_wait_for(getattr(functional, name)(x, *args)))
+
+
+@implements(*_existing(functional, "broadcast", "broadcast_"))
+def _broadcast_functional(op: Any, x: Float8Tensor, source: int, group: Any) -> Float8Tensor:
+    result = x if op._schema.is_mutable else torch.empty_like(x)
+    data = _pack(_with_rows(x))
+    _receive(_with_rows(result), _wait_for(functional.broadcast(data, source, group)))
+    return result
+
+
+@implements(*_existing(functional, "all_to_all_single"))
+def _all_to_all(
+    op: Any, x: Float8Tensor, out_splits: Any, in_splits: Any, group: Any
+) -> Float8Tensor:
+    """Rows of other ranks, whose blocks hold a row each."""
+    return _unpack(_wait_for(op(_pack(x), out_splits, in_splits, group)), x)
+
+
+@implements(*_existing(functional, "all_reduce_", "all_reduce_coalesced_"))
+def _all_reduce_functional(op: Any, tensors: Any, *args: Any) -> Any:
+    for x in tensors if isinstance(tensors, list) else [tensors]:
+        x.copy_(_wait_for(functional.all_reduce(x.dequantize(), *args)))
+    return tensors
+
+
+@implements(*_existing(functional, "isend", "irecv", "batch_p2p_ops"))
+def _refuse(op: Any, *args: Any) -> Any:
+    raise NotImplementedError(
+        f"{op} must not get a Float8Tensor. Use torch.distributed.isend and irecv outside "
+        "torch.compile, or send .dequantize()."
+    )
