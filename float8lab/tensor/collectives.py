@@ -345,7 +345,7 @@ def _all_gather_lists(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any
 # Sums.
 
 
-def _value(x: Tensor, shape: Sequence[int] | None = None) -> str:
+def _value(x: Tensor, shape: Sequence[float] | None = None) -> str:
     """``_text`` where values travel: those of a Float8Tensor in float32."""
     dtype = torch.float32 if isinstance(x, Float8Tensor) else x.dtype
     return f"{dtype} {tuple(x.shape if shape is None else shape)}"
@@ -517,7 +517,7 @@ def _into_out(op: Any, x: Any, *args: Any, out: Any) -> Any:
 
 
 @implements(*_existing(functional, "broadcast", "broadcast_"))
-def _broadcast_functional(op: Any, x: Float8Tensor, source: int, group: Any) -> Float8Tensor:
+def _broadcast_functional(op: Any, x: Float8Tensor, source: int, group: Any) -> Any:
     result = x if op._schema.is_mutable else torch.empty_like(x)
     data = _pack(_with_rows(x))
     _receive(_with_rows(result), _wait_for(functional.broadcast(data, source, group)))
