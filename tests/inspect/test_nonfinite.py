@@ -350,7 +350,7 @@ def test_everything_is_as_before(x, bad, stored, warm):
 
 
 def test_what_it_refuses(x):
-    with pytest.raises(ValueError, match="steps must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="steps must be an integer of at least 1; got 0"):
         find_nan(make(), x, steps=0)
     with pytest.raises(TypeError, match="loss_fn must be given"):
         find_nan(Op(lambda x: None), x)

@@ -117,7 +117,7 @@ class watch:
         check_module("model", model)
         check_size("every", every, minimum=1)
         if layers is not None and not callable(layers):
-            layers = check_names("layers", layers)
+            check_names("layers", layers)
         check_path("jsonl", jsonl, optional=True)
         check_instance("masters", masters, Mapping, "the masters of a MasterWeights", optional=True)
         self._model: nn.Module = getattr(model, "_orig_mod", model)

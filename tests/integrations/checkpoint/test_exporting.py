@@ -331,7 +331,7 @@ def test_siblings_that_cannot_share_are_refused(tmp_path):
         stored = nn.ModuleDict({f"{n}_proj": float8lab.Linear(64, 64, device="cpu") for n in "qk"})
     with pytest.raises(ValueError, match="stored bytes are not changed"):
         export(stored, tmp_path / "out", "float8lab", share_scales=tie)
-    with pytest.raises(ValueError, match="sequence of sequences"):
+    with pytest.raises(TypeError, match="share_scales must be a list of lists of names"):
         export(Attention(), tmp_path / "out", share_scales=("q_proj", "k_proj"))
     assert not (tmp_path / "out").exists()
 
