@@ -78,8 +78,12 @@ class autocast:
         names: tuple[str, str] = ("recipe", "amax_reduction_group"),
     ) -> None:
         """Check and keep the arguments; ``names`` are those of the recipe's and the group's."""
-        check_recipe(names[0], recipe)
-        check_group(names[1], group)
+        if type(enabled) is not bool or type(calibrating) is not bool:
+            check_flags(enabled=enabled, calibrating=calibrating)
+        if recipe is not None:
+            check_recipe(names[0], recipe)
+        if group is not None:
+            check_group(names[1], group)
         self._enabled = bool(enabled)
         self._calibrating = bool(calibrating)
         self._recipe = recipe
