@@ -39,6 +39,7 @@ NO_ARGUMENTS = {
     "Format": "an enumeration",
     "LinearPlan": "what a recipe makes",
     "Recipe": "a base class",
+    "compute_intensive_ops": "takes none",
     "count_gemms": "takes none",
     "selfcheck": "takes minutes",
 }

@@ -311,6 +311,9 @@ CALLS: dict[str, Call] = {
     "to_high_precision": Call(
         float8lab.to_high_precision, lambda folder: {"model": _converted()}, lambda m: m(_x(B, H))
     ),
+    "conversion_report": Call(
+        float8lab.conversion_report, lambda folder: {"model": _converted()}, repr
+    ),
     "fallback": Call(
         float8lab.fallback, _constant(policy="warn"), lambda found: float8lab.fallback("warn")
     ),

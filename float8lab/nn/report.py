@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from float8lab.arguments import check_module
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.fused_module import FusedModule
@@ -161,6 +162,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     1      8 x 128   skipped  excluded by '1'         11.0 %
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
+    check_module("model", model)
     if not was_converted(model):
         raise ValueError(
             f"model must have been converted; got a {type(model).__name__} without a converted "

@@ -784,7 +784,6 @@ OPS: dict[str, tuple[str, ...]] = {
         x.record_stream(None)
         x.storage_offset()
         x.untyped_storage().nbytes()
-        x.data_ptr()
         format(x[0, 0], ".3f")
     """),
 }
@@ -886,7 +885,7 @@ _ROUNDED_TOO = (
     "F.scaled_dot_product_attention(q, k[:, :1], k[:, :1], enable_gqa=True)",
 )
 # Documented to differ; and draws again until all rounded numbers are in range.
-_APART = ("x.data_ptr()", "x.untyped_storage().nbytes()", "nn.init.trunc_normal_(x)")
+_APART = ("x.untyped_storage().nbytes()", "nn.init.trunc_normal_(x)")
 
 
 def try_op(section: str, expression: str, granularity: str) -> Outcome | None:
