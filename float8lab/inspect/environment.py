@@ -245,6 +245,8 @@ def _attention(device: torch.device) -> Support:
     if missing:
         return Support("FP8 attention", "missing", missing)
     why = why_attention_is_emulated(device, 128, 128)
+    if why and device.type == "cuda":  # modules attend in high precision there
+        return Support("FP8 attention", "missing", why)
     return Support("FP8 attention", "emulated" if why else "native", why)
 
 

@@ -6,6 +6,7 @@ only place that imports triton.
 
 from float8lab.ops._register import announce_flops, compute_intensive_ops, register_stateful
 from float8lab.ops.attention import (
+    LARGEST_HEAD,
     fp8_attention_backward_op,
     fp8_attention_op,
     has_fp8_attention,
@@ -55,6 +56,7 @@ from float8lab.ops.source import (
 
 __all__ = [
     "ACTIVATIONS",
+    "LARGEST_HEAD",
     "NO_DATA",
     "Source",
     "amax_of_op",

@@ -19,15 +19,13 @@ LARGEST_HEAD = 128
 
 
 def has_fp8_attention(device: torch.device, *heads: int) -> bool:
-    """Whether the op does without a GPU's memory for all scores, if no mask or a causal one is set.
+    """Whether the op does without a GPU's memory for all scores. A CPU answers as Hopper would.
 
     Args:
         device: of the operands.
         heads: head sizes, of queries and keys and of values.
     """
-    if device.type != "cuda":
-        return True
-    hopper = capability_of(device)[0] == 9
+    hopper = device.type != "cuda" or capability_of(device)[0] == 9
     return hopper and all(0 < size <= LARGEST_HEAD for size in heads)
 
 
@@ -38,12 +36,8 @@ def _fake_attention(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
-    keep: Tensor | None,
     causal: bool,
     scale: float,
-    dropout: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     out = reference.empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype)
@@ -58,19 +52,13 @@ def _fake_attention_backward(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
-    keep: Tensor | None,
     out: Tensor,
     lse: Tensor,
     causal: bool,
     scale: float,
-    dropout: float,
-    wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (reference.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
-    full = (*q.shape[:3], k.shape[2])
-    return dq, dk, dv, q.new_empty(full if wants_bias else (0,), dtype=torch.float32)
+    return dq, dk, dv
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -85,13 +73,10 @@ def _flops_backward(
     return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
-_OPERANDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale,"
-    " Tensor? bias, Tensor? allowed, Tensor? keep"
-)
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale"
 
 fp8_attention_op = register(
-    f"fp8_attention({_OPERANDS}, bool causal, float scale, float dropout, ScalarType out_dtype)"
+    f"fp8_attention({_OPERANDS}, bool causal, float scale, ScalarType out_dtype)"
     " -> (Tensor, Tensor)",
     cuda="attention:fp8_attention",
     reference=reference.fp8_attention,
@@ -100,8 +85,7 @@ fp8_attention_op = register(
 )
 fp8_attention_backward_op = register(
     f"fp8_attention_backward(Tensor dout, {_OPERANDS}, Tensor out, Tensor lse,"
-    " bool causal, float scale, float dropout, bool wants_bias)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     cuda="attention:fp8_attention_backward",
     reference=reference.fp8_attention_backward,
     fake=_fake_attention_backward,

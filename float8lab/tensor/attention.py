@@ -1,8 +1,8 @@
 """Attention of Float8Tensors.  B batch, H heads, G key/value heads, S sequence, D head size.
 
 Queries, keys and values with one scale each run the FP8 attention op, which rounds the
-probabilities to e4m3 too; backward is in high precision. Masks, dropout, other blocks and a GPU for
-which there is no kernel dequantize inside what torch runs.
+probabilities to e4m3 too; backward is in high precision. Masks, dropout, other blocks, heads above
+``LARGEST_HEAD`` and a GPU for which there is no kernel dequantize inside what torch runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     if attn_mask is None and not dropout_p and _fit(q, k, v, enable_gqa):
-        return _Attention.apply(q, k, v, is_causal, q.shape[3] ** -0.5 if scale is None else scale)
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        if factor > 0:  # what the kernel takes
+            return _Attention.apply(q, k, v, is_causal, factor)
     how = (dropout_p, is_causal)
     more = {"scale": scale, "enable_gqa": enable_gqa}
     if aten._fused_sdp_choice(q, k, v, attn_mask, *how, **more) != _COMPOSITION:
@@ -70,7 +72,7 @@ class _Attention(Float8Function):
     def forward(ctx: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Tensor:
         for x in (q, k, v):
             x._refresh()
-        settings = (causal, scale, 0.0)
+        settings = (causal, scale)
         out, lse = fp8_attention_op(*_operands(q, k, v), *settings, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
@@ -83,17 +85,15 @@ class _Attention(Float8Function):
         q, k, v, out, lse = ctx.saved_tensors
         if isinstance(dout, Float8Tensor):
             dout = dout._decode()
-        gradients = fp8_attention_backward_op(
-            dout, *_operands(q, k, v), out, lse, *ctx.settings, False
-        )
+        gradients = fp8_attention_backward_op(dout, *_operands(q, k, v), out, lse, *ctx.settings)
         needs = ctx.needs_input_grad[:3]
-        dq, dk, dv = (g if need else None for g, need in zip(gradients, needs, strict=False))
+        dq, dk, dv = (g if need else None for g, need in zip(gradients, needs, strict=True))
         return dq, dk, dv, None, None
 
 
-def _operands(q: Any, k: Any, v: Any) -> tuple[Tensor | None, ...]:
-    """Data, scales and masks as the op takes them."""
-    return (*(x.qdata for x in (q, k, v)), *(x.scale.view(1) for x in (q, k, v)), None, None, None)
+def _operands(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
+    """Data and scales as the op takes them."""
+    return (*(x.qdata for x in (q, k, v)), *(x.scale.view(1) for x in (q, k, v)))
 
 
 @implements(aten._fused_sdp_choice.default)

@@ -164,6 +164,8 @@ def _agree(group: Any, sends: list[str], expects: list[str], size: int = 0) -> i
         The largest ``size`` of any rank.
     """
     group = dist.ProcessGroup.unbox(group)
+    if dist.get_backend(group) == "fake":  # torch's, for one process that plays a rank of many
+        return size
     everybody: list[Any] = [None] * group.size()
     dist.all_gather_object(everybody, (sends, expects, size), group)
     for source, (sent, _, _) in enumerate(everybody):
@@ -183,7 +185,10 @@ def _begun(result: Any) -> Any:
     return None if work is None else dist.Work.unbox(work)
 
 
-class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]  # as torch is
+_WorkBase: Any = dist.Work if dist.is_available() else object
+
+
+class _Work(_WorkBase):  # type: ignore[misc]  # a class that torch may be built without
     """Several works as one, and what remains to be done after them.
 
     Torch passes a work through C++ to the caller, where its Python half is lost unless something
@@ -407,8 +412,8 @@ def _reduce_scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: 
 @implements(*_existing(c10d, "_reduce_scatter_base_"))
 def _reduce_scatter_base(op: Any, out: Any, x: Any, group: Any, *args: Any) -> Any:
     _, world = _place(group)
-    part = (x.numel() / world,)
-    _agree(group, [_value(x, part)] * world, [_value(out, (float(out.numel()),))] * world)
+    expected = _value(out, (world * out.numel(),))
+    _agree(group, [_value(x, (x.numel(),))] * world, [expected] * world)
     return out, _with_values(lambda out, x: op(out, x, group, *args), [out], out, x)
 
 
@@ -518,7 +523,7 @@ def _into_out(op: Any, x: Any, *args: Any, out: Any) -> Any:
 
 @implements(*_existing(functional, "broadcast", "broadcast_"))
 def _broadcast_functional(op: Any, x: Float8Tensor, source: int, group: Any) -> Any:
-    result = x if op._schema.is_mutable else torch.empty_like(x)
+    result: Any = x if op._schema.is_mutable else torch.empty_like(x)
     data = _pack(_with_rows(x))
     _receive(_with_rows(result), _wait_for(functional.broadcast(data, source, group)))
     return result

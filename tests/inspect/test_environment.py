@@ -88,7 +88,7 @@ Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 8.9
 MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
-FP8 attention | emulated | the kernel is for SM 9.0; this GPU is SM 8.9""",
+FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 8.9""",
     )
 
 
@@ -102,7 +102,7 @@ Float8CurrentScaling | native |
 Float8RowwiseScaling | native |
 Float8BlockScaling | emulated | blocks are multiplied on SM 9.0 only; this GPU is SM 10.0
 MXFP8BlockScaling | emulated | no FP8 product of 1x32 by 1x32 blocks
-FP8 attention | emulated | the kernel is for SM 9.0; this GPU is SM 10.0""",
+FP8 attention | missing | the kernel is for SM 9.0; this GPU is SM 10.0""",
     )
 
 

@@ -21,109 +21,74 @@ def make(device, B=2, H=4, G=2, Sq=5, Sk=7, D=8, Dv=6):
     return [p[0] for p in pairs], [p[1] for p in pairs], dout
 
 
-MASKS = {
-    "none": lambda d: (None, None, None, False, 0.0),
-    "causal": lambda d: (None, None, None, True, 0.0),
-    "allowed": lambda d: (None, torch.rand(2, 1, 5, 7, device=d) < 0.5, None, False, 0.0),
-    "bias": lambda d: (torch.randn(1, 4, 5, 7, device=d), None, None, False, 0.0),
-    "dropout": lambda d: (None, None, torch.rand(2, 4, 5, 7, device=d) < 0.7, True, 0.3),
-}
-
-
-def masks(name, device):
-    bias, allowed, keep, causal, dropout = MASKS[name](device)
-    if allowed is not None:
-        allowed[..., 0] = True
-    return bias, allowed, keep, causal, dropout
-
-
-def exact_attention(q64, k64, v64, settings, bias=None, allowed=None, keep=None):
+def exact_attention(q64, k64, v64, settings):
     """Output, probabilities and scores in float64."""
-    causal, scale, dropout = settings
+    causal, scale = settings
     groups = q64.shape[1] // k64.shape[1]
     scores = q64 @ k64.repeat_interleave(groups, 1).transpose(2, 3) * scale
-    if bias is not None:
-        scores = scores + bias
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
     if causal:
         future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
     p = scores.softmax(-1)
-    kept = p if keep is None else p * keep / (1 - dropout)
-    return kept @ v64.repeat_interleave(groups, 1), p, scores
+    return p @ v64.repeat_interleave(groups, 1), p, scores
 
 
 def decoded(tensors, scales):
     return [x.double() * s.double().view(1) for x, s in zip(tensors, scales, strict=True)]
 
 
-def check_forward(out, lse, operands, settings, bias=None, allowed=None, keep=None):
+def check_forward(out, lse, operands, settings):
     """Within the rounding of the probabilities, less than 1/16 of each or 2 ** -18.
 
     The tensor cores keep about 13 bits of a sum; what that does to scores, they do to the logarithm
     of the probabilities.
     """
     q64, k64, v64 = operands
-    expected, p, scores = exact_attention(*operands, settings, bias, allowed, keep)
-    _, scale, dropout = settings
+    expected, p, scores = exact_attention(*operands, settings)
+    scale = settings[1]
     groups = q64.shape[1] // k64.shape[1]
     size = q64.abs() @ k64.abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
     off = 2.0**-12 * size.amax(-1) * out.is_cuda
     assert ((lse.double() - scores.logsumexp(-1)).abs() <= off + 1e-5).all()
     rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + 2.0**-9 * out.is_cuda) + 2.0**-18
-    bound = rounding / (1 - dropout) @ v64.abs().repeat_interleave(groups, 1)
+    bound = rounding @ v64.abs().repeat_interleave(groups, 1)
     last_bit = torch.finfo(out.dtype).eps
     assert ((out - expected).abs() <= bound + expected.abs() * last_bit + 1e-5).all()
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_forward_and_backward_against_float64(name, device):
+each_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+@each_mask
+def test_forward_and_backward_against_float64(causal, device):
     (q, k, v), scales, dout = make(device)
-    bias, allowed, keep, causal, dropout = masks(name, device)
-    shared = (q, k, v, *scales, bias, allowed, keep)
-    settings = (causal, 0.3, dropout)
+    shared, settings = (q, k, v, *scales), (causal, 0.3)
     out, lse = ops.fp8_attention_op(*shared, *settings, torch.float32)
     leaves = [x.requires_grad_() for x in decoded((q, k, v), scales)]
-    bias64 = None if bias is None else bias.double().requires_grad_()
-    check_forward(
-        out, lse, [x.detach() for x in leaves], settings,
-        None if bias64 is None else bias64.detach(), allowed, keep,
-    )  # fmt: skip
+    check_forward(out, lse, [x.detach() for x in leaves], settings)
 
-    expected, _, scores = exact_attention(*leaves, settings, bias64, allowed, keep)
-    grads = ops.fp8_attention_backward_op(
-        dout, *shared, expected.detach().float(), scores.logsumexp(-1).detach().float(), *settings,
-        bias is not None,
-    )  # fmt: skip
-    wanted = leaves if bias64 is None else [*leaves, bias64]
-    exact = torch.autograd.grad(expected, wanted, dout.double())
-    for got, want in zip(grads[:3], exact, strict=False):
-        assert torch.allclose(got.double(), want, atol=1e-4)
-    if bias is None:
-        assert grads[3].numel() == 0
-    else:
-        assert torch.allclose(grads[3].sum(0, keepdim=True).double(), exact[3], atol=1e-4)
-    own = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, False)
+    expected, _, scores = exact_attention(*leaves, settings)
+    saved = expected.detach().float(), scores.logsumexp(-1).detach().float()
+    grads = ops.fp8_attention_backward_op(dout, *shared, *saved, *settings)
+    exact = torch.autograd.grad(expected, leaves, dout.double())
+    for got, want in zip(grads, exact, strict=True):
+        # The kernel's backward rounds to 8 bits.
+        assert (got - want).norm() <= (2.0**-7 if got.is_cuda else 1e-4) * want.norm() + 1e-4
+    own = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings)
     assert (own[0] - grads[0]).norm() <= 0.1 * grads[0].norm()  # of the rounded output
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_opcheck(name, device):
+@each_mask
+def test_opcheck(causal, device):
     (q, k, v), scales, dout = make(device)
-    bias, allowed, keep, causal, dropout = masks(name, device)
-    shared = (q, k, v, *scales, bias, allowed, keep)
-    settings = (causal, 0.3, dropout)
+    shared, settings = (q, k, v, *scales), (causal, 0.3)
     # Not test_schema: it compares inputs by torch.allclose, which has no FP8 kernel.
     utilities = tuple(u for u in torch.library._OPCHECK_DEFAULT_UTILS if u != "test_schema")
     arguments = (*shared, *settings, torch.bfloat16)
     torch.library.opcheck(ops.fp8_attention_op.overload, arguments, test_utils=utilities)
     out, lse = ops.fp8_attention_op(*arguments)
-    for wants_bias in (False, True):
-        arguments = (dout.bfloat16(), *shared, out, lse, *settings, wants_bias)
-        torch.library.opcheck(
-            ops.fp8_attention_backward_op.overload, arguments, test_utils=utilities
-        )
+    arguments = (dout.bfloat16(), *shared, out, lse, *settings)
+    torch.library.opcheck(ops.fp8_attention_backward_op.overload, arguments, test_utils=utilities)
 
 
 # B, H, G, Sq, Sk, D, Dv
@@ -162,10 +127,10 @@ def test_kernel(shape, causal, fp8_dtype):
     sizes = (B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv)
     pairs = [quantized(size, fp8_dtype, "cuda") for size in sizes]
     tensors, scales = [p[0] for p in pairs], [p[1] for p in pairs]
-    settings = (causal, D**-0.5, 0.0)
+    settings = (causal, D**-0.5)
     first = None
     for layout in LAYOUTS:
-        shared = (*(arranged(x, layout) for x in tensors), *scales, None, None, None)
+        shared = (*(arranged(x, layout) for x in tensors), *scales)
         out, lse = ops.fp8_attention_op(*shared, *settings, torch.bfloat16)
         if first is None:
             first = out, lse
@@ -173,9 +138,9 @@ def test_kernel(shape, causal, fp8_dtype):
         assert torch.equal(out, first[0])
         assert torch.equal(lse, first[1])
         dout = LAYOUTS[layout](torch.randn_like(out))
-        got = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, False)
-        want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings, False)
-        for a, b in zip(got[:3], want, strict=False):
+        got = ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings)
+        want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings)
+        for a, b in zip(got, want, strict=True):
             assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
             # Probabilities and the scores' gradient are rounded to 8 bits.
             assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm() + 1e-3
@@ -185,21 +150,18 @@ def test_kernel(shape, causal, fp8_dtype):
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
 def test_kernel_dtypes_and_determinism(dtype):
     pairs = [quantized((2, 2, 256, 64), E4M3, "cuda") for _ in range(3)]
-    shared = (*(p[0] for p in pairs), *(p[1] for p in pairs), None, None, None)
-    settings = (True, 0.125, 0.0)
+    shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
+    settings = (True, 0.125)
     out, lse = ops.fp8_attention_op(*shared, *settings, dtype)
     check_forward(out, lse, decoded(*zip(*pairs, strict=True)), settings)
     dout = torch.randn_like(out)
-    want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings, False)
+    want = reference.fp8_attention_backward(dout, *shared, out, lse, *settings)
     torch.use_deterministic_algorithms(True)
     try:
-        runs = [
-            ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings, False)
-            for _ in range(2)
-        ]
+        runs = [ops.fp8_attention_backward_op(dout, *shared, out, lse, *settings) for _ in range(2)]
     finally:
         torch.use_deterministic_algorithms(False)
-    for a, again, b in zip(*(run[:3] for run in runs), want, strict=False):
+    for a, again, b in zip(*runs, want, strict=True):
         assert a.dtype == dtype
         assert torch.equal(a, again)
         assert (a.float() - b.float()).norm() <= 2.0**-7 * b.float().norm()
@@ -209,8 +171,8 @@ def test_kernel_dtypes_and_determinism(dtype):
 def test_more_heads_than_a_grid_has_rows():
     pairs = [quantized((1100, 60, 2, 16), E4M3, "cuda") for _ in range(3)]
     tensors, scales = zip(*pairs, strict=True)
-    settings = (True, 0.25, 0.0)
-    out, lse = ops.fp8_attention_op(*tensors, *scales, None, None, None, *settings, torch.bfloat16)
+    settings = (True, 0.25)
+    out, lse = ops.fp8_attention_op(*tensors, *scales, *settings, torch.bfloat16)
     check_forward(out, lse, decoded(tensors, scales), settings)
 
 
@@ -218,11 +180,11 @@ def test_more_heads_than_a_grid_has_rows():
 def test_kernel_holds_no_scores():
     S = 65536  # scores of one head: 16 GiB in float32
     pairs = [quantized((1, 1, S, 64), E4M3, "cuda") for _ in range(3)]
-    shared = (*(p[0] for p in pairs), *(p[1] for p in pairs), None, None, None)
+    shared = (*(p[0] for p in pairs), *(p[1] for p in pairs))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out, lse = ops.fp8_attention_op(*shared, True, 0.125, 0.0, torch.bfloat16)
-    ops.fp8_attention_backward_op(out, *shared, out, lse, True, 0.125, 0.0, False)
+    out, lse = ops.fp8_attention_op(*shared, True, 0.125, torch.bfloat16)
+    ops.fp8_attention_backward_op(out, *shared, out, lse, True, 0.125)
     assert torch.cuda.max_memory_allocated() - before < 2**28
     assert out.isfinite().all()
 
@@ -234,9 +196,7 @@ def test_small_probabilities_survive(device):
         torch.full((1, 1, size, 4), value, device=device).to(E4M3)
         for size, value in ((1, 0.0), (2048, 0.0), (2048, 1.5))
     )
-    out, lse = ops.fp8_attention_op(
-        q, k, v, one, one, one, None, None, None, False, 1.0, 0.0, torch.float32
-    )
+    out, lse = ops.fp8_attention_op(q, k, v, one, one, one, False, 1.0, torch.float32)
     assert out.tolist() == [[[[1.5] * 4]]]
     assert lse.item() == pytest.approx(11 * torch.tensor(2.0).log().item())
     assert reference.P_SCALE * 448 > 1
@@ -247,7 +207,7 @@ def test_nan_and_large_scores(device):
     q = torch.full((1, 1, 2, 4), 448.0, device=device).to(E4M3)
     k = torch.stack([torch.full((1, 1, 4), s * 448.0, device=device) for s in (1, -1)], 2).to(E4M3)
     v = torch.tensor([1.0, 2.0], device=device).view(1, 1, 2, 1).to(E4M3)
-    arguments = (None, None, None, False, 1.0, 0.0, torch.float32)
+    arguments = (False, 1.0, torch.float32)
     out, _ = ops.fp8_attention_op(q, k, v, one, one, one, *arguments)
     # The other key's weight underflows. Scores this large lose their last bits in the kernel, and
     # the first key's is then next to 1 and rounded.

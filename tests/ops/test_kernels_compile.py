@@ -314,10 +314,7 @@ def attended(
 ) -> Any:
     sizes = (SQ, D), (SK, D), (SK, DV)
     q, k, v = (torch.zeros(1, 2, *size).to(fp8_dtype) for size in sizes)
-    masks = (None, None, None)
-    return lambda: attention.fp8_attention(
-        q, k, v, one, one, one, *masks, causal, 0.1, 0.0, torch.bfloat16
-    )
+    return lambda: attention.fp8_attention(q, k, v, one, one, one, causal, 0.1, torch.bfloat16)
 
 
 ATTENTION: dict[str, Callable[[], Any]] = {

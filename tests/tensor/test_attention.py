@@ -21,8 +21,8 @@ def make(shape, *, dtype=torch.float32, block=(-1, -1), device="cpu"):
     return quantize(torch.randn(shape, device=device).to(dtype), block=block).requires_grad_()
 
 
-def operands(Sq=40, Sk=56, *, H=4, G=4, **options):
-    sizes = (2, H, Sq, 32), (2, G, Sk, 32), (2, G, Sk, 16)
+def operands(Sq=40, Sk=56, *, H=4, G=4, D=32, **options):
+    sizes = (2, H, Sq, D), (2, G, Sk, D), (2, G, Sk, 16)
     return [make(s, **options) for s in sizes]
 
 
@@ -70,7 +70,7 @@ def test_against_the_op():
     q, k, v = operands()
     scales = [t.scale.view(1) for t in (q, k, v)]
     out, _ = torch.ops.float8lab.fp8_attention(
-        q.qdata, k.qdata, v.qdata, *scales, None, None, None, True, 0.3, 0.0, torch.float32
+        q.qdata, k.qdata, v.qdata, *scales, True, 0.3, torch.float32
     )
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
     assert torch.equal(y, out)
@@ -99,6 +99,8 @@ ELSEWHERE = {
     "bias": ({}, {"attn_mask": torch.randn(40, 56)}),
     "bias-grad": ({}, {"attn_mask": torch.randn(40, 56, requires_grad=True)}),
     "dropout": ({}, {"dropout_p": 1.0}),
+    "wide": ({"D": 136}, {}),
+    "negative": ({}, {"scale": -0.1}),
     "row": ({"block": (1, -1)}, {}),
     "1x8-causal": ({"block": (1, 8)}, {"is_causal": True}),
     "column": ({"block": (-1, 1)}, {}),

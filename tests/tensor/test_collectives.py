@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
 import float8lab
 from float8lab.tensor import Float8Tensor, quantize
@@ -357,6 +358,15 @@ def check_distribute_tensor(ranks: Ranks) -> None:
                 assert (full - whole.dequantize()).abs().max() <= 16 * whole.scale.max()
             copied = distribute_tensor(mine.clone(), mesh, [Replicate()])
             assert_equal(copied.to_local(), whole)
+
+
+def check_a_process_that_plays_one_of_many(ranks: Ranks) -> None:
+    """Torch's fake backend, of dry runs, has no other ranks to agree with."""
+    group = dist.new_group(backend="fake")
+    out = quantize(torch.zeros(2, 8, device=ranks.device))
+    dist.scatter(out, [out.clone()] * ranks.world if ranks.rank == 0 else None, 0, group)
+    dist.broadcast(out, 0, group)
+    assert out.shape == (2, 8)
 
 
 outcome = ranks_fixture(__name__, 2, 4)

@@ -37,7 +37,6 @@ _ATTENTION_SHAPES = (
     (1, 2, 1, 70, 130, 23, 9),
     (1, 2, 2, 1, 77, 128, 128),
 )
-_MASKS = ("", "causal", "allowed", "bias", "dropout")
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class _Attention:
 
     tensors: list[Tensor]
     scales: list[Tensor]
-    masks: tuple[Tensor | None, Tensor | None, Tensor | None]
-    settings: tuple[bool, float, float]
+    settings: tuple[bool, float]
     why: str
 
     def wide(self) -> list[Tensor]:
@@ -58,7 +56,7 @@ class _Attention:
 
 def _attentions(cases: Cases) -> Iterator[_Attention]:
     for turn, (B, H, G, SQ, SK, D, DV) in enumerate(_ATTENTION_SHAPES):
-        for mask in _MASKS if SQ < 100 else _MASKS[:2]:
+        for causal in (False, True):
             fp8_dtype = FP8_DTYPES[turn % 2]
             sizes = (B, H, SQ, D), (B, G, SK, D), (B, G, SK, DV)
             tensors, scales = [], []
@@ -69,40 +67,24 @@ def _attentions(cases: Cases) -> Iterator[_Attention]:
                 )
                 tensors.append(q.view(size).to(cases.device))
                 scales.append(scale.to(cases.device))
-            allowed = cases.uniform(B, 1, SQ, SK) < 0.5
-            allowed[..., 0] = True
-            bias = cases.normal(1, H, SQ, SK) if mask == "bias" else None
-            keep = cases.uniform(B, H, SQ, SK) < 0.7 if mask == "dropout" else None
-            masks = (bias, allowed if mask == "allowed" else None, keep)
-            on_device = [None if one is None else one.to(cases.device) for one in masks]
             why = why_attention_is_emulated(cases.device, D, DV)
-            if not why and any(one is not None for one in masks):
-                why = "the kernel has no mask but the causal one, no bias and no dropout"
-            cases.begin(f"{B}x{H}({G})x{SQ}x{SK}x{D}x{DV} {format_of(fp8_dtype)} {mask}", why)
-            settings = (mask in ("causal", "dropout"), D**-0.5, 0.3 if mask == "dropout" else 0.0)
-            yield _Attention(
-                tensors, scales, (on_device[0], on_device[1], on_device[2]), settings, why
-            )
+            kind = "causal" if causal else ""
+            cases.begin(f"{B}x{H}({G})x{SQ}x{SK}x{D}x{DV} {format_of(fp8_dtype)} {kind}", why)
+            yield _Attention(tensors, scales, (causal, D**-0.5), why)
 
 
 def _exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, case: _Attention
+    q: Tensor, k: Tensor, v: Tensor, case: _Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, probabilities and scores in float64."""
-    causal, scale, dropout = case.settings
-    _, allowed, keep = case.masks
+    causal, scale = case.settings
     groups = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(groups, 1).mT * scale
-    if bias is not None:
-        scores = scores + bias
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
     if causal:
         future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
     p = scores.softmax(-1)
-    kept = p if keep is None else p * keep / (1 - dropout)
-    return kept @ v.repeat_interleave(groups, 1), p, scores
+    return p @ v.repeat_interleave(groups, 1), p, scores
 
 
 @checks(
@@ -117,12 +99,9 @@ def _check_attention(cases: Cases) -> None:
     for number, case in enumerate(_attentions(cases)):
         dtype = HIGH_PRECISION_DTYPES[number % 3]
         q, k, v = case.wide()
-        bias = None if case.masks[0] is None else case.masks[0].double()
-        expected, p, scores = _exact_attention(q, k, v, bias, case)
-        _, scale, dropout = case.settings
-        out, lse = ops.fp8_attention_op(
-            *case.tensors, *case.scales, *case.masks, *case.settings, dtype
-        )
+        expected, p, scores = _exact_attention(q, k, v, case)
+        scale = case.settings[1]
+        out, lse = ops.fp8_attention_op(*case.tensors, *case.scales, *case.settings, dtype)
         groups = q.shape[1] // k.shape[1]
         size = q.abs() @ k.abs().repeat_interleave(groups, 1).mT * scale
         off = size.amax(-1) * (0.0 if case.why else 2.0**-12)
@@ -131,7 +110,7 @@ def _check_attention(cases: Cases) -> None:
         cases.within(lse, scores.logsumexp(-1), off)
         added = 0.0 if case.why else 2.0**-9
         rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + added) + 2.0**-10 * P_SCALE
-        bound = rounding / (1 - dropout) @ v.abs().repeat_interleave(groups, 1)
+        bound = rounding @ v.abs().repeat_interleave(groups, 1)
         cases.within(out, expected, bound + expected.abs() * torch.finfo(dtype).eps)
 
 
@@ -141,28 +120,17 @@ def _check_attention_backward(cases: Cases) -> None:
     2**-17 off (see above) do to probabilities: less than 2**-16 of them. The kernel also rounds
     operands, probabilities and the gradient of the scores to 8 bits, 2**-9 each of the result."""
     for case in _attentions(cases):
-        bias = case.masks[0]
         with torch.enable_grad():
             q, k, v = leaves = [x.requires_grad_() for x in case.wide()]
-            bias64 = None if bias is None else bias.double().requires_grad_()
-            expected, _, scores = _exact_attention(q, k, v, bias64, case)
+            expected, _, scores = _exact_attention(q, k, v, case)
             dout = cases.normal(*expected.shape).to(cases.device)
-            wanted = [*leaves, *([] if bias64 is None else [bias64])]
-            exact = torch.autograd.grad(expected, wanted, dout.double())
+            exact = torch.autograd.grad(expected, leaves, dout.double())
         out, lse = expected.detach().float(), scores.detach().logsumexp(-1).float()
         got = ops.fp8_attention_backward_op(
-            dout,
-            *case.tensors,
-            *case.scales,
-            *case.masks,
-            out,
-            lse,
-            *case.settings,
-            bias is not None,
+            dout, *case.tensors, *case.scales, out, lse, *case.settings
         )
         terms = _gradient_terms(case, expected.detach(), scores.detach(), dout.double())
-        for one, want, term in zip(got, exact, terms, strict=False):
-            one = one.sum(0, keepdim=True) if one.shape != want.shape else one
+        for one, want, term in zip(got, exact, terms, strict=True):
             bound = 2.0**-16 * term.norm() + (0.0 if case.why else 2.0**-7) * want.norm()
             off = (one.double() - want).norm()
             cases.within(off, torch.zeros_like(off), bound.cpu())
@@ -170,17 +138,15 @@ def _check_attention_backward(cases: Cases) -> None:
 
 def _gradient_terms(
     case: _Attention, out: Tensor, scores: Tensor, dout: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and the bias, had every term the same sign."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, had every term the same sign."""
     q, k, v = (x.detach().abs() for x in case.wide())
-    _, scale, dropout = case.settings
-    keep, G, p = case.masks[2], k.shape[1], scores.softmax(-1)
+    scale, G, p = case.settings[1], k.shape[1], scores.softmax(-1)
     k, v = (x.repeat_interleave(q.shape[1] // G, 1) for x in (k, v))
-    factor = 1.0 if keep is None else keep / (1 - dropout)
     dout = dout.abs()
-    ds = p * (dout @ v.mT * factor + (out.abs() * dout).sum(-1, keepdim=True))
-    dk, dv = (x.unflatten(1, (G, -1)).sum(2) for x in (ds.mT @ q * scale, (p * factor).mT @ dout))
-    return ds @ k * scale, dk, dv, ds.sum(0, keepdim=True)
+    ds = p * (dout @ v.mT + (out.abs() * dout).sum(-1, keepdim=True))
+    dk, dv = (x.unflatten(1, (G, -1)).sum(2) for x in (ds.mT @ q * scale, p.mT @ dout))
+    return ds @ k * scale, dk, dv
 
 
 @checks("attention", REFERENCE, "rotate_op")

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from float8lab.nn.attention.bias import Alibi
 from float8lab.nn.attention.masks import AttentionMask
@@ -36,7 +36,7 @@ __all__ = [
     "attend",
     "explain",
     "reference_attention",
-    "zero_blind",
+    "why_a_matrix",
 ]
 
 
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
         return allowed, blind
 
 
-def zero_blind(out: Tensor, blind: Tensor | None) -> Tensor:
+def _zero_blind(out: Tensor, blind: Tensor | None) -> Tensor:
     """The output with 0 for queries that see nothing; no gradient passes through them."""
     return out if blind is None else out.masked_fill(blind, 0.0)
 
@@ -125,7 +125,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Te
             scores = scores.masked_fill(~allowed, -torch.inf)
         p = F.dropout(scores.softmax(-1), problem.dropout)
         out = p @ _high(_repeat(v, q.shape[1]))
-        return zero_blind(out, blind).to(q.dtype)
+        return _zero_blind(out, blind).to(q.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -166,7 +166,7 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
             scale=problem.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-    return zero_blind(out, blind)
+    return _zero_blind(out, blind)
 
 
 class _CudnnOff:
@@ -228,10 +228,60 @@ def _flex_modifiers(
         assert kv_padding is not None
         return in_window(b, h, i, j) & ~kv_padding[b, j]
 
-    per_batch = isinstance(mask.diagonal, Tensor) or kv_padding is not None
-    may_see = in_window if kv_padding is None else in_window_and_real
-    batches = B if per_batch else None
-    return score_mod, create_block_mask(may_see, batches, None, Sq, Sk, device=str(q.device))
+    blocks = _blocks_in_window(farthest, nearest, kv_padding, Sq, Sk)
+    return score_mod, _block_mask(*blocks, in_window if kv_padding is None else in_window_and_real)
+
+
+def _blocks_in_window(
+    farthest: Tensor, nearest: Tensor, kv_padding: Tensor | None, Sq: int, Sk: int
+) -> tuple[Tensor, Tensor, int, int]:
+    """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
+
+    Found from the blocks' first and last members: to look at each pair would take as much memory
+    as the scores.
+
+    Returns:
+        Two bool tensors, ``[B, 1, blocks of queries, blocks of keys]``, and Sq and Sk.
+    """
+    device = farthest.device
+    first_i = torch.arange(0, Sq, _FLEX_BLOCK, device=device).view(1, 1, -1, 1)
+    first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=device).view(1, 1, 1, -1)
+    last_i = (first_i + _FLEX_BLOCK - 1).clamp(max=Sq - 1)
+    last_j = (first_j + _FLEX_BLOCK - 1).clamp(max=Sk - 1)
+    far, near = farthest.view(-1, 1, 1, 1), nearest.view(-1, 1, 1, 1)
+    seen = (last_j >= first_i + far) & (first_j <= last_i + near)
+    only = (first_j >= last_i + far) & (last_j <= first_i + near)
+    # FlexAttention applies no mask in a block that is seen whole, nor knows there where keys end.
+    only = only & (first_j + _FLEX_BLOCK <= Sk) & (first_i + _FLEX_BLOCK <= Sq)
+    if kv_padding is not None:
+        missing = -Sk % _FLEX_BLOCK
+        real = F.pad(~kv_padding, (0, missing)).unflatten(1, (-1, _FLEX_BLOCK))
+        seen = seen & real.any(-1)[:, None, None]
+        only = only & real.all(-1)[:, None, None]
+    return seen, only, Sq, Sk
+
+
+def _block_mask(
+    seen: Tensor, only: Tensor, Sq: int, Sk: int, may_see: Callable[..., Tensor]
+) -> BlockMask:
+    counts, indices = [], []
+    for blocks in (seen & ~only, only):
+        counts.append(blocks.sum(-1, dtype=torch.int32))
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        indices.append(order.to(torch.int32))
+    return BlockMask.from_kv_blocks(
+        counts[0], indices[0], counts[1], indices[1],
+        BLOCK_SIZE=_FLEX_BLOCK, mask_mod=may_see, seq_lengths=(Sq, Sk),
+    )  # fmt: skip
+
+
+def _flex_tiles(head: int) -> dict[str, Any] | None:
+    """Options for heads whose tiles, of torch's choice, do not fit in a GPU's shared memory."""
+    if head <= 128:
+        return None
+    size = 32 if head <= 256 else 16
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+    return {**dict.fromkeys(names, size), "num_stages": 1}
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -241,11 +291,13 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     out: Tensor = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=_flex_tiles(max(q.shape[3], v.shape[3])),
     )  # fmt: skip
     q_padding = problem.mask.q_padding
     return out if q_padding is None else out.masked_fill(q_padding[:, None, :, None], 0.0)
 
 
+_FLEX_BLOCK = 128
 _UNLIMITED = 2**30
 """Farther than any key lies."""
 
@@ -256,11 +308,9 @@ def _per_batch(diagonal: int | Tensor, q: Tensor) -> Tensor:
     return torch.full((q.shape[0],), diagonal, device=q.device)
 
 
-def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    Sq, Sk = q.shape[2], k.shape[2]
+def why_a_matrix(Sq: int, Sk: int, problem: Problem) -> str | None:
+    """Why mask and bias are more than none and a square causal mask, all that most kernels have."""
     mask = problem.mask
-    if not (q.numel() and k.numel() and v.numel()):
-        return "an input is empty"
     if problem.bias is not None:
         return "core_attention_bias must be a matrix to it"
     if problem.alibi is not None:
@@ -274,6 +324,12 @@ def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
     if mask.left >= 0 or mask.right > 0:
         return f"the sliding window {(mask.left, mask.right)} must be a matrix to it"
     return f"its causal mask is square, and this one is for {Sq} queries and {Sk} keys"
+
+
+def _why_not_sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    if not (q.numel() and k.numel() and v.numel()):
+        return "an input is empty"
+    return why_a_matrix(q.shape[2], k.shape[2], problem)
 
 
 _FLEX_MIN_QUERIES = 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from float8lab.nn.attention.arguments import (
 )
 from float8lab.nn.attention.backends import BACKENDS, Explanation, Problem, attend, explain
 from float8lab.nn.attention.bias import Alibi, check_bias, slopes_of
-from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention
+from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention, why_not_fp8
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import (
     Packed,
@@ -176,6 +177,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self.softmax_scale = pair[0] ** -0.5 if scale is None else scale
         self.backends = backends
         self._fp8 = AttentionPrecision()
+        self._warned = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -288,15 +290,18 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         q, k, v, problem = request[:4]
         if self._fp8.active_recipe() is None:
             why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
-        elif q.dtype == torch.float64:
-            why = "float64 stays in high precision"
+        elif (reason := why_not_fp8(q, k, v, problem)) is not None:
+            why = reason
         else:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
         found = explain(q, k, v, problem, self.backends)
         return Explanation(found.backend, {"fp8": why, **found.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-        call = self._fp8.begin(q, training=self.training)
+        why = why_not_fp8(q, k, v, problem)
+        call = self._fp8.begin(q, training=self.training) if why is None else None
+        if why is not None:
+            self._say_high_precision(why)
         if call is not None and STATE.onnx is not None:
             raise NotImplementedError(
                 "recipe must have fp8_dpa=False and fp8_mha=False inside onnx_export; got "
@@ -304,11 +309,24 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             )
         with self._dropout_context(problem.dropout):
             if call is None:
-                self._fp8.calibrate_attention(q, k, v)
+                if why is None:
+                    self._fp8.calibrate_attention(q, k, v)
                 return attend(q, k, v, problem, self.backends)
             out = fp8_attention(q, k, v, problem, call)
         self._fp8.end(call)
         return out
+
+    def _say_high_precision(self, why: str) -> None:
+        """Warn, once, that a recipe asks for FP8 and this call does not run in it."""
+        if self._warned or torch.compiler.is_compiling() or self._fp8.active_recipe() is None:
+            return
+        self._warned = True
+        warnings.warn(
+            "the recipe asks for FP8 attention, and this DotProductAttention runs in high "
+            f"precision, where a call is not for the FP8 kernel: {why}. explain() says what a call "
+            "gets; a recipe with fp8_dpa=False is silent (said once per module).",
+            stacklevel=2,
+        )
 
     def _dropout_context(self, dropout: float) -> Any:
         if not dropout or self.sequence_parallel or self.get_rng_state_tracker is None:

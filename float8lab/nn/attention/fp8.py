@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.attention.backends import Problem, zero_blind
+from float8lab.nn.attention.backends import Problem, why_a_matrix
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import (
+    LARGEST_HEAD,
     as_matrix,
     cast_op,
     fp8_attention_backward_op,
     fp8_attention_op,
+    has_fp8_attention,
     quantize_op,
 )
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, PROCESS, STATE, in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
-__all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention"]
+__all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention", "why_not_fp8"]
 
 Q, K, V = 0, 1, 2
 """Indices of attention's cast tensors."""
@@ -65,23 +67,29 @@ def asks_for_fp8_attention(recipe: Recipe) -> bool:
     return recipe.fp8_dpa or recipe.fp8_mha
 
 
-def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
-    """Attention with FP8 matrix products; shapes as ``backends.reference_attention``."""
-    Sq, Sk = q.shape[2], k.shape[2]
-    bias = problem.scores_bias(Sq, Sk)
-    causal = problem.mask.is_plain_causal(Sq, Sk)
-    if causal:
-        padding = problem.mask.q_padding
-        allowed, blind = None, None if padding is None else padding[:, None, :, None]
-    else:
-        allowed, blind = problem.visible(Sq, Sk, q.device)
-    keep = None
+def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+    """Why attention stays in high precision: all but what Hopper's kernel takes, on any device.
+
+    Everything else would have to hold the scores.
+    """
+    if q.dtype == torch.float64:
+        return "float64 stays in high precision"
     if problem.dropout:
-        shape = (q.shape[0], q.shape[1], Sq, Sk)
-        keep = torch.rand(shape, dtype=torch.float32, device=q.device) >= problem.dropout
-    settings = (causal, problem.scale, problem.dropout)
-    out: Tensor = _Attention.apply(q, k, v, bias, (allowed, keep), settings, call)
-    return zero_blind(out, blind)
+        return "it has no dropout"
+    if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
+        return f"its heads are of up to {LARGEST_HEAD}, and these are of {q.shape[3]}, {v.shape[3]}"
+    if problem.scale <= 0:
+        return f"its scale is positive, and this one is {problem.scale}"
+    if q.is_cuda and not has_fp8_attention(q.device):
+        return "it needs a Hopper GPU (SM90)"
+    return why_a_matrix(q.shape[2], k.shape[2], problem)
+
+
+def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
+    """Attention with FP8 matrix products, of what ``why_not_fp8`` has no reason against."""
+    causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
+    out: Tensor = _Attention.apply(q, k, v, (causal, problem.scale), call)
+    return out
 
 
 def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Tensor, Tensor]:
@@ -123,22 +131,14 @@ def _as_in_memory(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 class _Attention(Float8Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        masks: tuple[Tensor | None, Tensor | None],
-        settings: tuple[bool, float, float],
-        call: Call,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[bool, float], call: Call
     ) -> Tensor:
-        plan = call.plan
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
-            _cast(x, plan.x.fp8_dtype, index, call) for index, x in ((Q, q), (K, k), (V, v))
+            _cast(x, call.plan.x.fp8_dtype, index, call) for index, x in ((Q, q), (K, k), (V, v))
         )
-        operands = (q8, k8, v8, q_scale, k_scale, v_scale, bias, *masks)
+        operands = (q8, k8, v8, q_scale, k_scale, v_scale)
         out, lse = fp8_attention_op(*operands, *settings, q.dtype)
-        if any(ctx.needs_input_grad[:4]):
+        if any(ctx.needs_input_grad[:3]):
             ctx.save_for_backward(*operands, out, lse)
         ctx.settings = settings
         return out
@@ -146,12 +146,7 @@ class _Attention(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *operands, out, lse = ctx.saved_tensors
-        bias = operands[6]
-        needs = ctx.needs_input_grad
-        dq, dk, dv, dbias = fp8_attention_backward_op(
-            dout, *operands, out, lse, *ctx.settings, needs[3]
-        )
-        grads = [g if need else None for g, need in zip((dq, dk, dv), needs, strict=False)]
-        db = dbias.sum_to_size(bias.shape).to(bias.dtype) if needs[3] else None
-        return (*grads, db, None, None, None)
+        gradients = fp8_attention_backward_op(dout, *ctx.saved_tensors, *ctx.settings)
+        needs = ctx.needs_input_grad[:3]
+        grads = (g if need else None for g, need in zip(gradients, needs, strict=True))
+        return (*grads, None, None)

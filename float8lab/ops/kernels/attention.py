@@ -394,9 +394,9 @@ def _attention_kernel(
     )
 
 
-def _has_kernel(q: Tensor, v: Tensor, scale: float, masks: tuple[Tensor | None, ...]) -> bool:
+def _has_kernel(q: Tensor, v: Tensor, scale: float) -> bool:
     """Whether Hopper's kernel computes it."""
-    if any(mask is not None for mask in masks) or scale <= 0 or not q.numel() or not v.numel():
+    if scale <= 0 or not q.numel() or not v.numel():
         return False
     return has_fp8_attention(q.device, q.shape[3], v.shape[3])
 
@@ -426,19 +426,12 @@ def fp8_attention(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
-    keep: Tensor | None,
     causal: bool,
     scale: float,
-    dropout: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    if not _has_kernel(q, v, scale, (bias, allowed, keep)):
-        return plain.fp8_attention(
-            q, k, v, q_scale, k_scale, v_scale, bias, allowed, keep, causal, scale, dropout,
-            out_dtype,
-        )  # fmt: skip
+    if not _has_kernel(q, v, scale):
+        return plain.fp8_attention(q, k, v, q_scale, k_scale, v_scale, causal, scale, out_dtype)
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     d_tile = max(next_power_of_2(D), 32)
     dv_tile = max(next_power_of_2(DV), 16)
@@ -477,28 +470,26 @@ def fp8_attention_backward(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
-    keep: Tensor | None,
     out: Tensor,
     lse: Tensor,
     causal: bool,
     scale: float,
-    dropout: float,
-    wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     (SQ, D), (SK, DV) = q.shape[2:], v.shape[2:]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    fits = _has_kernel(q, v, scale, (bias, allowed, keep)) and min(SQ, SK) > 1
-    fits = fits and D % 8 == DV % 8 == 0 and not (deterministic and (D != DV or SQ != SK))
+    fits = _has_kernel(q, v, scale) and min(SQ, SK) > 1
+    fits = fits and not (deterministic and (D != DV or SQ != SK))
     if not fits:
         return plain.fp8_attention_backward(
-            dout, q, k, v, q_scale, k_scale, v_scale, bias, allowed, keep, out, lse, causal, scale,
-            dropout, wants_bias,
-        )  # fmt: skip
+            dout, q, k, v, q_scale, k_scale, v_scale, out, lse, causal, scale
+        )
     dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
     operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
     dout, out, out_dtype = dout.to(dtype), out.to(dtype), dout.dtype
+    if D % 8 or DV % 8:  # cuDNN wants heads of multiples of 8: zeros change no score
+        dout, out, *operands = (
+            torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) for x in (dout, out, *operands)
+        )
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     seed = lse.new_zeros(2, dtype=torch.int64)  # of the dropout that there is not
@@ -512,8 +503,11 @@ def fp8_attention_backward(
             dout, *operands, out, lse.unsqueeze(-1), seed[0], seed[1], None, None, None, SQ, SK,
             0.0, causal, scale=scale,
         )  # fmt: skip
-    dq, dk, dv = (plain.by_token(x.to(out_dtype)) for x in gradients)
-    return dq, dk, dv, lse.new_empty(0)
+    dq, dk, dv = (
+        plain.by_token(x[..., :size].to(out_dtype))
+        for x, size in zip(gradients, (D, D, DV), strict=False)
+    )
+    return dq, dk, dv
 
 
 def _decoded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,21 +52,15 @@ def _scores(
     k: Tensor,
     q_scale: Tensor,
     k_scale: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
     causal: bool,
     scale: float,
 ) -> Tensor:
     decode = (q_scale * k_scale).view(1) * scale
     scores = q.float() @ _repeat(k, q.shape[1]).transpose(2, 3) * decode
-    if bias is not None:
-        scores = scores + bias
     if causal:
         i = torch.arange(q.shape[2], device=q.device).view(-1, 1)
         future = torch.arange(k.shape[2], device=q.device) > i
         scores = scores.masked_fill(future, -torch.inf)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
     return scores
 
 
@@ -77,12 +71,8 @@ def fp8_attention(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
-    keep: Tensor | None,
     causal: bool,
     scale: float,
-    dropout: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Attention of FP8 operands.
@@ -94,19 +84,15 @@ def fp8_attention(
         q_scale: one element, as ``k_scale`` and ``v_scale``: decode scales.
         k_scale: of ``k``.
         v_scale: of ``v``.
-        bias: added to the scaled scores, broadcasts to ``[B, H, Sq, Sk]``.
-        allowed: bool, broadcasts likewise, True where a key is seen; every query sees one.
-        keep: ``[B, H, Sq, Sk]`` bool, probabilities that dropout keeps.
         causal: query i sees the keys up to the i-th.
         scale: of the scores.
-        dropout: the kept probabilities are divided by ``1 - dropout``.
         out_dtype: of the output.
 
     Returns:
         ``[B, H, Sq, Dv]`` (in memory by token), and the logarithm of each query's sum of
         exponentials, ``[B, H, Sq]`` float32.
     """
-    scores = _scores(q, k, q_scale, k_scale, bias, allowed, causal, scale)
+    scores = _scores(q, k, q_scale, k_scale, causal, scale)
     if not scores.numel():
         out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
         return out, scores.new_zeros(scores.shape[:3])
@@ -114,9 +100,7 @@ def fp8_attention(
     p = (scores - largest).exp()
     total = p.sum(-1, keepdim=True)
     p8 = (p / P_SCALE).to(E4M3).float()
-    if keep is not None:
-        p8 = p8 * keep
-    decode = v_scale.view(1) * P_SCALE / (1.0 - dropout)
+    decode = v_scale.view(1) * P_SCALE
     out = (p8 @ _repeat(v, q.shape[1])) * (decode / total)
     return by_token(out.to(out_dtype)), (largest + total.log()).squeeze(-1)
 
@@ -129,53 +113,37 @@ def fp8_attention_backward(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
-    keep: Tensor | None,
     out: Tensor,
     lse: Tensor,
     causal: bool,
     scale: float,
-    dropout: float,
-    wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``fp8_attention``, its rounding of the probabilities taken as the identity.
 
     Args:
         dout: ``[B, H, Sq, Dv]`` high precision.
-        q: this and all up to ``keep`` as the forward had them.
+        q: this and all up to ``v_scale`` as the forward had them.
         k: likewise.
         v: likewise.
         q_scale: likewise.
         k_scale: likewise.
         v_scale: likewise.
-        bias: likewise.
-        allowed: likewise.
-        keep: likewise.
         out: from the forward.
         lse: from the forward.
-        causal: as in the forward, like ``scale`` and ``dropout``.
+        causal: as in the forward.
         scale: likewise.
-        dropout: likewise.
-        wants_bias: return the gradient of the bias.
 
     Returns:
-        Gradients of q, k, v in the dtype of ``dout`` (in memory by token), and ``[B, H, Sq, Sk]``
-        float32 of the bias (empty if not wanted).
+        Gradients of q, k, v in the dtype of ``dout`` (in memory by token).
     """
     H, G = q.shape[1], k.shape[1]
-    scores = _scores(q, k, q_scale, k_scale, bias, allowed, causal, scale)
+    scores = _scores(q, k, q_scale, k_scale, causal, scale)
     p = (scores - lse.unsqueeze(-1)).exp()
     gradient = dout.float()
     dp = gradient @ _repeat(v, H).transpose(2, 3) * v_scale.view(1)
-    kept = p
-    if keep is not None:
-        factor = keep.float() / (1.0 - dropout)
-        kept, dp = p * factor, dp * factor
-    dv = _sum_groups(kept.transpose(2, 3) @ gradient, G)
+    dv = _sum_groups(p.transpose(2, 3) @ gradient, G)
     ds = p * (dp - (out.float() * gradient).sum(-1, keepdim=True))
     dq = ds @ _repeat(k, H) * (k_scale.view(1) * scale)
     dk = _sum_groups(ds.transpose(2, 3) @ q.float(), G) * (q_scale.view(1) * scale)
-    dbias = ds if wants_bias else ds.new_empty(0)
     dq, dk, dv = (by_token(x.to(dout.dtype)) for x in (dq, dk, dv))
-    return dq, dk, dv, dbias
+    return dq, dk, dv
