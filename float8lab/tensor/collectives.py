@@ -188,7 +188,7 @@ def _begun(result: Any) -> Any:
 _WorkBase: Any = dist.Work if dist.is_available() else object
 
 
-class _Work(_WorkBase):  # type: ignore[misc]  # a class that torch may be built without
+class _Work(_WorkBase):  # a class that torch may be built without
     """Several works as one, and what remains to be done after them.
 
     Torch passes a work through C++ to the caller, where its Python half is lost unless something
