@@ -113,10 +113,18 @@ def is_cublas_gemm(
     return of_rows and a_dtype == b_dtype == E4M3 and _cuda_version() >= (12, 9)
 
 
-@functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability; torch takes microseconds to tell it."""
-    return torch.cuda.get_device_capability(device)
+    """A GPU's compute capability, a constant in compiled graphs."""
+    return _capability_of(device)
+
+
+# As torch.compiler.assume_constant_result marks it, which would import the compiler here.
+capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _capability_of(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)  # takes torch microseconds
 
 
 @functools.cache
