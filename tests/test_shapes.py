@@ -189,6 +189,7 @@ def _check_linear(module: Any, x: Tensor, y: Tensor, dy: Tensor) -> None:
 # torch.nn.Linear says the first when it is made; the second is about cases of a norm alone.
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
 @pytest.mark.filterwarnings("ignore:No FP8 module ran inside autocast:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* is stored as .* and cast to:UserWarning")
 def test_modules_take_any_shape(request: pytest.FixtureRequest) -> None:
     count = request.config.getoption("--cases")
     numbers = random.Random(0)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from float8lab.commands.terminal import fail, progress_bar, show
 from float8lab.inspect.checkpoint import (
     CheckpointDiff,
-    CheckpointError,
     CheckpointReport,
     checkpoint,
     diff,
@@ -121,7 +120,7 @@ def _guarded(command: str, run: Callable[[], _T]) -> _T | None:
     program = f"python -m float8lab {command}"
     try:
         return run()
-    except (CheckpointError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError) as error:  # a CheckpointError, or a wrong argument
         fail(program, error)
     except OSError as error:
         fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)

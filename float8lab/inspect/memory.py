@@ -233,8 +233,10 @@ def memory_report(
 def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
     for _, precision in precisions(module):
         for slots in precision.slots.values():
-            # Columns of tensors that all modules share.
-            yield sum(counted.add_view(t) for t in slots.tensors().values())
+            # Columns of tensors that all modules share; scale and encode are rows of factors.
+            columns = slots.tensors()
+            del columns["scale"], columns["encode"]
+            yield sum(counted.add_view(t) for t in columns.values())
         if precision.weight_cast is not None:
             yield counted.add(precision.weight_cast.q) + counted.add(precision.weight_cast.scale)
 

@@ -2,8 +2,8 @@
 
 A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that product is
 in high precision, whatever class the layer has. A model is watched during its first call in eager
-mode, by hooks on the model alone that then remove themselves, so that later calls cost nothing and
-a compiled model has no reason to be compiled again. Nothing is seen of a call that runs compiled.
+mode, by hooks on the model alone. They stay, and return at once in later calls: a model that was
+compiled with them would be compiled again without. Nothing is seen of a call that runs compiled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ class FirstCall:
     """Hooks of a model that look at its first call in eager mode that finishes."""
 
     def __init__(self) -> None:
+        self._done = False
         self._recording: Recording | None = None  # None outside a call
         self._outputs: list[Tensor] | None = None  # of a call that finished
 
     def before(self, model: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or self._recording is not None or in_backward():
+        # In this order: a graph is guarded by what is asked for while it is traced.
+        if torch.compiler.is_compiling() or self._done:
+            return
+        if self._recording is not None or in_backward():
             return
         self._recording = Recording()
         STATE.recordings = (*STATE.recordings, self._recording)
@@ -61,7 +65,7 @@ class FirstCall:
         self._recording = self._outputs = None
         if outputs is None:  # it raised
             return
-        remove_hooks(model, FirstCall)
+        self._done = True
         unseen = _unseen(model, recording.modules(), outputs)
         if not unseen:
             return
@@ -149,6 +153,8 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
 def watch_first_call(model: nn.Module) -> None:
     """Have the next call of a model tell which of its converted layers did not run."""
     remove_hooks(model, FirstCall)
+    if not any(model.children()):
+        return  # a single layer, which nothing reads
     watch = FirstCall()
     model.register_forward_pre_hook(watch.before)
     # Two hooks, since one that is always called cannot tell an exception from a None result.

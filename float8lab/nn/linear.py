@@ -152,8 +152,8 @@ def moved_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> I
 
 def materialize(module: nn.Module) -> None:
     """Give those parameters of a module that are on the meta device memory on the default one."""
-    device = default_device()
     if any(p is not None and p.is_meta for p in module._parameters.values()):
+        device = default_device()
         module._apply(
             lambda t: torch.empty_like(t, device=device) if t.is_meta else t, recurse=False
         )

@@ -149,7 +149,7 @@ def test_arguments_are_checked():
     get = float8lab.get_cpu_offload_context
     with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
         get(enabled=True, offload_activations=False, offload_weights=False)
-    with pytest.raises(ValueError, match="num_layers must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="num_layers must be an integer of at least 1; got 0"):
         get(enabled=True, num_layers=0)
     with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
         get(enabled=True, num_layers=4, model_layers=3)

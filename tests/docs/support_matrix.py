@@ -238,10 +238,10 @@ def try_feature(feature: Callable[[Case, Recipe], bool | None], recipe: Recipe) 
 @contextlib.contextmanager
 def gpu(capability: tuple[int, int]) -> Iterator[None]:
     """torch says that it has such a GPU."""
-    gemm.capability_of.cache_clear()
+    gemm._capability_of.cache_clear()
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         yield
-    gemm.capability_of.cache_clear()
+    gemm._capability_of.cache_clear()
 
 
 def support(device: str) -> tuple[dict[str, str], list[str]]:

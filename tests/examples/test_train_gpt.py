@@ -140,7 +140,7 @@ def test_runs_without_matplotlib_and_tqdm(tmp_path, capsys, monkeypatch):
 class Watcher:
     """In place of ``float8lab.inspect.watch``: a log of the losses that it is told."""
 
-    def __init__(self, model, every, report):
+    def __init__(self, model, every):
         self.log = Log(recipe="told", layers=[f"every {every}"])
 
     def __enter__(self):

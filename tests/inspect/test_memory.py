@@ -155,8 +155,9 @@ def test_main_grad_delayed_state_and_kept_casts():
     with float8lab.autocast(recipe=recipe):
         layer(torch.ones(16, 64), is_first_microbatch=True)
     (row,) = inspect.memory_report(layer).layers
-    state = 3 * (16 * 4 + 5 * 4 + 2)  # x, w, dy: history; amax, 2 scales, steps, limit; 2 flags
-    kept = 64 * 32 + 3 * 16  # the cast; a copy of the three scales, each aligned
+    # x, w, dy: history; amax, steps, limit, and twice a scale and an encode factor; 2 flags
+    state = 3 * (16 * 4 + 7 * 4 + 2)
+    kept = 64 * 32 + 3 * 2 * 16  # the cast; a copy of the three pairs of factors, each aligned
     assert (row.scales, row.gradients) == (state + kept, 4 * 64 * 32)
 
 

@@ -70,7 +70,6 @@ def test_one_warning_a_mark_and_a_reason(recipe: Any) -> None:
     report = float8lab.conversion_report(model)
     assert [r.name for r in before.converted if r not in report.converted] == UNSEEN
     assert "its forward did not run: its parent reads its weight" in str(report)
-    assert hooks(model) == (0 if recipe is None else 3), "later calls cost nothing"
     model(X)
     # What runs after all is in FP8 after all.
     model.blocks[0].qkv(X)

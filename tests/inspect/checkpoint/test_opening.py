@@ -250,7 +250,7 @@ def test_devices_are_not_read(capsys):
 
 
 def test_no_path(capsys):
-    refused("", capsys, "path must name a file or a directory; got ''")
+    refused("", capsys, "must be a path; got an empty one")
 
 
 def test_no_tensors_in_safetensors(tmp_path, capsys):
