@@ -90,7 +90,9 @@ class MasterWeights(torch.optim.Optimizer):
         also_16_bit: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
-        check_instance("optimizer_class", optimizer_class, Callable, "callable")
+        check_instance(
+            "optimizer_class", optimizer_class, Callable, "a class such as torch.optim.AdamW"
+        )
         check_dtype("master_dtype", master_dtype, HIGH_PRECISION_DTYPES, optional=False)
         check_flags(also_16_bit=also_16_bit)
         self.masters = {}
