@@ -78,8 +78,6 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
         return "it has no dropout"
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return f"its heads are of up to {LARGEST_HEAD}, and these are of {q.shape[3]}, {v.shape[3]}"
-    if problem.scale <= 0:
-        return f"its scale is positive, and this one is {problem.scale}"
     if q.is_cuda and not has_fp8_attention(q.device):
         return "it needs a Hopper GPU (SM90)"
     return why_a_matrix(q.shape[2], k.shape[2], problem)

@@ -120,11 +120,10 @@ def test_what_the_kernel_does_not_take_is_in_high_precision_and_says_so_once(var
     assert reason in found.rejected["fp8"]
 
 
-def test_large_heads_dropout_and_a_negative_scale_are_in_high_precision(device):
+def test_large_heads_and_dropout_are_in_high_precision(device):
     for heads, options, reason in (
         (136, {}, "up to 128"),
         (64, {"attention_dropout": 0.1}, "dropout"),
-        (64, {"softmax_scale": -1.0}, "scale"),
     ):
         q, k, v = torch.randn(3, 1, 6, 2, heads, device=device)
         module = DotProductAttention(2, heads, qkv_format="bshd", **options)
