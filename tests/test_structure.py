@@ -128,6 +128,31 @@ def test_imports_only_from_layers_below(path: Path):
             assert imported in allowed, f"{path}:{node.lineno}: {layer} must not import {name}"
 
 
+def _edges() -> dict[str, set[str]]:
+    """Which files of the package each file imports, anywhere in it: at its top, in a function.
+
+    A name that a package's ``__init__`` has is looked for there, a file of its own in the file.
+    """
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in MODULES}
+    names = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    edges: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = (wanted for _, wanted in _imports(path, _parse(path)))
+        heads = (wanted if wanted in names else wanted.rpartition(".")[0] for wanted in found)
+        edges[name] = {head for head in heads if head in names and head != name}
+    return edges
+
+
+def test_no_import_circle():
+    edges = _edges()
+    while True:  # take away what imports nothing that is left; a circle is never taken
+        leaves = {name for name, wanted in edges.items() if not wanted & edges.keys()}
+        if not leaves:
+            break
+        edges = {name: wanted for name, wanted in edges.items() if name not in leaves}
+    assert edges == {}, "files that import each other, or what does"
+
+
 @each_module
 def test_only_kernel_files_import_triton_and_at_their_top(path: Path):
     tree = _parse(path)

@@ -14,13 +14,14 @@ backward, such as the output in float32.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from float8lab.nn.handles import owner_of
+from float8lab.nn.precision import Call
 from float8lab.ops import (
     Source,
     cast_of_op,
@@ -33,21 +34,9 @@ from float8lab.ops import (
 from float8lab.ops.source import source_shape
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
-from float8lab.recipes.region import come_after_in_graph, static_tensor
+from float8lab.recipes.region import come_after_in_graph
 
-if TYPE_CHECKING:
-    from float8lab.nn.precision import Call, Precision
-
-__all__ = ["cast_in_graph", "cast_pair_in_graph", "leave_to_python", "new_handle"]
-
-_OWNERS: weakref.WeakValueDictionary[int, Precision] = weakref.WeakValueDictionary()
-
-
-def new_handle(owner: Precision, device: torch.device) -> Tensor:
-    """A tensor that stands for ``owner`` in compiled graphs; its address is what counts."""
-    handle = static_tensor(device)
-    _OWNERS[handle.data_ptr()] = owner
-    return handle
+__all__ = ["cast_in_graph", "cast_pair_in_graph", "leave_to_python"]
 
 
 def cast_in_graph(
@@ -102,8 +91,8 @@ def _source(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor |
 
 def _begin(handle: Tensor, recipe: int, group: str, index: int, record: bool, x: Any) -> Any:
     """Factors and slot for a cast."""
-    owner = _OWNERS[handle.data_ptr()]
-    return owner.scale_in_graph(recipe_numbered(recipe), group_named(group), index, record, x)
+    found = recipe_numbered(recipe), group_named(group)
+    return owner_of(handle).scale_in_graph(*found, index, record, x)
 
 
 def _cast(

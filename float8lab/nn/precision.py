@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.in_graph import new_handle
+from float8lab.nn.handles import new_handle
 from float8lab.ops import Source, as_matrix
 from float8lab.recipes.delayed import DelayedSlots, Factors
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
