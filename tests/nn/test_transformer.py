@@ -498,7 +498,7 @@ def test_compiled_without_breaks(name, variant):
 
 @pytest.mark.parametrize(
     ("name", "mask_type"),
-    [("current", "causal"), ("current-dpa", "window"), ("current", "padding_causal")],
+    [("current-dpa", "causal"), ("current", "window"), ("current", "padding_causal")],
 )
 def test_ten_sequence_lengths_compile_at_most_twice(name, mask_type):
     torch._dynamo.reset()
