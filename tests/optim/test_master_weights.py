@@ -1060,7 +1060,7 @@ def test_errors():
         MasterWeights([], torch.optim.SGD)
     with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
         MasterWeights(p, torch.optim.SGD)
-    with pytest.raises(TypeError, match="optimizer_class must be a class such as .*; got SGD"):
+    with pytest.raises(TypeError, match=r"optimizer_class must be a class such as .*; got SGD"):
         MasterWeights([p], torch.optim.SGD([torch.ones(1, requires_grad=True)]))
     with pytest.raises(TypeError, match=r"must make a torch.optim.Optimizer; got dict"):
         MasterWeights([p], lambda params: {})
