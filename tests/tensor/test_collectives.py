@@ -136,7 +136,7 @@ def check_one_tensor(ranks: Ranks) -> None:
 
         out = empty(mine)
         dist.all_to_all_single(out, mine)
-        assert_joined(out, [x[2 * ranks.rank : 2 * ranks.rank + 2] for x in all_])
+        assert_joined(out, [x.chunk(world)[ranks.rank] for x in all_])
 
         # Rank r sends r + p rows to rank p, and so none from rank 0 to itself.
         starts = [sum(ranks.rank + q for q in range(p)) for p in range(world + 1)]
@@ -150,8 +150,8 @@ def check_one_tensor(ranks: Ranks) -> None:
             first = sum(r + p for p in range(ranks.rank))
             pieces.append(x[first : first + r + ranks.rank])
         values = torch.cat([piece.dequantize() for piece in pieces])
-        if block[0] == 1:
-            assert torch.equal(out.dequantize(), values)
+        if block[0] == 1 or sum(piece.shape[0] > 0 for piece in pieces) == 1:
+            assert torch.equal(out.dequantize(), values)  # no scales of two ranks to bring together
         elif block[0] == -1:
             assert_close_to_cast(out, values)
         else:
@@ -284,7 +284,7 @@ def check_functional(ranks: Ranks) -> None:
         mine = all_[ranks.rank].clone()
         assert_equal(functional.wait_tensor(functional.broadcast(mine, 1, group)), all_[1])
         exchanged = functional.all_to_all_single(mine, None, None, group)
-        parts = [x[2 * ranks.rank : 2 * ranks.rank + 2].dequantize() for x in all_]
+        parts = [x.dequantize().chunk(ranks.world)[ranks.rank] for x in all_]
         assert torch.equal(functional.wait_tensor(exchanged).dequantize(), torch.cat(parts))
         gathered = _gather_many([mine, mine], group)
         for one in gathered:
