@@ -439,6 +439,14 @@ def test_launches_can_be_remembered(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert again._known, kernel.fn.__name__
 
 
+counts_registers = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."),
+    reason=f"registers are counted as Triton 3.6 gives them; this is {triton.__version__}",
+)
+"""The GPU machines' Triton. Others' kernels compile and are as right, but may spill."""
+
+
+@counts_registers
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
     for launch in launches(LAUNCHES[name]):
@@ -448,6 +456,7 @@ def test_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
         assert used["REG"] <= 168, f"{launch[0].fn.__name__} leaves no room for others: {used}"
 
 
+@counts_registers
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if name.startswith("tiles")])
 def test_three_tiles_share_a_multiprocessor(name: str, tmp_path: Path) -> None:
     """And load and store by 8 or 16 bytes."""
@@ -460,6 +469,7 @@ def test_three_tiles_share_a_multiprocessor(name: str, tmp_path: Path) -> None:
         assert re.search(r"st\.global\S*\.v4\.b32", compiled.asm["ptx"])
 
 
+@counts_registers
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
     *_, launch = launches(ATTENTION[name])
@@ -477,6 +487,7 @@ def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path)
     assert all(first != second for first, second in pairs)
 
 
+@counts_registers
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
     """Each product is waited for once; of registers a few spill, constants of the loop."""

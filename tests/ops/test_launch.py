@@ -107,7 +107,8 @@ x, y = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
 
 def arguments(**changed: Any) -> tuple[list[Any], dict[str, Any]]:
     args = {"x": x, "y": y, "size": 48, "factor": 0.5, "flag": True, "nothing": None}
-    constants = {"BLOCK": 128, "KIND": "row", "num_warps": 4}
+    options = {**_launch._OPTIONS, "num_warps": 4}
+    constants = {**options, "BLOCK": 128, "KIND": "row"}
     for name, value in changed.items():
         (args if name in args else constants)[name] = value
     return list(args.values()), constants

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import pickle
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +86,10 @@ def load_safely(file: Any, name: str, **options: Any) -> Any:
         CheckpointError: the file is damaged, or needs classes of which loading runs code.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, **options)
+        with warnings.catch_warnings():
+            # The checks of sparse tensors are wanted, and torch 2.15 warns that they take time.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+            return torch.load(file, map_location="cpu", weights_only=True, **options)
     except OSError:
         raise
     except pickle.UnpicklingError as error:

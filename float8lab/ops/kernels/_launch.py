@@ -36,6 +36,9 @@ RECORDING = threading.local()
 _MOST_KERNELS = 4096
 """Of one function. Sizes are part of a key, so there is no end of keys where shapes vary."""
 
+_OPTIONS = {"enable_fp_fusion": True}
+"""Triton's, unless a launch has others. It fuses multiply-adds by default, up to version 3.9."""
+
 _RUNTIME = triton.knobs.runtime
 
 # The functions behind torch.cuda's, which cost several times as much. A CPU build has neither, and
@@ -100,7 +103,7 @@ class Launched:
             device = current_device()
             known = self._known.get(_key_of(device, args, constants))
         if known is None:
-            kernel = self.function[grid](*args, **constants)
+            kernel = self.function[grid](*args, **{**_OPTIONS, **constants})
             if ENABLED:
                 known = self._remember(kernel, args, constants)
         else:
