@@ -10,7 +10,7 @@ __all__ = ["needs"]
 
 @contextmanager
 def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
-    """Around the import of a package: say who must have it and how to get it, if it is missing.
+    """Say who needs a package and how to get it, if the import of that package in the block fails.
 
     Args:
         what: who needs it: a function's name, or a file.
@@ -25,7 +25,7 @@ def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterato
     ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
     Traceback (most recent call last):
     ModuleNotFoundError: table must have rich; it is not installed. pip install \
-"float8lab[inspect]", or print the tensor.
+    at8lab[inspect]", or print the tensor.
     """
     try:
         yield
