@@ -58,7 +58,7 @@ class ModelState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave, on this or another number of ranks."""
+        """Load a state by ``state_dict``, saved on this or another number of ranks."""
         plain = dict(state)
         for name, value in self.model.state_dict().items():
             local = _stored(value)
