@@ -324,7 +324,7 @@ def _without_cpu(times: Times) -> Times:
     return times._replace(cpu=0.0)
 
 
-# What runs.
+# Cases: the layers and inputs of a step.
 
 
 class _Case(NamedTuple):

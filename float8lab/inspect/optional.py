@@ -13,10 +13,10 @@ def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterato
     """Say who needs a package and how to get it, if the import of that package in the block fails.
 
     Args:
-        what: who needs it: a function's name, or a file.
+        what: the function or file that needs the package, by name.
         package: the import's name.
-        install: what to give to pip.
-        otherwise: what works without it, after "or".
+        install: the requirement to give to pip.
+        otherwise: a way that works without it, after "or".
 
     Raises:
         ModuleNotFoundError: with this message, and the name of the missing module.

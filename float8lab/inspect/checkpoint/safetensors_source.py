@@ -57,7 +57,7 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Sourc
     """The tensors of these files.
 
     Args:
-        path: what the user named.
+        path: the path that the user named.
         index: ``*.safetensors.index.json``, which says what is in which file; ``files`` is then
             ignored.
         files: to read.
