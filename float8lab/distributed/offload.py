@@ -47,9 +47,8 @@ def get_cpu_offload_context(
 
     Tensors that autograd saves inside the context are copied to pinned host memory while the
     forward runs, and back while the backward of the following layer runs. The results are bit for
-    bit the same;
-    FP8 data travels as bytes. Parameters, storages under 1 MiB and tensors in host memory are left
-    alone; tensors that share a storage travel once.
+    bit the same; FP8 data travels as bytes. Parameters, storages under 1 MiB and tensors in host
+    memory are left alone; tensors that share a storage travel once.
 
     The device holds the activations of two offloaded layers at a time: one that is computed, and
     one that is on its way. The layers are counted from the first again when a backward has begun,
