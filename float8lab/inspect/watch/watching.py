@@ -65,9 +65,8 @@ class watch:
     watched step: amax, scales, shares of elements that saturated, became subnormal or zero, SQNR,
     staleness of a delayed scale, NaNs and infinities. It also has how many GEMMs of linear layers
     ran. Several casts of one operand in a step, as in gradient accumulation, are taken together. A
-    recomputation by
-    activation checkpointing is no cast of its own. Layers in ``eval`` mode are left out of the
-    watch of a model that is in training mode.
+    recomputation by activation checkpointing is no cast of its own. Layers in ``eval`` mode are
+    left out of the watch of a model that is in training mode.
 
     A step ends when ``w.step(loss)`` is called. Until the first such call, one ends with each
     ``step`` of the optimizer that has parameters of the model. What is left at the end of the block
