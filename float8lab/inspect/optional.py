@@ -25,7 +25,7 @@ def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterato
     ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
     Traceback (most recent call last):
     ModuleNotFoundError: table must have rich; it is not installed. pip install \
-    at8lab[inspect]", or print the tensor.
+"float8lab[inspect]", or print the tensor.
     """
     try:
         yield
