@@ -44,7 +44,7 @@ _LONGEST = 80  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: short, and on one line; shape and dtype of a tensor.
+    """Show a value in a message: short, and on one line; a tensor as its dtype and shape.
 
     >>> shown("x" * 200)
     "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
@@ -58,7 +58,9 @@ def shown(value: Any) -> str:
 
 
 def check_size(name: str, value: Any, *, minimum: int = 0, optional: bool = False) -> Any:
-    """An integer of at least ``minimum``, as a Python integer; numpy's and symbolic ones pass.
+    """Check for an integer of at least ``minimum``; numpy's and symbolic ones pass.
+
+    The result is a Python int, unless the integer is symbolic or an ``optional`` None.
 
     >>> check_size("out_features", 0)
     0
@@ -87,15 +89,15 @@ def check_number(
     below: float = math.inf,
     optional: bool = False,
 ) -> Any:
-    """A finite number in a range, as a Python float.
+    """Check for a finite number in a range, and return it as a Python float.
 
     Args:
         name: as the caller wrote it.
         value: of any type that is a real number: numpy's, or a tensor of one element.
-        minimum: what it must be at least.
-        maximum: what it must be at most.
-        above: what it must be more than.
-        below: what it must be less than.
+        minimum: the least value that passes.
+        maximum: the largest value that passes.
+        above: the value that it must exceed.
+        below: the value that it must stay below.
         optional: None passes, too.
 
     >>> check_number("eps", 1, minimum=0)
@@ -118,7 +120,7 @@ def check_number(
 
 
 def check_flags(**flags: Any) -> None:
-    """Bools, each by its name; 0 and 1 and numpy's bools pass.
+    """Check for bools, each under its name; 0 and 1 and numpy's bools pass.
 
     >>> check_flags(bias=True, return_bias=0)
     """
@@ -131,7 +133,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
-    """One of some strings, None perhaps among them."""
+    """Check for one of some strings, among which None may be."""
     known = tuple(choices)
     if not (value is None or isinstance(value, str)) or value not in known:
         kind = ValueError if isinstance(value, str) else TypeError
@@ -143,7 +145,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
 def check_instance(
     name: str, value: Any, kinds: Any, wanted: str, *, optional: bool = False
 ) -> None:
-    """An object of one of some classes, as of ``isinstance``; ``wanted`` says which."""
+    """Check for an instance of ``kinds``, as ``isinstance`` takes them; ``wanted`` names them."""
     if not (isinstance(value, kinds) or (value is None and optional)):
         none = "None or " if optional else ""
         raise TypeError(
@@ -152,12 +154,12 @@ def check_instance(
 
 
 def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
-    """A tensor."""
+    """Check for a tensor."""
     check_instance(name, value, torch.Tensor, "a torch.Tensor", optional=optional)
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether a look at the values of ``x`` costs nothing: on a CPU, outside of tracing."""
+    """Whether reading the values of ``x`` costs nothing: it is on a CPU, and nothing is traced."""
     return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
@@ -169,13 +171,13 @@ def has_values(x: torch.Tensor) -> bool:
 def check_input(
     name: str, x: Any, sizes: tuple[int, ...], argument: str, *, ndim: int | None = None
 ) -> None:
-    """A floating-point tensor that ends with the sizes that the module was built with.
+    """Check for a floating-point tensor that ends with the sizes the module was built with.
 
     Args:
         name: as the caller wrote it.
         x: of any type.
-        sizes: of the last dimensions.
-        argument: of the constructor, that gave the sizes.
+        sizes: sizes of the last dimensions.
+        argument: argument of the constructor that gave the sizes.
         ndim: number of dimensions; None is any.
     """
     check_tensor(name, x)
@@ -197,12 +199,12 @@ def check_input(
 
 
 def check_module(name: str, value: Any) -> None:
-    """A module."""
+    """Check for a module."""
     check_instance(name, value, torch.nn.Module, "a torch.nn.Module")
 
 
 def check_callables(**functions: Any) -> None:
-    """Functions, or anything that can be called, each by its name; None passes, too."""
+    """Check for functions or other callables, each under its name; None passes, too."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise TypeError(
@@ -218,7 +220,7 @@ def check_dtype(
     *,
     optional: bool = True,
 ) -> None:
-    """A dtype among some; by default those that parameters may have."""
+    """Check for a dtype among ``choices``, by default those that parameters may have."""
     if not (value in choices if isinstance(value, torch.dtype) else value is None and optional):
         listed = ", ".join(map(str, choices))
         raise TypeError(
@@ -228,7 +230,7 @@ def check_dtype(
 
 
 def check_device(name: str, value: Any) -> torch.device | None:
-    """A device, or None."""
+    """Check for a device or None, and return it as a ``torch.device`` or None."""
     if value is None or isinstance(value, torch.device):
         return value
     device = None
@@ -247,7 +249,7 @@ def check_device(name: str, value: Any) -> torch.device | None:
 
 
 def check_group(name: str, value: Any) -> None:
-    """A process group of torch.distributed, or None."""
+    """Check for a process group of torch.distributed, or None."""
     known = value is None
     if not known and torch.distributed.is_available():
         outside = torch.distributed.GroupMember.NON_GROUP_MEMBER  # of a group of other ranks
@@ -260,14 +262,14 @@ def check_group(name: str, value: Any) -> None:
 
 
 def check_path(name: str, value: Any, *, optional: bool = False) -> None:
-    """A path: a string or a ``pathlib.Path``."""
+    """Check for a path: a string or a ``pathlib.Path``."""
     check_instance(name, value, (str, PathLike), "a path", optional=optional)
     if value is not None and not os.fspath(value):
         raise ValueError(f"{name} must be a path; got an empty one. Name a file or folder.")
 
 
 def check_state(name: str, value: Any) -> None:
-    """A state dict: tensors by name."""
+    """Check for a state dict: tensors by name."""
     check_instance(name, value, Mapping, "a state dict")
     for key, entry in value.items():
         if not isinstance(key, str) or not isinstance(entry, torch.Tensor):
@@ -278,7 +280,7 @@ def check_state(name: str, value: Any) -> None:
 
 
 def check_names(name: str, value: Any) -> tuple[str, ...]:
-    """A sequence of strings, or a single one, as a tuple."""
+    """Check for a sequence of strings, or a single one; return a tuple."""
     if isinstance(value, str):
         return (value,)
     known = isinstance(value, Iterable) and not isinstance(value, (bytes, torch.Tensor))

@@ -1,1 +1,1 @@
-"""Commands of ``python -m float8lab`` that need more than a line each, and how they print."""
+"""The longer commands of ``python -m float8lab``, and the functions that print their results."""

@@ -116,7 +116,7 @@ def _print(found: Any, options: argparse.Namespace) -> None:
 
 
 def _guarded(command: str, run: Callable[[], _T]) -> _T | None:
-    """What ``run`` returns; None after one line that says why a file cannot be read or written."""
+    """Return ``run()``; None, after a one-line message, if a file cannot be read or written."""
     program = f"python -m float8lab {command}"
     try:
         return run()

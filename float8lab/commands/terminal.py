@@ -1,6 +1,6 @@
-"""Tables, progress and errors in a terminal: by rich where it is installed, else plain.
+"""Print tables, progress and errors to a terminal, with rich if it is installed and else plainly.
 
-Into a file or a pipe goes plain text, in which nothing is cut off and nothing is folded.
+Output to a file or a pipe is plain text, in which nothing is cut off and nothing is folded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from float8lab.inspect.text import Grid, printable
 __all__ = ["fail", "progress_bar", "show"]
 
 _FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
-"""Columns that may be folded, and the least that is left of them."""
+"""Columns whose cells may be folded, with the least width in characters that is left to each."""
 
 
 def show(summary: str, grids: Sequence[Grid]) -> None:
@@ -62,9 +62,10 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
-    """A bar on standard error while the block runs, if that is a terminal.
+    """Show a bar on standard error while the block runs, if standard error is a terminal.
 
-    Yields what to call with bytes done, bytes in all and a name; None elsewhere.
+    The block is given a function of the bytes done, the bytes in all and a name; None if standard
+    error is no terminal.
     """
     if not sys.stderr.isatty():
         yield None

@@ -1,4 +1,4 @@
-"""What runs across processes, and what a training loop wraps around layers.
+"""Tools that run across processes, and tools that a training loop wraps around layers.
 
 FP8 all-gather of sharded weights, broadcast, checkpoints; recomputation, random streams, offload.
 """

@@ -1,9 +1,9 @@
 """Checkpoints of models whose weights are stored in FP8, sharded or not, in plain tensors.
 
 A ``ModelState`` is ``Stateful``, so ``torch.distributed.checkpoint`` saves and loads it on any
-number of ranks, bit for bit, and so does ``torch.save`` on one. What it holds can be loaded without
-this library: of a weight stored in FP8 its bytes, its scales and its amaxes, and everything else as
-the model's ``state_dict`` has it.
+number of ranks, bit for bit, and so does ``torch.save`` on one. Its content can be loaded without
+this library: a weight stored in FP8 is saved as its bytes, its scales and its amaxes, and
+everything else as in the model's ``state_dict``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModelState:
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save; loading writes into the same tensors where it can."""
+        """Return the model's state as plain tensors, which share its memory where they can."""
         state: dict[str, Any] = {}
         for name, value in self.model.state_dict().items():
             local = _stored(value)
@@ -58,7 +58,7 @@ class ModelState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave, on this or another number of ranks."""
+        """Load a state by ``state_dict``, saved on this or another number of ranks."""
         plain = dict(state)
         for name, value in self.model.state_dict().items():
             local = _stored(value)
@@ -108,7 +108,7 @@ class _Stored:
         return whole[0], whole[1]
 
     def bytes_under(self, scale: Tensor) -> Any:
-        """The FP8 data under these scales, as uint8."""
+        """The FP8 data for these scales, as uint8; a shard is cast to them."""
         local = self.local
         if self.mesh is None:
             return local.qdata.view(torch.uint8)

@@ -3,12 +3,12 @@
 FSDP2 looks for its all-gather hooks on the local tensor of the sharded parameter, a plain tensor
 that it makes itself. It registers that parameter with its module by ``setattr`` if the module's
 class defines ``__setattr__``, before it looks; our modules do, and ``hook_shard`` then puts a
-``MasterShard`` in the place of the local tensor. So nothing of the unsharded model is special: its
-parameters are ordinary ones. And nothing else of the sharded one: every operation on a
-``MasterShard``, save the few by which FSDP2 moves it, gives plain tensors, so optimizers run at
-full speed and checkpoints hold tensors that torch alone can load. If the hooks were lost all the
-same, the weight would be gathered in high precision and the module would cast it itself. So it does
-where ``fully_shard`` came before the conversion: FSDP2 looks once, when it shards.
+``MasterShard`` in the place of the local tensor. The unsharded model therefore has only ordinary
+parameters. The sharded model is ordinary, too: every operation on a ``MasterShard``, save the few
+by which FSDP2 moves it, gives plain tensors, so optimizers run at full speed and checkpoints hold
+tensors that torch alone can load. If the hooks were lost all the same, the weight would be gathered
+in high precision and the module would cast it itself. That is also what happens if ``fully_shard``
+was called before the conversion, since FSDP2 looks for hooks once, when it shards.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MasterShard(Tensor):
         shard.how, shard.owner = self.how, self.owner
         return shard
 
-    # By these FSDP2 pads a shard anew, moves it to the device and pins it.
+    # FSDP2 uses these methods to pad a shard anew, to move it to the device and to pin it.
 
     def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._moved(super().new_zeros(*args, **kwargs))
@@ -97,7 +97,7 @@ class MasterShard(Tensor):
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor], Gathered]:
-        """What FSDP2 sends."""
+        """Return the tensor that FSDP2 sends, and metadata for the post-all-gather hook."""
         data, gathered = self.how.gather(self.as_subclass(Tensor), mesh, outer_size)
         return (data,), gathered
 
@@ -109,7 +109,7 @@ class MasterShard(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """What the module computes with."""
+        """Return the gathered weight that the module computes with."""
         return unsharded_weight(all_gather_outputs, metadata, param_dtype, out)
 
 
@@ -117,14 +117,14 @@ def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
     """Have FSDP2 gather a sharded parameter in FP8, if that is possible.
 
     Args:
-        parameter: what a module is given as a parameter; left alone unless it is a DTensor cut into
+        parameter: a parameter that a module is given; left alone unless it is a DTensor cut into
             rows by FSDP2 (or into rows and copied, by hybrid sharding), in high precision.
-        make: says how to gather it; None leaves it as it is.
+        make: returns how to gather it, or None to leave it as it is.
 
     Returns:
         Whether the parameter is gathered in FP8.
     """
-    # What a DTensor has; importing its class would double the time that importing us takes.
+    # These are attributes of a DTensor; importing its class would double our own import time.
     local, placements = (
         getattr(parameter, "_local_tensor", None),
         getattr(parameter, "placements", ()),
@@ -146,7 +146,7 @@ def hook_shard(parameter: Any, make: Callable[[], MasterGather | None]) -> bool:
 
 
 def _may_be_fsdp_alone(placements: Sequence[Any]) -> bool:
-    """Whether a mesh is one that FSDP2 shards over, after one that hybrid sharding copies over."""
+    """Whether FSDP2 alone can have made these placements, with or without hybrid sharding."""
     *copied, _ = placements
     return len(copied) <= 1 and all(p.is_replicate() for p in copied)
 
@@ -154,7 +154,8 @@ def _may_be_fsdp_alone(placements: Sequence[Any]) -> bool:
 def sharded_by_fsdp(model: torch.nn.Module) -> set[torch.nn.Module]:
     """The modules below ``model`` whose parameters FSDP2 shards, and gathers before they run.
 
-    It marks those that ``fully_shard`` was given, by their class, and all those that these manage.
+    FSDP2 gives a module passed to ``fully_shard`` another class, which has ``unshard``, and sets an
+    attribute on every module whose parameters it manages.
     """
     given = [module for module in model.modules() if hasattr(module, "unshard")]
     managed = (m for m in model.modules() if getattr(m, "_is_fsdp_managed_module", False))
@@ -191,11 +192,11 @@ def store_shard(module: torch.nn.Module, name: str, parameter: Any) -> None:
 
     FSDP2 pads a shard by copying it into a tensor of the parameter's blocks; that would quantize
     it again where the shard's edge cuts a block. Such a shard gets smaller blocks, with the scales
-    that their elements had. Initial values that the parameter kept are cut likewise.
+    that their elements had. Initial values that the parameter kept are cut in the same way.
 
     Args:
         module: the module, which still has the whole parameter under ``name``.
-        name: of the parameter.
+        name: the parameter's name in the module.
         parameter: the sharded parameter that takes its place.
     """
     local, whole = getattr(parameter, "_local_tensor", None), module._parameters.get(name)
@@ -263,15 +264,15 @@ class _Rewrite(MasterGather):
 
 
 def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> None:
-    """Overwrite sharded parameters that are stored in FP8, as one process would the whole ones.
+    """Overwrite sharded parameters stored in FP8 as one process would overwrite the whole ones.
 
     Blocks that several ranks hold parts of, such as the one block of a weight scaled as a whole,
-    get the scale of the whole: a collective, one all-reduce for each mesh.
+    get the scale of the whole block: a collective, one all-reduce for each mesh.
 
     Args:
         parameters: DTensors of Float8Tensors, matrices sharded by rows as FSDP2 does; the same
             ones, in the same order, on all ranks.
-        values: high precision, one of each local shape.
+        values: high-precision tensors, one for each parameter, of its local shape.
     """
     meshes: dict[Any, list[_Rewrite]] = {}
     for parameter, value in zip(parameters, values, strict=True):
@@ -299,11 +300,12 @@ def _write(rewrites: Sequence[_Rewrite]) -> None:
         written += [local.scale, local.amax]
         kind = (value.dtype, local.qdata.dtype, local.spec.block)
         groups.setdefault(kind, []).append((value, local.scale, local.qdata))
-    # The encode factors go where the scales will be: of memory that stays, the op keeps its table.
+    # The encode factors go where the scales will be, since the op keeps its table of addresses for
+    # memory that stays.
     torch._foreach_copy_(written[::2], encodes)
     for (*_, block), group in groups.items():
         values, scales, data = (list(tensors) for tensors in zip(*group, strict=True))
-        # Of the shard's blocks, each of which lies in one of the weight and has its factor by now.
+        # Each block of the shard lies in one block of the weight, and has its factor by now.
         cast_many_op(values, scales, data, block)
         torch.autograd.graph.increment_version(data)
     torch._foreach_copy_(written, factors)

@@ -1,4 +1,4 @@
-"""get_cpu_offload_context: what autograd saves waits for backward in host memory.
+"""get_cpu_offload_context: tensors that autograd saves wait in host memory for backward.
 
 A *pass* is one forward through the model; the synchronizer ends each of its *layers*. A storage
 that autograd saves in an offloaded layer is *stored*: copied to pinned host memory on a side stream
@@ -45,20 +45,21 @@ def get_cpu_offload_context(
 ) -> tuple[AbstractContextManager[Any], Callable[..., Any]]:
     """A context for the forward of layers, and a function to call after each of them.
 
-    What autograd saves inside the context is copied to pinned host memory while the forward runs,
-    and back while the backward of the following layer runs. The numbers are the same, bit for bit;
-    FP8 data travels as bytes. Parameters, storages under 1 MiB and tensors in host memory are left
-    alone; tensors that share a storage travel once.
+    Tensors that autograd saves inside the context are copied to pinned host memory while the
+    forward runs, and back while the backward of the following layer runs. The results are bit for
+    bit the same; FP8 data travels as bytes. Parameters, storages under 1 MiB and tensors in host
+    memory are left alone; tensors that share a storage travel once.
 
     The device holds the activations of two offloaded layers at a time: one that is computed, and
-    one that is on its way. Counting starts again when a backward has begun, or its graph is gone.
+    one that is on its way. The layers are counted from the first again when a backward has begun,
+    or when the graph of the forward is gone.
 
     Args:
         enabled: False returns a context and a function that do nothing.
-        num_layers: the first so many layers of the model are offloaded.
-        offload_activations: offload what is saved, but for casts of weights.
-        offload_weights: offload the FP8 casts of weights that forward saves for backward. What
-            lives on anyway (stored weights, casts kept over microbatches) stays.
+        num_layers: how many layers of the model, from the first on, are offloaded.
+        offload_activations: offload saved tensors other than casts of weights.
+        offload_weights: offload the FP8 casts of weights that forward saves for backward. Casts
+            that live on anyway (stored weights, casts kept over microbatches) stay.
         model_layers: how many layers the model has. Needed only where several forward passes
             precede their backward, as in pipeline parallelism; else the second of them would count
             on and not be offloaded.
@@ -68,7 +69,8 @@ def get_cpu_offload_context(
         It takes nothing, or the layer's output, which it returns.
 
     Raises:
-        ValueError: nothing to offload, or numbers of layers that make no sense.
+        ValueError: there is nothing to offload, or a number of layers is below 1, or
+            ``model_layers`` is below ``num_layers``.
 
     >>> context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=2)
     >>> x = torch.ones(4, 32)
@@ -158,7 +160,7 @@ class _Moved:
 
 
 class _Lanes:
-    """The streams of one device: out of it and into it."""
+    """The two side streams of one device, which copy out of it and into it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -187,7 +189,7 @@ class _Lanes:
         return target, self.inward.record_event()
 
     def finish_first(self, target: Tensor) -> None:
-        """Have the allocator not reuse this memory before what was copied into it is there."""
+        """Keep the allocator from reusing this memory before the copy into it has ended."""
         if self.device.type != "cpu":
             target.record_stream(self.inward)
 
@@ -203,7 +205,7 @@ class _Pass:
 
 
 class _Layer:
-    """What autograd saved between two calls of the synchronizer."""
+    """The tensors that autograd saved between two calls of the synchronizer."""
 
     def __init__(self, of: _Pass, previous: _Layer | None) -> None:
         self.of = of
@@ -224,7 +226,7 @@ class _Layer:
             moved.release()
 
     def reach(self) -> None:
-        """Backward asks for a tensor of this layer: load what it will ask for next."""
+        """Load the layer before this one, when backward first asks for a tensor of this one."""
         if self.reached:
             return
         self.reached = self.of.in_backward = True
@@ -269,7 +271,7 @@ class _Saved:
 
 
 class _SavedFloat8:
-    """A saved Float8Tensor: its tensors, each kept or moved."""
+    """A saved Float8Tensor, whose inner tensors are each kept or moved."""
 
     __slots__ = ("context", "inner", "meta")
 
@@ -324,7 +326,7 @@ class _Offload(AbstractContextManager["_Offload"]):
         hooks.__exit__(exc_type, exc, traceback)
 
     def end_layer(self, x: Any = None) -> Any:
-        """The synchronizer: a layer of the model has been run."""
+        """The synchronizer, which is called after a layer of the model and returns its output."""
         if not torch.is_grad_enabled() or in_backward():
             return x
         layer = self._layer()

@@ -1,4 +1,4 @@
-"""Which process this is, and of how many; a program without process groups is one."""
+"""The rank of this process and the number of processes; 0 and 1 without process groups."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)``, whose activations are recomputed in backward.
+    """Return ``function(*args, **kwargs)``, whose activations are recomputed in backward.
 
-    ``torch.utils.checkpoint`` that knows FP8: the recomputation runs every module as the forward
+    This is ``torch.utils.checkpoint`` for FP8: the recomputation runs every module as the forward
     did, with the same recipe and the same scales, whatever ``autocast`` is active by then and
     however far delayed scaling has advanced; it records no forward amaxes a second time. Random
     numbers repeat too: those of torch's default generators and of the tracker. ``function`` must do
@@ -43,7 +43,7 @@ def checkpoint(
             waits for backward. Nothing to do in a group of one rank, nor with
             ``use_reentrant=False``.
         get_rng_state_tracker: returns the ``CudaRNGStatesTracker`` that ``function`` forks.
-        tp_group: of ``distribute_saved_activations``; None is the default group.
+        tp_group: group of ``distribute_saved_activations``; None is the default group.
         use_reentrant: torch's reentrant variant. It needs an argument that requires gradients: if
             none does, neither does the output, and parameters get none. False has no such limit,
             and stops recomputing when it has what backward needs. A compiled graph does

@@ -1,4 +1,6 @@
-"""What FP8 tensors hold, and what FP8 does to a model. Nothing here changes a tensor or a model.
+"""Look at the content of FP8 tensors, and at the effect of FP8 on a model.
+
+Nothing here changes a tensor or a model.
 
 >>> t = float8lab.quantize(torch.tensor([[1.0, -448.0], [0.0, 3.0]]))
 >>> float8lab.inspect.stats(t).saturated

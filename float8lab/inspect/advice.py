@@ -1,16 +1,16 @@
-"""Whether FP8 pays, layer by layer and for the step.  M tokens, N out features, K in features.
+"""Find whether FP8 pays, layer by layer and for a step.  M tokens, N out features, K in features.
 
 A *step* is a forward and a backward pass. The CPU queues what the GPU does, and works ahead of it,
 so a step takes all its GPU time or all its CPU time, whichever is more; the same holds for one
 layer alone.
 
-Measured: the step in high precision, and each *case*, which is a layer of one kind and size with
-one input, on its own in high precision and in FP8. A case is measured on copies of the layer, all
-in one backward pass, since starting one costs as much CPU time as a layer. The step in FP8 is then
-predicted: its layers' times take the place of those in high precision, and the rest stays.
+The step is measured in high precision. Each *case*, which is a layer of one kind and size with one
+input, is measured alone, in high precision and in FP8. A case is measured on copies of the layer,
+all in one backward pass, since starting one costs as much CPU time as a layer. The step in FP8 is
+then predicted: its layers' times take the place of those in high precision, and the rest stays.
 
-Layers that are given the same input share its cast (``nn/shared_cast.py``); what the second one
-saves by that is measured, too.
+Layers that are given the same input share its cast (``nn/shared_cast.py``); the time that the
+second one saves by that is measured, too.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ __all__ = ["Advice", "LayerAdvice", "advise"]
 
 _COPIES = 8
 _COPIED_ELEMENTS = 2**28
-"""At most as many in all copies of a layer; large layers need no copies, the GPU is the slower."""
+"""Most elements in all copies of a layer together; a large layer needs no copies, since its GPU
+time exceeds its CPU time."""
 _MOST_TOKENS = 2**24
 _SHOWN = 40
 
 
 @dataclass(frozen=True)
 class LayerAdvice:
-    """Times of a step of one layer, forward and backward, and what it keeps; seconds and bytes."""
+    """Seconds of one layer in a step, forward and backward, and the bytes that FP8 saves there."""
 
     name: str
     M: int
     K: int
     N: int
-    """Of a ``LayerNormMLP``, K and N of its first GEMM; times are of both."""
+    """For a ``LayerNormMLP``, K and N are those of its first GEMM; times are of both GEMMs."""
     calls: int
-    """In one forward pass; times are of all."""
+    """Calls in one forward pass; the times are of all calls together."""
     high_gpu: float
     high_cpu: float
-    """CPU time in high precision, likewise."""
+    """CPU time in high precision; ``high_gpu`` is the GPU time."""
     quantize: float
     """GPU time in FP8 outside GEMMs: casts, and norm and activation of a fused module."""
     gemm: float
@@ -80,8 +81,9 @@ class LayerAdvice:
     break_even: int | None
     """Tokens from which FP8 is faster, for this layer alone; None if it never is."""
     saved: int
-    """Bytes that FP8 keeps less from forward to backward, with what FP8 weights add; negative
-    where the input is kept in any case, by an activation function for one."""
+    """Bytes by which FP8 lowers what is kept from forward to backward, with the bytes that FP8
+    weights add; negative where the input is kept in any case, for example by an activation
+    function."""
 
     @property
     def high(self) -> float:
@@ -101,16 +103,16 @@ class LayerAdvice:
 
 @dataclass(frozen=True, repr=False)
 class Advice:
-    """What ``advise`` found; ``print`` it for a table.
+    """The result of ``advise``; ``print`` it for a table.
 
     Attributes:
         layers: in the model's order.
-        recipe: of FP8.
-        measured: on this machine's GPU; else all times are modelled.
-        device: what the times are of.
+        recipe: the FP8 recipe that was compared with high precision.
+        measured: whether times are measured on this machine's GPU; else all are modelled.
+        device: the device that the times hold for.
         step: predicted seconds of a step by ``"high precision"``, ``"FP8"`` and ``"advised"``,
             which has those layers in FP8 that pay. Modelled ones are of the linear layers alone.
-        saved: bytes that a step in FP8 keeps less from forward to backward.
+        saved: bytes by which FP8 lowers what a step keeps from forward to backward.
         overrides: for ``convert_to_float8``: None for the layers that do not pay.
     """
 
@@ -123,7 +125,7 @@ class Advice:
     overrides: dict[str, Recipe | None]
 
     def to_json(self) -> str:
-        """The same as data: seconds and bytes."""
+        """Return the same as JSON text, in seconds and bytes."""
         return json.dumps(
             {
                 "layers": [asdict(layer) for layer in self.layers],
@@ -234,7 +236,7 @@ def advise_by(
     exclude: Sequence[str],
     mode: str,
 ) -> Advice:
-    """``advise`` with times by ``timer``, or modelled ones without."""
+    """Run ``advise`` with times by ``timer``, or with modelled times if ``timer`` is None."""
     refuse_dtensors(model, "advise")
     with on_trial(model) as trial:
         trial.convert(filter_fn, exclude)
@@ -287,9 +289,10 @@ def advise_by(
 def _calibrated(
     cases: dict[_Case, _Times], all_fp8: Sequence[Parts], whole: Times, rest: Times, mode: str
 ) -> dict[_Case, _Times]:
-    """FP8 times of the cases that add up, with the rest, to those of a step with all of them.
+    """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8.
 
-    A layer measured on its own finds its code in the CPU's caches, and its data not in the GPU's.
+    The times need it because a layer measured alone finds its code in the CPU's caches, and its
+    data not in the GPU's.
     """
     gpu = sum(parts.quantize + parts.gemm for parts in all_fp8)
     cpu = sum(parts.cpu for parts in all_fp8)
@@ -321,11 +324,11 @@ def _without_cpu(times: Times) -> Times:
     return times._replace(cpu=0.0)
 
 
-# What runs.
+# Cases: the layers and inputs of a step.
 
 
 class _Case(NamedTuple):
-    """Layers and inputs that take the same time. The layer itself is one of them."""
+    """Layers and inputs that take the same time; ``layer`` is one of these layers."""
 
     key: tuple[Any, ...]
     shape: tuple[int, ...]
@@ -333,7 +336,7 @@ class _Case(NamedTuple):
     needs_dx: bool
     autocast: torch.dtype | None
     shares: bool
-    """Whether the layer before it was given the same input."""
+    """Whether the linear layer before it was given the same input, so that the two share a cast."""
     layer: nn.Module
 
     def __eq__(self, other: object) -> bool:
@@ -446,7 +449,10 @@ def _whole(parts: Parts) -> Times:
 
 
 def _break_even(times: Callable[[int], tuple[Times, Times]]) -> int | None:
-    """The fewest tokens for which the second is no slower than the first."""
+    """The fewest tokens for which FP8 is no slower; None if it is at ``_MOST_TOKENS``, too.
+
+    ``times`` gives the times in high precision and in FP8 for a number of tokens.
+    """
 
     def pays(tokens: int) -> bool:
         high, fp8 = times(tokens)
@@ -519,7 +525,7 @@ class _Bench:
         return result
 
     def run(self, count: int | None = None) -> None:
-        """Forward and backward of the copies, or of as many."""
+        """Run forward and backward of the first ``count`` copies, or of all of them."""
         count = self.count if count is None else count
         with _one_region(self.recipe):
             outputs = [
@@ -531,7 +537,7 @@ class _Bench:
             torch.autograd.grad(outputs, wanted, [self.gradient] * count, allow_unused=True)
 
     def time(self, timer: Timer) -> Times:
-        """Of one layer."""
+        """Time of forward and backward of one layer."""
         return Times(*(seconds / self.count for seconds in timer(self.run)))
 
     def time_gemms(self, timer: Timer) -> float:
@@ -547,7 +553,7 @@ class _Bench:
         return timer(again).gpu if recorded.calls else 0.0
 
     def time_shared_cast(self, timer: Timer) -> Times:
-        """What a layer saves if the one before it has cast the same input."""
+        """Time that a layer saves if the layer before it has cast the same input."""
         layer = self.layers[0]
         x = self.inputs[0].detach().requires_grad_().clone()  # only results of autograd are shared
 
@@ -566,7 +572,7 @@ class _Bench:
 
 @contextmanager
 def _one_region(recipe: Recipe | None) -> Iterator[None]:
-    """All calls advance the scales together, as those of a converted model do."""
+    """Make the calls in the block advance delayed scales together, as a converted model does."""
     if recipe is None or not recipe.linear.delayed:
         yield
         return

@@ -1,17 +1,17 @@
-"""Which layers, GEMMs and operands FP8 damages most.  M tokens, N out features, K in features.
+"""Find where FP8 does the most damage in a model.  M tokens, N out features, K in features.
 
 Three GEMMs of each linear layer can run in FP8: ``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad)
-and ``dw = dy.T @ x`` (wgrad). The *damage* of one is what becomes of the loss and of the gradients
-if it alone does, and all else stays in high precision.
+and ``dw = dy.T @ x`` (wgrad). The *damage* of a GEMM is the change of the loss and of the gradients
+if it alone runs in FP8 and all else stays in high precision.
 
 The gradients are compared parameter by parameter, each at its own scale, as Adam sees them: a
 parameter's error is ``|g' - g| / |g|``, 1 at most, and the gradient's is the root mean square over
 all elements. The loss's is ``|loss' - loss| / |loss|``; the damage is the root of both squared.
 
-First all of it is *estimated*, in one pass that looks at x, w and dy of each layer. For wgrad this
-is the answer, for its error goes nowhere else. That of y and dx goes on through the model, so for
-the worst of fprop and dgrad a *run* is made, a pass of its own. The other estimates are scaled by
-what such runs have shown.
+All damages are first *estimated*, in one pass that looks at x, w and dy of each layer. For wgrad
+the estimate is the answer, since an error of dw goes nowhere else. An error of y or dx goes on
+through the model, so the worst GEMMs of fprop and dgrad are each measured by a *run*, a pass of its
+own. The other estimates are scaled by the ratio of measured to estimated damage in these runs.
 """
 
 from __future__ import annotations
@@ -48,41 +48,41 @@ __all__ = ["Damage", "Sensitivity", "sensitivity"]
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 _OUTLIER = 4.0
-"""Times the median damage from which ``Sensitivity.overrides`` acts unless told."""
+"""How many times the median damage ``Sensitivity.overrides`` allows unless it is told a limit."""
 _SHOWN = 30
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What it costs to run one GEMM of one layer in FP8."""
+    """The damage of running one GEMM of one layer in FP8."""
 
     layer: str
     gemm: str
     """``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
     recipe: Recipe
     damage: float
-    """``hypot(loss, gradient)``, which rows are sorted by."""
+    """``hypot(loss, gradient)``, by which rows are sorted."""
     loss: float
     """Relative change of the loss."""
     gradient: float
     """Relative error of the gradients of all parameters."""
     measured: bool
-    """By a run with this GEMM in FP8; else estimated."""
+    """Whether a run with this GEMM in FP8 showed it; False if it is estimated."""
     output: float | None = None
-    """Relative error of the GEMM's own result, row by row or column by column, whichever is more
-    (root mean square); None if it was not looked at."""
+    """Relative error of the GEMM's own result: the root mean square over its rows or over its
+    columns, whichever is more; None if nobody looked at it."""
     operands: Mapping[str, float] = field(default_factory=dict)
-    """The same with only this operand cast: of two of ``"x"``, ``"w"`` and ``"dy"``."""
+    """The same error with only this operand cast, for two of ``"x"``, ``"w"`` and ``"dy"``."""
 
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity:
-    """What ``sensitivity`` found; ``print`` it for a table.
+    """The result of ``sensitivity``; ``print`` it for a table.
 
     Attributes:
         rows: one for each GEMM of each layer and recipe, the worst first.
         layers: the names of the layers that can run in FP8, in the model's order.
-        skipped: linear layers that cannot.
+        skipped: the names of the linear layers that cannot run in FP8.
         recipes: those that were tried.
         loss: of the batch in high precision.
         noise: the damage that a second run in high precision shows; not 0 where ops of the model
@@ -110,9 +110,10 @@ class Sensitivity:
         return _worst_first(found)
 
     def by_operand(self, recipe: Recipe | None = None) -> dict[tuple[str, str], float]:
-        """Damage by layer and operand, the worst first: a GEMM's, as its two operands cause it.
+        """Damage by layer and operand, the worst first; a GEMM's two operands share its damage.
 
-        Without the operands of fused modules, which nobody has looked at.
+        The shares are in proportion to the errors that the operands cause. Operands of fused
+        modules are left out, since their errors are unknown.
         """
         found: dict[tuple[str, str], float] = {}
         for row in self._rows_of(recipe):
@@ -126,14 +127,14 @@ class Sensitivity:
     def overrides(
         self, max_damage: float | None = None, *, recipe: Recipe | None = None
     ) -> dict[str, Recipe | None]:
-        """What keeps the damage of every GEMM low: ``overrides`` for ``convert_to_float8``.
+        """Choose ``overrides`` for ``convert_to_float8`` that keep the damage of every GEMM low.
 
-        A layer that a recipe damages too much gets that of the others with the fewest GEMMs above
-        the limit, the first of equals, and these GEMMs run in high precision. None is a layer with
-        all of them above it.
+        A layer that a recipe damages too much gets the recipe with the fewest GEMMs above the
+        limit, the first of equals, and these GEMMs run in high precision. A layer with all GEMMs
+        above the limit gets None.
 
         Args:
-            max_damage: of one GEMM. None looks for outliers: four times the median under
+            max_damage: limit for one GEMM. None looks for outliers: four times the median under
                 ``recipe``, of the same GEMM in all layers or of all GEMMs, whichever is more.
             recipe: what the other layers will be converted with, one of ``recipes``; None is the
                 first.
@@ -157,7 +158,7 @@ class Sensitivity:
         return unambiguous(changed, {**dict.fromkeys(self.skipped), **wanted})
 
     def to_json(self) -> str:
-        """The same as data."""
+        """Return the rows, loss, noise and passes as JSON text."""
         rows = [
             {
                 "layer": row.layer, "gemm": row.gemm, "recipe": repr(row.recipe),
@@ -235,7 +236,7 @@ def _worst_first(found: dict[Any, float]) -> dict[Any, float]:
 
 
 def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
-    """The recipe with these GEMMs in high precision; None if no other is left."""
+    """The recipe with these GEMMs in high precision; None if no GEMM is left in FP8."""
     if not gemms:
         return recipe
     if not set(_gemms_in_fp8(recipe.linear)) - gemms:
@@ -263,7 +264,8 @@ def sensitivity(
 
     The model is left as it was, whether converted or not; its parameters' ``grad`` as well. Every
     pass starts from the same buffers and random numbers. Delayed scaling is tried as in a first
-    step, each tensor with a scale from its own amax: what stale scales do shows in training only.
+    step, each tensor with a scale from its own amax: the effect of stale scales shows in training
+    only.
 
     Cost: ``2 + min(runs, 2 * layers * recipes)`` forward and backward passes (3 times the layers
     for fused modules, which have no estimate), and one more set of gradients.
@@ -352,7 +354,7 @@ class _Bench:
         return loss.item(), [None if g is None else g.detach() for g in gradients]
 
     def compare(self) -> _Difference:
-        """What the recipes now in use change."""
+        """Run the model under the recipes now in use, and compare with high precision."""
         loss, gradients = self._run()
         errors = _norms(
             [
@@ -369,7 +371,7 @@ class _Bench:
         )
 
     def look(self, recipes: Sequence[Recipe]) -> tuple[_Difference, dict[_Key, _Look]]:
-        """A second run in high precision: how it differs, and what FP8 would do at each layer."""
+        """Run in high precision again; return how it differs, and FP8's effect at each layer."""
         looks: dict[_Key, _Look] = {}
         handles = []
         for name, layer in self.trial.layers.items():
@@ -382,7 +384,7 @@ class _Bench:
         return noise, looks
 
     def run_alone(self, row: Damage) -> Damage:
-        """The row by a run in which nothing else is in FP8."""
+        """Return the row as measured by a run in which nothing else is in FP8."""
         high = tuple(gemm != row.gemm for gemm in GEMMS)
         alone = replace(row.recipe, override_linear_precision=high)  # type: ignore[arg-type]
         self.trial.use({row.layer: alone})
@@ -394,7 +396,7 @@ class _Bench:
 
 
 def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
-    """Euclidean norms; 0 of None."""
+    """Euclidean norms of tensors; the norm of None is 0."""
     found = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
     # One wait for the GPU, not one each.
     values = iter(
@@ -404,7 +406,7 @@ def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
 
 
 def _relative(error: float, size: float, most: float = math.inf) -> float:
-    """``error / size``; ``most`` at most, which stands for what is no number, too."""
+    """``error / size``, at most ``most``, which is also the result if ``error`` is not finite."""
     if not math.isfinite(error):
         return most
     if error == 0.0:
@@ -417,14 +419,14 @@ _Key = tuple[str, str, Recipe]
 
 @dataclass
 class _Look:
-    """What FP8 does to the result of one GEMM, over all calls of its layer."""
+    """The effect of FP8 on the result of one GEMM, over all calls of its layer."""
 
     error: float = 0.0
-    """Sum of squares."""
+    """Sum of the squares of the result's error."""
     output: float = 0.0
-    """Relative error, the worst of all calls."""
+    """Relative error of the result, the worst of all calls."""
     operands: dict[str, float] = field(default_factory=dict)
-    """The same with only this operand cast."""
+    """``output`` with only this operand cast."""
     loss: float = 0.0
     """First-order change of the loss by the error of y."""
 
@@ -432,8 +434,8 @@ class _Look:
 def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
     """Root mean square of the relative errors of rows, or of columns if that is more.
 
-    Not of the whole matrix: if one row is huge, what becomes of the others would not show, though
-    a norm or a zero in the next weight may make them count as much.
+    The relative error of the whole matrix is not used: if one row is huge, the errors of the others
+    would not show, though a norm or a zero in the next weight may make them count as much.
     """
     found = []
     for dim in (0, 1):
@@ -444,7 +446,7 @@ def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
 
 
 class _Watcher:
-    """A forward hook that looks at the operands of a layer's GEMMs, when dy is there."""
+    """A forward hook that looks at the operands of a layer's GEMMs, once dy is known."""
 
     def __init__(
         self, name: str, layer: Linear, recipes: Sequence[Recipe], looks: dict[_Key, _Look]
@@ -487,7 +489,7 @@ class _Watcher:
     def _compare(
         self, gemm: str, recipe: Recipe, a: tuple[Tensor, Float8Spec], b: tuple[Tensor, Float8Spec]
     ) -> Tensor:
-        """Note what FP8 does to ``a @ b.T``; returns the error of the result."""
+        """Record the effect of FP8 on ``a @ b.T``; return the error of the result."""
         epsilon = recipe.linear.amax_epsilon
         a_cast, b_cast = (_cast(value, spec, epsilon) for value, spec in (a, b))
         exact = a[0] @ b[0].t()
@@ -513,7 +515,7 @@ def _cast(x: Tensor, spec: Float8Spec, amax_epsilon: float) -> Tensor:
 def _estimates(
     bench: _Bench, looks: Mapping[_Key, _Look], recipes: Sequence[Recipe]
 ) -> list[Damage]:
-    """A row for each GEMM; of a fused module, which nobody looked at, an infinite one."""
+    """Return a row for each GEMM; fused modules, which have no estimate, get infinite damage."""
     shares = {
         id(p): (norm, math.sqrt(p.numel() / max(bench.elements, 1)))
         for p, norm in zip(bench.parameters, bench.norms, strict=True)
@@ -549,7 +551,7 @@ def _estimates(
 
 
 def _measure_worst(rows: Sequence[Damage], bench: _Bench, runs: int) -> list[Damage]:
-    """Rows with the worst ones measured, as many as there may be runs, and the others scaled."""
+    """Measure the worst rows, at most ``runs`` of them, and scale the other estimates by these."""
     order = sorted(range(len(rows)), key=lambda index: -rows[index].damage)
     due = [i for i in order if rows[i].gemm != "wgrad" or rows[i].output is None][:runs]
     done = list(rows)

@@ -1,4 +1,4 @@
-"""Versions, GPUs, and what of FP8 is native, emulated or missing on this machine, and why."""
+"""Versions, GPUs, and which parts of FP8 this machine runs natively, emulates or lacks, and why."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXTRAS = {
     "peft": ("transformers", "accelerate", "peft"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
 }
-"""Optional parts of the package, and what each needs."""
+"""Optional parts of the package, and the packages that each needs."""
 
 _RECIPES: tuple[type[Recipe], ...] = (
     DelayedScaling,
@@ -78,7 +78,7 @@ def why_gemm_is_emulated(
     a_dtype: torch.dtype = E4M3,
     b_dtype: torch.dtype = E4M3,
 ) -> str:
-    """Why a product is one of dequantized operands on this device; empty if it runs in FP8."""
+    """Why a GEMM of such operands dequantizes them on this device; empty if it runs in FP8."""
     dtypes = {"a_dtype": a_dtype, "b_dtype": b_dtype}
     if device.type != "cuda":
         return "a CPU has no FP8 products; it multiplies in float32"
@@ -120,19 +120,19 @@ class Support:
 
 @dataclass(frozen=True)
 class Environment:
-    """What this machine has; ``print`` it, or ask for ``to_json()``."""
+    """The versions and hardware of this machine; ``print`` it, or ask for ``to_json()``."""
 
     versions: dict[str, str]
     gpus: list[str]
     """Name, compute capability and memory of each GPU."""
     device: str
-    """What ``support`` is about."""
+    """The device that ``support`` describes."""
     support: list[Support]
     extras: dict[str, str]
-    """Of each optional part, what it lacks, or ``"installed"``."""
+    """For each optional part, the packages that are missing, or ``"installed"``."""
 
     def to_json(self) -> dict[str, Any]:
-        """The same as dicts, lists and strings."""
+        """Return the same as dicts, lists and strings."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ def environment(device: torch.device | str | None = None) -> Environment:
 
 
 def package_version() -> str:
-    """float8lab's own."""
+    """The version of float8lab."""
     # Not imported by name: layers import downwards, and the package has imported them all.
     version: str = importlib.import_module("float8lab").__version__
     return version

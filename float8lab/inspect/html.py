@@ -23,7 +23,7 @@ def html(x: Tensor, text: str = "") -> str:
     """A fragment of HTML: ``text``, statistics, histogram of exponents, heat map of scales.
 
     Args:
-        x: as in ``stats``. Of a DTensor, this rank's shard is shown.
+        x: as in ``stats``. For a DTensor, this rank's shard is shown.
         text: goes first, as it is spaced; escaped.
     """
     check_instance("text", text, str, "a string")

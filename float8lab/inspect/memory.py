@@ -1,4 +1,4 @@
-"""Where a model's memory goes: weights, masters, scales, saved activations, by layer."""
+"""Count a model's memory by layer: weights, masters, scales, saved activations and more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerMemory:
 
     name: str
     weights: int = 0
-    """Parameters; of FP8-stored ones the data."""
+    """Parameters; for those stored in FP8, the FP8 data."""
     scales: int = 0
     """Scales and amaxes of FP8-stored parameters; delayed-scaling state; kept weight casts."""
     buffers: int = 0
@@ -39,13 +39,13 @@ class LayerMemory:
     masters: int = 0
     """High-precision copies in ``MasterWeights``."""
     optimizer: int = 0
-    """The optimizer's state apart from them."""
+    """The optimizer's state apart from masters."""
     activations: int = 0
-    """What autograd keeps from forward to backward, FP8 casts of weights included."""
+    """Tensors that autograd keeps from forward to backward, FP8 casts of weights included."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All these bytes together."""
         return sum(getattr(self, kind) for kind in KINDS)
 
 
@@ -54,11 +54,12 @@ KINDS = tuple(field.name for field in fields(LayerMemory) if field.name != "name
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What ``memory_report`` found; ``print`` it for a table.
+    """The result of ``memory_report``; ``print`` it for a table.
 
     Attributes:
-        layers: modules that hold anything, in the model's order. What several share is the first's.
-        by_device: bytes by device, ``"cuda:0"`` for one.
+        layers: modules that hold anything, in the model's order. Memory that several share counts
+            for the first.
+        by_device: bytes by device, such as ``"cuda:0"``.
         ran: whether activations were looked for, in a run on a batch.
     """
 
@@ -82,7 +83,7 @@ class MemoryReport:
         return sum(getattr(layer, kind) for layer in self.layers)
 
     def to_json(self) -> str:
-        """The same as data: bytes."""
+        """Return the same as JSON text, in bytes."""
         return json.dumps(
             {
                 "layers": [asdict(layer) for layer in self.layers],
@@ -112,9 +113,9 @@ class MemoryReport:
 
 
 def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    """The storages of a tensor, or of those a subclass consists of, with the names it gives them.
+    """The storages of a tensor, or of a subclass's inner tensors with their names.
 
-    Of a DTensor this rank's.
+    For a DTensor, these are the storages of this rank's shard.
     """
     if hasattr(x, "_local_tensor"):
         yield from storages(x._local_tensor)
@@ -134,7 +135,7 @@ class _Counted:
         self.by_device: defaultdict[str, int] = defaultdict(int)
 
     def bytes_of(self, storage: torch.UntypedStorage) -> int:
-        """What a storage takes, once; 0 from then on."""
+        """Return the bytes of a storage the first time, and 0 from then on."""
         if storage._cdata in self._seen:
             return 0
         self._seen[storage._cdata] = storage
@@ -163,15 +164,16 @@ def memory_report(
 ) -> MemoryReport:
     """Count the memory of a model by layer, from the storages that its tensors have.
 
-    Weights that are tied, and activations that several layers save, count once. Of sharded
-    parameters this rank's part counts. A CUDA storage counts as the multiple of 512 bytes that the
-    allocator takes for it. The model is left as it was.
+    Weights that are tied, and activations that several layers save, count once. Sharded parameters
+    count by this rank's part. A CUDA storage counts as the multiple of 512 bytes that the allocator
+    takes for it. The model is left as it was.
 
     Args:
         model: any; on the meta device it gives the sizes that it would have.
-        batch: an example: a tensor, or a tuple or dict of arguments. Activations are what autograd
-            keeps of one forward pass on it, under the recipes (and inside the autocast) that would
-            be in force anyway; without a batch there are none. The batch itself does not count.
+        batch: an example: a tensor, or a tuple or dict of arguments. Activations are the tensors
+            that autograd keeps of one forward pass on it, under the recipes (and inside the
+            autocast) that would be in force anyway; without a batch there are none. The batch
+            itself does not count.
         optimizer: its state counts, and masters if it is a ``MasterWeights``.
         loss_fn: ``loss_fn(model, batch)`` returns the loss; by default ``model`` alone is called.
 
@@ -257,9 +259,9 @@ def _add_optimizer(
 
 
 def saved_by_layer(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
-    """Bytes that autograd keeps of ``run``, by the module that was running: parameters apart.
+    """Bytes that autograd keeps of ``run``, by running module, without parameters and buffers.
 
-    For use inside ``on_trial``.
+    It is for use inside ``on_trial``.
     """
     counted = _Counted()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -313,5 +315,5 @@ class _Running:
 
     @property
     def name(self) -> str:
-        """Qualified; that of the model, "", outside all."""
+        """Qualified name of the innermost module that runs; "", the model's name, if none does."""
         return self._names[-1] if self._names else ""

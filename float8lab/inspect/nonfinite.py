@@ -1,14 +1,15 @@
-"""find_nan: where the first NaN or infinity of a training step arises.
+"""find_nan: find where the first NaN or infinity of a training step arises.
 
-Hooks look at what goes into every module and what comes out, in forward and in backward; the first
-value that is not finite decides, and after it nothing is looked at. In forward the module to name
+Hooks look at the inputs and outputs of every module, in forward and in backward; the first value
+that is not finite decides, and after it nothing is looked at. In forward the module to name
 is one whose input was finite and whose output is not: a child is left before its parent, so the
 first such is the innermost. A value that is first seen as the *input* of a child arose in the code
 of its parent. Backward is the same with gradients, which enter at the outputs.
 
-Attention masks are of -inf, and no error. So a tensor with -inf but neither NaN nor +inf is passed
-over if nothing is differentiated by it; else it is a suspect, the one to name if a NaN or +inf
-follows, and cleared when what takes it, or what it arose in, gives finite values.
+Attention masks hold -inf, which is no error. So a tensor with -inf but neither NaN nor +inf is
+passed over if it requires no gradient. Otherwise it is a suspect: it is the tensor to name if a NaN
+or +inf follows, and it is cleared when the module that takes it, or in which it arose, gives finite
+values.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ __all__ = ["NonFinite", "find_nan"]
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where the first value arose that is not finite; false if all were finite."""
+    """Where the first value that is not finite arose; false in a condition if there is none."""
 
     module: str | None = None
     """Qualified name; ``""`` is the model itself, ``"(loss)"`` the loss; None: all is finite."""
     tensor: str = ""
-    """Such as ``"input 0"``, ``"output 1"``, ``"output ['logits']"``, ``"parameter weight"``,
-    ``"gradient of input 0"``, ``"gradient of weight"``; or what a child of the module was given."""
+    """The tensor, such as ``"input 0"``, ``"output 1"``, ``"output ['logits']"``, ``"parameter
+    weight"``, ``"gradient of input 0"``, ``"gradient of weight"``; or an input that the module gave
+    to a child."""
     phase: str = ""
     """``"before"`` the step, ``"forward"``, ``"backward"`` or ``"optimizer"``."""
     step: int = 0
-    """From 0; where all is finite, the number of steps."""
+    """The step, from 0; where all is finite, the number of steps."""
     nan: int = 0
     inf: int = 0
     shape: tuple[int, ...] = ()
@@ -169,7 +171,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _named_tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a nest of containers; an index, or a path such as ``['logits']``."""
+    """Yield each tensor in nested containers, with its index or a path such as ``['logits']``."""
     pairs, _ = tree_flatten_with_path(values)
     for path, leaf in pairs:
         if _is_number(leaf):
@@ -183,7 +185,8 @@ class _Frame:
 
     module: nn.Module
     clears: bool
-    """A suspect is one of its inputs, or was not there before it."""
+    """Whether finite outputs clear the suspect, which is one of the inputs or arose inside the
+    module."""
 
 
 class _Look:
@@ -202,7 +205,7 @@ class _Look:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks are on the modules and parameters."""
+        """Keep hooks on the modules and parameters while the block runs."""
         with contextlib.ExitStack() as stack:
             for module, name in self.names.items():
                 # The first to see the outputs, the last to see the inputs: as the module itself.
@@ -221,7 +224,7 @@ class _Look:
     def at(
         self, x: Any, module: str, tensor: str, *, phase: str = "forward", may_mask: bool = False
     ) -> bool:
-        """Look at a tensor, unless something was found already; whether all of it is finite."""
+        """Look at a tensor unless something was found already; return whether it is all finite."""
         if self.found is not None or not _is_number(x):
             return True
         with torch.no_grad():
@@ -344,7 +347,7 @@ def _named_inputs(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(x: Any) -> Tensor:
-    """What of a tensor is here, in high precision."""
+    """This rank's part of a tensor, in high precision."""
     x = getattr(x, "_local_tensor", x)
     value: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x
     # Float8Tensors, and FP8 dtypes without a scale.
@@ -353,7 +356,7 @@ def _local(x: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Whatever a training step changes is afterwards as it was."""
+    """Put back after the block whatever a training step changes."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     changed: list[Any] = [

@@ -10,13 +10,13 @@ __all__ = ["needs"]
 
 @contextmanager
 def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
-    """Around the import of a package: say who must have it and how to get it, if it is missing.
+    """Say who needs a package and how to get it, if the import of that package in the block fails.
 
     Args:
-        what: who needs it: a function's name, or a file.
+        what: the function or file that needs the package, by name.
         package: the import's name.
-        install: what to give to pip.
-        otherwise: what works without it, after "or".
+        install: the requirement to give to pip.
+        otherwise: a way that works without it, after "or".
 
     Raises:
         ModuleNotFoundError: with this message, and the name of the missing module.

@@ -21,8 +21,8 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
 
     Args:
         x: as in ``stats``.
-        local: of a DTensor, the histogram of this rank's shard; if False, of all of it, and all
-            ranks must call. The scales are this rank's.
+        local: for a DTensor, draw the histogram of this rank's shard; if False, of the whole
+            tensor, and all ranks must call. The scales are this rank's.
 
     Returns:
         A ``matplotlib.figure.Figure``, which notebooks show; elsewhere call its ``savefig``.

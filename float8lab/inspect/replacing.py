@@ -1,7 +1,7 @@
-"""Writing a file or a directory so that it takes the place of another one whole, or not at all.
+"""Write a file or a directory so that it replaces another one whole, or not at all.
 
-It is written beside its target and renamed. A crash before that leaves the target as it was, and
-beside it something whose name ends in ``.partial``.
+It is written beside its target and then renamed. A crash before that leaves the target as it was,
+and beside it a file or directory whose name ends in ``.partial``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["leftovers", "replacing"]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a free path beside ``path``; what the block makes there takes the place of ``path``.
+    """Yield a free path beside ``path``; the file that the block makes there replaces ``path``.
 
-    If the block raises, it is removed and ``path`` stays as it was. Of a symbolic link the target
-    is replaced, and the link stays. A target that is replaced hands on its permissions. A device or
-    a pipe cannot be replaced: ``path`` itself is yielded.
+    If the block raises, that file or directory is removed and ``path`` stays as it was. If ``path``
+    is a symbolic link, its target is replaced, and the link stays. A target that is replaced hands
+    on its permissions. A device or a pipe cannot be replaced: ``path`` itself is yielded.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         yield path
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What an interrupted write of ``path`` left beside it: partial new ones, whole old ones."""
+    """Paths that an interrupted write of ``path`` left: partial new ones, whole old ones."""
     path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
         return []

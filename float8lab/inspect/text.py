@@ -22,13 +22,15 @@ class Grid(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     alarming: Sequence[bool] = ()
-    """The rows that are shown in red; none if it is empty."""
+    """Whether each row is shown in red; empty if none is."""
     note: str = ""
-    """Goes below."""
+    """A line below the table."""
 
     def first(self, limit: int | None) -> Grid:
-        """The first rows, printable, and how many are left out; all for None. Empty columns are
-        dropped."""
+        """Return the first rows, printable, with a note of how many are left out.
+
+        All rows are kept if ``limit`` is None. Empty columns are dropped.
+        """
         used = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
         columns = [self.columns[i] for i in used]
         rows = [[printable(row[i]) for i in used] for row in self.rows[:limit]]
@@ -59,9 +61,9 @@ def bars(found: Histogram, width: int = 40) -> str:
 
 
 def summary(x: Tensor) -> str:
-    """Statistics and the histogram of exponents, without any library.
+    """Statistics and the histogram of exponents as text, without any library.
 
-    Of a DTensor, of this rank's shard.
+    For a DTensor, they are of this rank's shard.
     """
     found = stats(x, local=True)
     drawn = bars(found.histogram("exponent"))
@@ -70,9 +72,9 @@ def summary(x: Tensor) -> str:
 
 @Float8Tensor._add_view
 def table(x: Tensor) -> Any:
-    """What rich prints for ``x``: a table and the histogram of exponents. Needs rich.
+    """A table of statistics and the histogram of exponents, for rich to print. Needs rich.
 
-    Of a DTensor, of this rank's shard.
+    For a DTensor, they are of this rank's shard.
 
     Raises:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
@@ -115,7 +117,7 @@ def bytes_text(size: int) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Text of others, such as a tensor's name, without what would steer a terminal.
+    r"""Text from outside, such as a tensor's name, with its control characters escaped.
 
     >>> from float8lab.inspect.text import printable
     >>> print(printable("w\x1b[31m\n"))

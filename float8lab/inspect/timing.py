@@ -1,4 +1,4 @@
-"""What a call costs a GPU and the CPU that drives it."""
+"""The time that a call takes on a GPU, and on the CPU that drives it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLUSH_BYTES = 256 << 20
 
 
 class Timer(Protocol):
-    """How ``advise`` measures."""
+    """A callable by which ``advise`` measures times."""
 
     def __call__(self, fn: Callable[[], Any]) -> Times:
         """GPU and CPU seconds of one call, each as if the other took none."""
@@ -29,10 +29,10 @@ class Timer(Protocol):
 class CudaTimer:
     """Times calls on a CUDA device.
 
-    GPU: between two events, from a cold L2, behind a backlog that gives the CPU time to queue the
-    whole call. CPU: until the call returns, with nothing to wait for. Both are medians. A call of
-    more launches than the GPU's queue holds (1024) waits for it: then both are the longer of the
-    two, and so is a step.
+    GPU time is measured between two events, from a cold L2, behind a backlog that gives the CPU
+    time to queue the whole call. CPU time is measured until the call returns, with nothing to wait
+    for. Both are medians. A call of more launches than the GPU's queue holds (1024) waits for it:
+    then both are the longer of the two, and so is a step.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Runs of a model that leave nothing behind.
 
-What the reports of this package have in common: they run a model, in place and under recipes of
-their choice, and then put back all that this has changed.
+The reports of this package run a model in place, under recipes of their choice, and then put back
+all that this has changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 LossFn = Callable[[Any, Any], Tensor]
-"""From model and batch to the loss."""
+"""A function of model and batch that returns the loss."""
 
 
 def without_reduction(recipe: Recipe | None) -> Recipe | None:
@@ -43,7 +43,7 @@ def without_reduction(recipe: Recipe | None) -> Recipe | None:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """``model(*batch)`` of a tuple or list, ``model(**batch)`` of a mapping, else ``model(batch)``.
+    """Call the model with ``*batch`` of a tuple or list, ``**batch`` of a mapping, else ``batch``.
 
     >>> call(torch.nn.Flatten(), torch.ones(2, 3, 4)).shape
     torch.Size([2, 12])
@@ -54,10 +54,10 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
-    """``loss_fn(model, batch)``; without one the output's ``loss``, else the mean of its squares.
+    """``loss_fn(model, batch)``; without it the output's ``loss``, or else the mean of its squares.
 
     Raises:
-        ValueError: that is no number with a gradient.
+        ValueError: the loss is not one number that requires a gradient.
     """
     loss = _own_loss(call(model, batch)) if loss_fn is None else loss_fn(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -99,7 +99,7 @@ def refuse_dtensors(model: nn.Module, name: str) -> None:
 
 
 class _Contents:
-    """What a module was: its class, its attributes, and what its dicts and lists held."""
+    """The state of a module: its class, its attributes, and what its dicts, lists and sets hold."""
 
     def __init__(self, owner: Any) -> None:
         self.owner, self.cls = owner, type(owner)
@@ -124,7 +124,7 @@ class _Contents:
 
 
 class _Buffers:
-    """What the buffers held."""
+    """The values of a model's buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -161,9 +161,9 @@ class Trial:
     """A model on trial: ``on_trial`` makes one.
 
     Attributes:
-        model: runs as it is called, until ``convert`` was called.
+        model: the model, which runs as it was given until ``convert`` is called.
         layers: after ``convert``, the layers that can run in FP8, by name.
-        skipped: the candidates that cannot, and why.
+        skipped: the candidates that cannot run in FP8, by name, and why.
     """
 
     def __init__(self, model: nn.Module, buffers: _Buffers, random: _Random) -> None:
@@ -175,7 +175,7 @@ class Trial:
     def convert(
         self, filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str]
     ) -> None:
-        """Let every layer that can run in FP8 do so on request, by ``use``; none does yet."""
+        """Prepare every layer that can run in FP8 to do so once ``use`` gives it a recipe."""
         convert_to_float8(
             self.model,
             Float8CurrentScaling(),
@@ -209,10 +209,10 @@ class Trial:
 def on_trial(model: nn.Module) -> Iterator[Trial]:
     """Run a model without a trace.
 
-    Put back at the end, also after an exception: classes, attributes, hooks, training modes,
-    buffers, delayed-scaling state and random streams. Parameters and their gradients are not
-    written, if what runs asks ``torch.autograd.grad`` for gradients. Inside, delayed scaling starts
-    anew and does not communicate.
+    At the end, also after an exception, classes, attributes, hooks, training modes, buffers,
+    delayed-scaling state and random streams are put back. Parameters and their gradients are not
+    written, as long as the block takes gradients by ``torch.autograd.grad``. Inside, delayed
+    scaling starts anew and does not communicate.
     """
     devices = sorted({t.device.index for t in _all_tensors(model) if t.is_cuda})
     state = {name: getattr(STATE, name) for name in _ISOLATED}
@@ -236,7 +236,7 @@ def on_trial(model: nn.Module) -> Iterator[Trial]:
 
 
 _ISOLATED = ("enabled", "recipe", "calibrating", "region", "in_graph", "last_cast")
-"""What a trial changes of ``STATE``."""
+"""The fields of ``STATE`` that a trial changes."""
 
 
 def _isolate(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ __all__ = ["STYLES", "from_transformer_layers", "to_transformer_layers", "transf
 
 
 class _Rule(NamedTuple):
-    """Some parameters of a layer there, and the same numbers here, concatenated in this order."""
+    """Parameters of a Hugging Face layer, and ours with the same numbers, concatenated in order."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -79,10 +79,10 @@ _GPT2 = (
 
 class _Style(NamedTuple):
     prefix: str
-    """Of a layer's keys, before its number."""
+    """Prefix of a layer's keys, before its number."""
     rules: tuple[_Rule, ...]
     ignored: tuple[str, ...]
-    """Buffers that older versions saved, and that are computed."""
+    """Buffers that older versions saved, and that are computed now."""
 
 
 STYLES = {
@@ -116,7 +116,7 @@ def _by_layer(
 def to_transformer_layers(
     state: Mapping[str, Tensor], style: str, *, prefix: str | None = None
 ) -> dict[str, Tensor]:
-    """A Hugging Face state dict with its layers as those of a list of ``TransformerLayer``.
+    """Turn the layers of a Hugging Face state dict into those of a list of ``TransformerLayer``.
 
     Args:
         state: of the whole model, or of a part that holds layers.

@@ -1,4 +1,4 @@
-"""What the precision plugins of Lightning's two packages share: all but their base classes.
+"""The precision plugin of Lightning's two packages, all but its base classes.
 
 ``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) hold the same code twice, and
 each takes plugins of its own classes only. ``import float8lab`` does not load this module.
@@ -32,10 +32,11 @@ __all__ = ["LightningPlugin"]
 
 
 def _of_base(name: str) -> Any:
-    """A method of the plugin's base class, which is another in the Trainer than in Fabric.
+    """A method of the plugin's base class, which the Trainer and Fabric have each their own of.
 
-    The Trainer's methods call its hooks, which Fabric has not. Fabric looks whether they are its
-    own: where they are not, it demands ``fabric.backward(loss)`` in place of ``loss.backward()``.
+    The Trainer's methods call hooks of the Trainer, which Fabric lacks. Fabric checks whether the
+    methods are its own: where they are not, it demands ``fabric.backward(loss)`` in place of
+    ``loss.backward()``.
     """
     return property(lambda plugin: getattr(plugin._base, name).__get__(plugin))
 
@@ -47,12 +48,12 @@ class LightningPlugin:
     package ``lightning``, that of ``float8lab.integrations.pytorch_lightning`` for the packages
     ``pytorch_lightning`` and ``lightning_fabric``.
 
-    The parameters and their meaning are those of Lightning's ``TransformerEnginePrecision``. What
-    differs: layers of any size run in FP8; it works on a CPU, too; every recipe is taken; layers
-    are changed in place when Lightning sets the model up, so checkpoints, optimizers and
+    The parameters and their meaning are those of Lightning's ``TransformerEnginePrecision``. These
+    things differ: layers of any size run in FP8; it works on a CPU, too; every recipe is taken;
+    layers are changed in place when Lightning sets the model up, so checkpoints, optimizers and
     ``isinstance(layer, torch.nn.Linear)`` stay valid, and ``module_init_context`` sets the dtype
     only, since a class swapped there would initialise its weights differently; the state of delayed
-    scaling is in checkpoints. As there, gradients are not scaled under ``torch.float16``.
+    scaling is in checkpoints. Neither plugin scales gradients under ``torch.float16``.
 
     A ``Trainer`` saves and restores the state of delayed scaling by itself. For Fabric the plugin
     is ``Stateful``: ``fabric.save(path, {"model": model, "optimizer": optimizer, "fp8": plugin})``.
@@ -69,7 +70,7 @@ class LightningPlugin:
             not in FP8 and for what FP8 layers return; None is ``weights_dtype``. There is no such
             autocast if that is float32.
 
-    What was replaced, what not and why is logged on rank zero.
+    The layers that were replaced, and why others were not, are logged on rank zero.
 
     Attributes:
         recipe: as given, or made of the mapping.
@@ -124,7 +125,7 @@ class LightningPlugin:
         return {**vars(self), "_modules": []}  # a started process sets up its own
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert its layers to FP8 and its parameters to ``weights_dtype``, in place."""
+        """Convert a module's layers to FP8 and its parameters to ``weights_dtype``, in place."""
         known = any(module is other for other in self._alive())
         has_fp8 = was_converted(module) or any(precisions_below(module))
         if not known:
@@ -179,15 +180,15 @@ class LightningPlugin:
             yield
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors, however nested, in ``weights_dtype``."""
+        """Return ``data`` with floating-point tensors, however nested, in ``weights_dtype``."""
         return _converted(data, self.weights_dtype)
 
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors, however nested, in the default dtype (Fabric only)."""
+        """Return ``data`` with floating-point tensors in the default dtype (Fabric only)."""
         return _converted(data, torch.get_default_dtype())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of delayed scaling, by model; empty without. As collective as ScalingState."""
+        """The state of delayed scaling by model, empty without; a collective as ScalingState is."""
         states = [self._scaling_state(module).state_dict() for module in self._alive()]
         return {str(index): state for index, state in enumerate(states) if state}
 
@@ -200,7 +201,7 @@ class LightningPlugin:
         return ScalingState(module, self.recipe if self._is_one() else None)
 
     def _is_one(self) -> bool:
-        """Whether there is one recipe, not a choice for each layer."""
+        """Whether there is one recipe for all layers, and no choice for each."""
         return isinstance(self.recipe, recipes.Recipe)
 
     def _alive(self) -> list[nn.Module]:
@@ -208,13 +209,13 @@ class LightningPlugin:
         return [module for module in found if module is not None]
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Part of the Trainer's setup, and of no other."""
+        """Connect the plugin to a Trainer; Fabric does not call this."""
         self._base = self.trainer_base
         self._modules = self._modules[-1:]  # it trains one; earlier ones are not in checkpoints
         return self.trainer_base.connect(self, model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
-        """Part of the Trainer's end, after which Fabric may use the plugin."""
+        """End the Trainer's use of the plugin, after which Fabric may use it."""
         self._base = self.fabric_base
 
     pre_backward = _of_base("pre_backward")

@@ -42,7 +42,7 @@ class onnx_export(ContextDecorator):
     forward is exported, and no state changes.
 
     Args:
-        enabled: False exports nothing differently.
+        enabled: False changes nothing.
 
     Raises:
         ValueError: a layer under ``DelayedScaling`` has no scales yet.
@@ -130,7 +130,7 @@ def _dequantize_linear(quantized: Tensor, scale: Tensor, axis: dict[str, Any]) -
 
 
 def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Zeros: by their type ONNX knows the format. (A cast, since ONNX cannot fill FP8 tensors.)"""
+    """Zeros whose dtype tells ONNX the format, by a cast, since ONNX cannot fill FP8 tensors."""
     return torch.zeros_like(scale).to(fp8_dtype)
 
 
@@ -186,7 +186,7 @@ def _power_of_two_below(x: Tensor) -> Tensor:
 def _as_onnx(
     scale: Tensor, block: Sequence[int], shape: Sequence[Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Scales as ONNX wants them, and the attributes of both nodes."""
+    """Scales in the layout that ONNX wants, and the attributes of both nodes."""
     if tuple(block) == (-1, -1):
         return scale if scale.ndim == 0 else scale.reshape(()), {}
     if tuple(block) == (1, -1):

@@ -1,4 +1,4 @@
-"""Recipes as configuration files say them: mappings of plain values."""
+"""Recipes from configuration files, in which they are mappings of plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["recipe_of"]
 def recipe_of(
     recipe: Mapping[str, Any] | recipes.Recipe | recipes.Auto | str | None,
 ) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
-    """What ``convert_to_float8`` takes as a recipe, of what a framework's plugin takes.
+    """Make the recipe for ``convert_to_float8`` from one as plugins of frameworks take it.
 
     Args:
         recipe: taken as it is, or a mapping with fields of ``DelayedScaling``, or of the recipe

@@ -32,7 +32,7 @@ SCALING_NAME = "float8_scaling.safetensors"
 """The file of a Trainer's checkpoint that holds the state of delayed scaling."""
 
 _KEY = "float8lab"
-"""Of what the callback keeps in a Trainer's state."""
+"""Key of the callback's entry in a Trainer's state."""
 
 
 class Float8Conv1D(OtherLinear, Conv1D):
@@ -52,7 +52,7 @@ class Float8Conv1D(OtherLinear, Conv1D):
 
     @staticmethod
     def from_matrix(matrix: Tensor) -> Tensor:
-        """The weight of a matrix ``[out, in]``."""
+        """The layer's weight, from the matrix ``[out, in]``."""
         return matrix.t()
 
 
@@ -60,16 +60,16 @@ class Float8Callback(TrainerCallback):
     """FP8 in Transformers' Trainer: ``Trainer(..., callbacks=[Float8Callback(recipe)])``.
 
     Converts the Trainer's model when the Trainer is made, before it is sharded or compiled, and
-    prints its ``conversion_report``. Of a Trainer that exists, ``add_callback`` converts when
-    training starts. A model that has FP8 layers already is left as it is.
+    prints its ``conversion_report``. If it is added to a Trainer by ``add_callback``, it converts
+    the model when training starts. A model that has FP8 layers already is left as it is.
 
     With a delayed recipe the state of its scales is in every checkpoint, as a file of its own, and
     ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
     ``args.output_dir`` and in ``args.resume_from_checkpoint``.
 
     Args:
-        recipe: as of ``convert_to_float8``.
-        options: its other arguments, such as ``exclude=["lm_head"]``.
+        recipe: as in ``convert_to_float8``.
+        options: other arguments of ``convert_to_float8``, such as ``exclude=["lm_head"]``.
 
     >>> from float8lab.integrations.transformers import Float8Callback
     >>> callback = Float8Callback(float8lab.recipes.DelayedScaling(), exclude=["lm_head"])
@@ -137,5 +137,5 @@ class Float8Callback(TrainerCallback):
 
 
 def _folder(args: Any, state: Any) -> Path:
-    """Of the checkpoint of the present step."""
+    """The folder of the checkpoint of the present step."""
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -102,8 +102,8 @@ def unambiguous(
     """``overrides`` that mean these very layers, though a name is a pattern, too.
 
     Args:
-        changed: what to say, by layer.
-        wanted: what each layer of the model is to get, said or not.
+        changed: the overrides to express, by layer.
+        wanted: the recipe that each layer of the model is to get, changed or not.
 
     >>> unambiguous({"0": None}, {"0": None, "1.0": Float8CurrentScaling()})
     {'0': None, '1.0': Float8CurrentScaling()}
@@ -122,8 +122,8 @@ def unambiguous(
 
 _Choice = Recipe | Auto
 
-# What PEFT calls the linear layers of low-rank adapters and the copies of layers that it trains.
-# Names, for the library need not be there, and others use them too.
+# PEFT's names of the linear layers of low-rank adapters and of the copies of layers that it trains.
+# They are names, since the library need not be there, and other libraries use them too.
 _ADAPTERS = ("lora_A", "lora_B")
 _TRAINED_COPIES = "modules_to_save"
 
@@ -144,7 +144,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
 ) -> _Model:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place, and return the model.
 
-    Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted likewise. Modules that
+    Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted, too. Modules that
     multiply by parameters of their own, such as stacked experts, a router or ``torch.nn.LSTM``, are
     reported and left alone. Modules of this library, such as ``Linear`` and ``LayerNormMLP``, take
     the recipe as their own.
@@ -275,20 +275,20 @@ class _LayerPlan:
     layer: nn.Module
     name: str
     note: str
-    """What the report says about the layer."""
+    """The report's sentence about the layer."""
     recipe: Recipe | None
     """None leaves the layer as it is, unless it ``stays``."""
     auto: Auto | None = None
-    """Chooses the recipe."""
+    """The choice that is still to give the layer its recipe."""
     pinned: bool = False
     failed: bool = False
-    """Asked for, but not possible."""
+    """Whether FP8 was asked for and is not possible."""
     stays: bool = False
-    """Asked to be in high precision."""
+    """Whether high precision was asked for."""
 
 
 def _checked(name: str, asked: Any) -> _Choice:
-    """A recipe, or how to choose one."""
+    """Return a recipe, or the ``Auto`` that chooses one; raise for anything else."""
     if isinstance(asked, str) and asked == "auto":
         return Auto()
     if isinstance(asked, (Recipe, Auto)):
@@ -334,7 +334,7 @@ def _plan_layer(
 
 
 def _choose_recipes(plans: Sequence[_LayerPlan]) -> tuple[list[_LayerPlan], list[str]]:
-    """Give plans that ask for it a recipe or high precision, and predict what they take in all."""
+    """Give plans that ask for it a recipe or high precision, and predict their times in all."""
     done = list(plans)
     asking = [(index, plan.auto) for index, plan in enumerate(plans) if plan.auto is not None]
     predictions = [_predict(plans[index].layer, auto) for index, auto in asking]
@@ -491,7 +491,7 @@ def _float8_class(original: type) -> type:
 
 
 def _reduce(layer: nn.Module, original: Any, protocol: Any) -> Any:
-    """How copy and pickle make a layer again whose class has the original's name, but is not it."""
+    """Have copy and pickle rebuild a layer whose class has the original's name, but is not it."""
     reduced = original.__reduce_ex__(layer, protocol)
     if reduced[:2] != (copyreg.__newobj__, (_CLASSES[original],)):  # type: ignore[attr-defined]
         return reduced  # the original has a way of its own
@@ -570,7 +570,7 @@ class _CallRegion:
         self.recipes = recipes  # delayed ones of the model's layers
 
     def reset(self, recipes: tuple[Recipe, ...]) -> None:
-        """Take in other layers."""
+        """Replace the recipes, for other layers."""
         self.recipes, self._prepared = recipes, False
 
     @torch._disable_dynamo
@@ -686,5 +686,5 @@ def _dequantize_parameters(module: nn.Module) -> None:
 
 
 def remove_region_hooks(module: nn.Module) -> None:
-    """Have calls of a module be no region of delayed scaling any more."""
+    """Keep calls of a module from being regions of delayed scaling any more."""
     remove_hooks(module, _CallRegion)

@@ -1,4 +1,4 @@
-"""count_gemms: which matrix products really ran, and whether in FP8."""
+"""count_gemms: count the matrix products that really ran, in FP8 and in high precision."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HIGH_PRECISION = _overloads(
 _SCALED = _overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 _FP8 = frozenset((torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.scaled_bmm.default))
 GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
-"""What counts as a matrix product."""
+"""The overloads that count as a matrix product."""
 
 
 class GemmCounts:
@@ -81,9 +81,9 @@ class GemmCounts:
 class count_gemms:
     """Count the matrix products that run inside the ``with`` block, forward and backward.
 
-    Counts what reaches torch's dispatcher, whoever calls it: linear layers, matmul, grouped
-    products, attention written with matmul; not the products inside a fused attention kernel, nor
-    those of a graph that torch.compile has compiled. A grouped product counts as one. An FP8 format
+    The products that reach torch's dispatcher count, whoever calls them: linear layers, matmul,
+    grouped products, attention written with matmul; not the products inside a fused attention
+    kernel, nor those of a compiled graph. A grouped product counts as one. An FP8 format
     that this device multiplies in high precision counts as high precision. Module names are
     qualified from the module that was called first.
 
@@ -118,8 +118,8 @@ class count_gemms:
 class _ModuleNames:
     """Knows which module an op belongs to, in forward and in backward.
 
-    Forward: a stack kept by global module hooks. Backward: every autograd node carries the sequence
-    number it was created with; the module that was running then is looked up.
+    In forward, global module hooks keep a stack. In backward, every autograd node carries the
+    sequence number it was created with; the module that was running then is looked up.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class _CountingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and all(t is Float8Tensor for t in types):
-            with self:  # what counts is the products that its handler runs
+            with self:  # the products that its handler runs count
                 return Float8Tensor.__torch_dispatch__(op, types, args, kwargs)
         if op in GEMM_OPS:
             in_fp8 = self._counts.fp8_by_module

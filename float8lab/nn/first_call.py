@@ -1,4 +1,4 @@
-"""Which converted layers a model has whose forward never runs: their parent reads the weight.
+"""Find converted layers whose forward never runs, since their parent reads the weight itself.
 
 A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that product is
 in high precision, whatever class the layer has. A model is watched during its first call in eager
@@ -151,7 +151,7 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
 
 
 def watch_first_call(model: nn.Module) -> None:
-    """Have the next call of a model tell which of its converted layers did not run."""
+    """Make the next call of a model tell which of its converted layers did not run."""
     remove_hooks(model, FirstCall)
     if not any(model.children()):
         return  # a single layer, which nothing reads

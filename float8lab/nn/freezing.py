@@ -16,7 +16,7 @@ __all__ = ["Freezing", "users_of"]
 
 
 def users_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that have a parameter, by its id, and what they call it."""
+    """The modules that have a parameter, and its name in each, by the parameter's id."""
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -29,7 +29,7 @@ class Freezing:
     """Which weights are to be stored in FP8 and frozen; ``run`` does it.
 
     Args:
-        model: where they may be used a second time.
+        model: the model, in which other modules may use the weights as well.
         layers: FP8 layers, their names and their recipes.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What modules that begin with a norm share: its parameters, FP8 state, weights in parts."""
+"""Base of modules that begin with a norm: the norm's parameters, FP8 state, weights in parts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class FusedModule(nn.Module, TensorParallelGroup):
     def _begin(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
-        """How a GEMM on a weight runs, from the input of the module; None: in high precision."""
+        """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
         call = precision.begin(x, training=self.training)
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             return None
@@ -121,7 +121,7 @@ class FusedModule(nn.Module, TensorParallelGroup):
     def _outputs(
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool
     ) -> Any:
-        """One output, or as many as were asked for."""
+        """One output, or a tuple of as many as were asked for."""
         outputs = [y]
         if return_bias:
             outputs.append(bias)  # type: ignore[arg-type]  # None without a bias

@@ -1,6 +1,6 @@
 """``make_graphed_callables``: forward and backward of modules as CUDA graphs.
 
-torch records and replays; what is added here is FP8's state. A graph holds the casts with their
+torch records and replays; this file takes care of FP8's state. A graph holds the casts with their
 delayed scales, which it reads where the modules keep them, and records amaxes there. It does not
 hold the end of the region: whoever calls the callables advances the scales, as in eager mode.
 """
@@ -68,7 +68,7 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         fp8_weight_caching: ``cache_quantized_params``.
         pool: memory pool of the graphs, from ``torch.cuda.graph_pool_handle()``.
         enabled: record under ``autocast(enabled=...)``; a tuple has one for each module. None
-            records under what is in force, as a converted model's own recipe.
+            records under the recipe in force, such as a converted model's own.
         calibrating: as in ``autocast``.
         recipe: as in ``autocast``; implies ``enabled``.
         amax_reduction_group: as in ``autocast``.
@@ -173,7 +173,7 @@ class _Unit(nn.Module):
             return self.function(*tensors[: self.positional], **named)
 
     def recipes(self) -> tuple[Recipe | None, ...]:
-        """The recipe in force for each GEMM, right here."""
+        """The recipe in force at this moment, for each GEMM."""
         return tuple(precision.active_recipe() for precision in precisions_below(self))
 
 
@@ -193,7 +193,7 @@ def _record(
     allow_unused: bool,
     pool: Any,
 ) -> dict[ScalePack, None]:
-    """Warm up and record; ``forward`` of each unit then replays. Returns the packs in use."""
+    """Warm up and record, so that each unit's ``forward`` replays; returns the packs in use."""
     before = _save(units)
     if warmup:
         merge_packs(_warm_up(units, samples, warmup, allow_unused))
@@ -215,7 +215,7 @@ def _record(
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Nothing is freed by Python's garbage collector: a CUDA graph's end spoils a recording."""
+    """Keep Python's garbage collector off, since freeing a CUDA graph spoils a recording."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -266,7 +266,7 @@ def _save(units: Sequence[_Unit]) -> _Saved:
 
 
 def _restore(units: Sequence[_Unit], before: _Saved) -> None:
-    """Put FP8's state back to what it was, in place; what is new becomes as new."""
+    """Put FP8's state back to what it was, in place, and clear state that is new."""
     for slots in _slots(units):
         if slots in before:
             slots.load(before[slots])
@@ -280,7 +280,7 @@ def _restore(units: Sequence[_Unit], before: _Saved) -> None:
 def _install(
     unit: _Unit, sample: tuple[Tensor, ...], packs: dict[ScalePack, None], *, caching: bool
 ) -> Any:
-    """Have the callable replay its graph where that does what a call would."""
+    """Make the callable replay its graph where that gives what a call would give."""
     function = unit.function
     plain = function.forward if isinstance(function, nn.Module) else function
     expected = [(t.shape, t.dtype, t.device, t.requires_grad) for t in sample]

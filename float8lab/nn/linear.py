@@ -59,7 +59,7 @@ def _default_device_was_set() -> bool:
 
 
 def stored_for(weight: Tensor, recipe: Recipe) -> Float8Tensor:
-    """A weight as the forward of a recipe takes it, without gradient."""
+    """Quantize a weight as the forward of a recipe takes it, without gradient."""
     spec = recipe.linear.w
     return quantize(
         weight.detach(), spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule,
@@ -93,7 +93,7 @@ def initialise(
 ) -> None:
     """Initialise the weight that ``<prefix>weight`` form, by one call, and the biases to 0.
 
-    With ``keep`` parameters that are stored in FP8 keep what the weight then is.
+    With ``keep``, parameters that are stored in FP8 keep these initial values in high precision.
     """
     init = init_method or normal_init
     weights = [getattr(module, f"{prefix}weight") for prefix in prefixes]
@@ -116,18 +116,18 @@ def initialise(
 
 
 def _keep_initial_value(parameter: Any, value: Tensor) -> None:
-    """``value`` for ``get_high_precision_init_val``; nothing yet on the meta device."""
+    """Keep ``value`` for ``get_high_precision_init_val``; nothing yet on the meta device."""
     if isinstance(parameter, Float8Tensor):
         parameter._high_precision_init_val = None if value.is_meta else value.detach().cpu()
 
 
 @contextmanager
 def moved_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Surrounds torch's ``module._apply(function)``: FP8 parameters stay the objects they are.
+    """Surrounds torch's ``module._apply(function)``, so that FP8 parameters stay the same objects.
 
-    So they keep their attributes and hooks, and references to them, as ordinary parameters do;
-    torch would swap a new tensor in. What goes to the meta device, or comes from there, is left to
-    torch.
+    They keep their attributes and hooks, and references to them, as ordinary parameters do; torch
+    would swap a new tensor in. Parameters that go to the meta device, or come from there, are left
+    to torch.
     """
     parameters: dict[str, Any] = module._parameters
     stored = {n: p for n, p in parameters.items() if isinstance(p, Float8Tensor)}
@@ -168,7 +168,7 @@ def reset_children(module: nn.Module) -> None:
 
 
 def normal_init(weight: Tensor) -> None:
-    """What weights start from unless told otherwise."""
+    """Initialise a weight by the default: normal, mean 0, standard deviation 0.023."""
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
@@ -274,7 +274,7 @@ class Linear(nn.Linear, TensorParallelGroup):
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
 
-        Parameters on the meta device get memory on the default one, as of a new module.
+        Parameters on the meta device get memory on the default one, as in a new module.
         """
         materialize(self)
         if "_names" not in vars(self):  # set by __init__, which a converted layer was not through
@@ -312,7 +312,8 @@ class Linear(nn.Linear, TensorParallelGroup):
                 casts the weight every time.
 
         Returns:
-            ``[..., out_features]``; with ``return_bias``, that without bias, and the bias.
+            ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
+            the bias.
         """
         weight, bias = self._whole_parameters()
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:

@@ -36,7 +36,7 @@ __all__ = [
 def normalized_size(
     hidden_size: int | Sequence[int] | None, normalized_shape: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The one of a norm's two names for its shape that was given, as a tuple.
+    """The shape of a norm, given under one of two names, as a tuple.
 
     >>> normalized_size(64, None), normalized_size(None, [4, 16])
     ((64,), (4, 16))
@@ -57,7 +57,7 @@ def normalized_size(
 
 
 def check_norm(normalization: str, name: str, eps: float) -> float:
-    """Check how a module norms, and return its epsilon, which the caller calls ``name``."""
+    """Check a module's kind of norm and its epsilon, called ``name``; return the epsilon."""
     check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
     epsilon: float = check_number(name, eps, minimum=0)
     return epsilon
@@ -82,7 +82,7 @@ def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch
 
 
 class _Norm(nn.Module):
-    """What the two norms share; they differ in ``_center``."""
+    """Base of the two norms, which differ in ``_center``."""
 
     _center: ClassVar[bool]
     normalized_shape: tuple[int, ...]
@@ -122,7 +122,7 @@ class _Norm(nn.Module):
     def reset_parameters(self) -> None:
         """Make gamma 1 (0 if it is zero-centered) and the bias 0.
 
-        Parameters on the meta device get memory on the default one, as of a new module.
+        Parameters on the meta device get memory on the default one, as in a new module.
         """
         materialize(self)
         nn.init.constant_(self.weight, 0.0 if self._kind.zero_centered else 1.0)
@@ -149,8 +149,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
     Shape: input ``[..., hidden_size]`` of any leading dimensions, zero included; output the same.
 
     Numerics: statistics and arithmetic are float32 (float64 for float64 input), rounded once to the
-    dtype of torch.autocast if that is active, else of the input. The input is what is saved for
-    backward, with two numbers a row.
+    dtype of torch.autocast if that is active, else of the input. The input is saved for backward,
+    with two numbers a row.
 
     Args:
         hidden_size: size of the last dimension, or sizes of the last dimensions.
@@ -206,10 +206,10 @@ class RMSNorm(_Norm, nn.RMSNorm):
 def convert_norms(model: nn.Module) -> dict[str, str | None]:
     """Make the ``torch.nn.LayerNorm`` and ``RMSNorm`` of a model this library's, in place.
 
-    As ``convert_to_float8`` does: the very objects change their class; parameters are shared.
+    The very objects change their class, as in ``convert_to_float8``; parameters are shared.
 
     Returns:
-        By qualified name, why a norm was left alone; None for one that was not.
+        The reason why a norm was left alone, by qualified name; None for one that was converted.
 
     >>> float8lab.nn.convert_norms(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)))
     {'0': None, '1': "eps None means one by the input's dtype"}

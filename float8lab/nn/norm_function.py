@@ -16,7 +16,7 @@ __all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
 
 
 class NormKind(NamedTuple):
-    """Which norm."""
+    """The kind of a norm, LayerNorm or RMSNorm, with its options."""
 
     center: bool
     """LayerNorm: subtract the mean, add a bias. Else RMSNorm."""
@@ -25,7 +25,7 @@ class NormKind(NamedTuple):
     """Multiply by ``1 + weight``."""
 
     def gamma(self, weight: Tensor) -> Tensor:
-        """What the normalized values are multiplied by."""
+        """The factor of the normalized values, ``weight`` or ``1 + weight``."""
         if not self.zero_centered:
             return weight
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
@@ -34,7 +34,7 @@ class NormKind(NamedTuple):
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
 ) -> Tensor:
-    """The norm over the last dimension, in ``dtype``; x is what is saved for backward.
+    """The norm over the last dimension, in ``dtype``; backward needs x, which is saved.
 
     Args:
         x: ``[..., K]``.

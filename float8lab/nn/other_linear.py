@@ -1,7 +1,7 @@
 """Linear layers of other libraries that are no torch.nn.Linear, and their FP8 classes.
 
 ``convert_to_float8`` recognises such a layer by the qualified name of its class, so that nobody
-imports the library for it; what knows the library registers the name.
+imports the library for it; the module that knows the library registers the name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OtherLinear(nn.Module):
 
     @staticmethod
     def from_matrix(matrix: Tensor) -> Tensor:
-        """A weight of which ``matrix`` is the view."""
+        """The weight, of which ``matrix`` is the view."""
         raise NotImplementedError
 
     @property
@@ -76,11 +76,12 @@ class OtherLinear(nn.Module):
 
 
 _LOADERS: dict[str, Callable[[], type[OtherLinear]]] = {}
-"""How to get the FP8 class of a class, by the latter's qualified name."""
+"""Functions that load the FP8 class of a linear layer, by the qualified name of the layer's
+class."""
 
 
 def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:
-    """Have ``convert_to_float8`` convert layers of a class.
+    """Make ``convert_to_float8`` convert layers of a class.
 
     Args:
         name: module and name of the class, as in ``"transformers.pytorch_utils.Conv1D"``.

@@ -46,7 +46,7 @@ def check_context_group(cp_group: Any) -> None:
 
 
 class TensorParallelGroup:
-    """What modules with a tensor-parallel group share."""
+    """Base of modules with a tensor-parallel group."""
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group; only one of a single rank is supported."""
@@ -54,7 +54,7 @@ class TensorParallelGroup:
 
 
 class ContextParallelGroup(TensorParallelGroup):
-    """What modules with a context-parallel group too share."""
+    """Base of modules with a context-parallel group as well."""
 
     def set_context_parallel_group(
         self,

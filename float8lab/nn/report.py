@@ -1,8 +1,8 @@
 """conversion_report: which linear layers of a converted model run in FP8, which do not, and why.
 
 The report is made when it is asked for. ``convert_to_float8`` leaves a sentence with each layer it
-has looked at, and what it has to say about the whole call with the module that it was given. Both
-are plain attributes, so they follow the modules into copies, pickles and other models.
+has looked at, and its notes on the whole call with the module that it was given. Both are plain
+attributes, so they follow the modules into copies, pickles and other models.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one candidate layer."""
+    """The entry of one candidate layer in a ``ConversionReport``."""
 
     name: str
     shape: tuple[int, ...]
-    """(out_features, in_features); of matrices that are stacked, with their number before it."""
+    """(out_features, in_features); for stacked matrices, their number comes first."""
     converted: bool
     note: str
-    """Converted: the recipe. Skipped: why. With predicted times where the recipe was chosen."""
+    """The recipe of a converted layer, or the reason why it was skipped; with predicted times where
+    the recipe was chosen."""
     parameters: int
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What ``convert_to_float8`` has made of a model; ``print`` it for a table.
+    """The linear layers of a model, in FP8 or not, and why; ``print`` it for a table.
 
     Attributes:
         layers: one entry for each candidate, in the model's order.
@@ -144,8 +145,8 @@ _HEADINGS = ("layer", "out x in", "", "", "share")
 def conversion_report(model: nn.Module) -> ConversionReport:
     """Say which linear layers of a converted model run in FP8, which do not, and why.
 
-    The report is of the model as it is now: after several conversions, of it or of parts of it, of
-    what they add up to. A layer that no conversion has looked at is reported as not converted.
+    The report is of the model as it is now, after all conversions of it or of parts of it. A layer
+    that no conversion has looked at is reported as not converted.
 
     Args:
         model: a model that ``convert_to_float8`` was given, or one that has such a model in it or
@@ -191,10 +192,10 @@ _UNSEEN = "_float8_unseen"
 def remember_conversion(
     model: nn.Module, *, unmatched: Sequence[str], notes: Sequence[str], layers: Any
 ) -> None:
-    """Keep what a conversion has to say, in place of what earlier ones said.
+    """Keep the notes of a conversion, in place of those of earlier ones.
 
     Args:
-        model: what was converted.
+        model: the model that was converted.
         unmatched: names given that no layer has.
         notes: sentences about the whole.
         layers: pairs of a candidate and the sentence about it.
@@ -218,7 +219,7 @@ def is_unseen(layer: nn.Module) -> bool:
 
 
 def forget_conversion(model: nn.Module) -> None:
-    """Have a model and its parts be as if they had never been converted, for the report."""
+    """Remove all notes of conversions from a model and its parts."""
     for module in model.modules():
         vars(module).pop(_CALL, None)
         vars(module).pop(_NOTE, None)

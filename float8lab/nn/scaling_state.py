@@ -21,7 +21,7 @@ _NAMES = ("history", "amax", "scale", "encode", "steps")
 
 
 class ScalingState:
-    """The delayed-scaling state of a model: ``Stateful``, and apart from its ``state_dict``.
+    """The delayed-scaling state of a model, ``Stateful`` and apart from its ``state_dict``.
 
     A model's own ``state_dict`` has the plain model's keys and nothing else, so a checkpoint
     without this state loads strictly; the scales then start from the tensors' own amaxes. With it,
@@ -32,8 +32,8 @@ class ScalingState:
 
     Args:
         model: any module.
-        recipe: under which an ``autocast`` runs modules that have no recipe of their own; needed to
-            load their state before their first call.
+        recipe: the recipe under which an ``autocast`` runs modules that have none of their own;
+            needed to load their state before their first call.
 
     >>> layer = torch.nn.Linear(16, 16)
     >>> layer = float8lab.convert_to_float8(layer, float8lab.recipes.DelayedScaling())

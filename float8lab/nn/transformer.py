@@ -66,7 +66,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         get_rng_state_tracker: as in ``DotProductAttention``.
         fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
         seq_length: for code that passes it to warm kernels up; nothing here needs that.
-        micro_batch_size: likewise.
+        micro_batch_size: for such code, too.
         sequence_parallel: as in ``MultiheadAttention``.
         apply_residual_connection_post_layernorm: residuals are the norms' outputs, not their
             inputs.
@@ -256,7 +256,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
     def reset_parameters(self) -> None:
         """Initialise attention, MLP and norms.
 
-        Parameters on the meta device get memory on the default one, as of a new module.
+        Parameters on the meta device get memory on the default one, as in a new module.
         """
         reset_children(self)
 
@@ -291,16 +291,16 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             attention_mask: of the self attention, as in ``DotProductAttention.forward``.
             self_attn_mask_type: overrides the constructor's.
             window_size: overrides the constructor's.
-            encoder_output: in a decoder, what the cross attention attends to.
+            encoder_output: in a decoder, the tokens that the cross attention attends to.
             enc_dec_attn_mask: of the cross attention; a pair for padding masks.
             is_first_microbatch: as in ``Linear.forward``.
             checkpoint_core_attention: recompute the core attention in backward.
             inference_params: key/value cache of the self attention.
             rotary_pos_emb: angles for the self attention, from position 0 on.
             core_attention_bias_type: of the self attention, as in ``DotProductAttention.forward``.
-            core_attention_bias: likewise.
-            alibi_slopes: likewise.
-            fast_zero_fill: likewise.
+            core_attention_bias: of the self attention, as in ``DotProductAttention.forward``.
+            alibi_slopes: of the self attention, as in ``DotProductAttention.forward``.
+            fast_zero_fill: no effect.
             enc_dec_attn_mask_type: overrides the constructor's.
             enc_dec_window_size: overrides the constructor's.
             cu_seqlens_q: of the layer's sequences, in self and cross attention.

@@ -9,9 +9,9 @@ that is not stored is the inner optimizer's own, and so is a frozen one, which t
 A DTensor is stored if its local tensor is: its master is a DTensor of the same placements, and
 everything here works shard by shard.
 
-What a stored parameter was when it was last written is remembered by version counters. If
-something else wrote to it since, such as ``load_state_dict``, its master is taken from it anew
-unless the parameter is still exactly the master's quantized form.
+Version counters tell whether a stored parameter has been written to since the last step. If
+something else wrote to it, such as ``load_state_dict``, its master is taken from it anew unless the
+parameter is still exactly the master's quantized form.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class MasterWeights(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """The inner optimizer's state of each parameter; masters are in ``masters``.
 
-        Empty before the first step, like that of any torch optimizer.
+        It is empty before the first step, like that of any torch optimizer.
         """
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         if self.inner is not None:
@@ -331,10 +331,10 @@ class MasterWeights(torch.optim.Optimizer):
 def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Overwrite stored parameters with their masters, quantized with new scales.
 
-    The one place where a step writes parameters. Those of one format and master dtype are quantized
-    by one op, on a GPU in at most two passes that write their memory directly, however many there
-    are. Shards of one block get the scale of the whole block, from amaxes that are taken one by
-    one, and are then cast by one op likewise.
+    This is the one place where a step writes parameters. Parameters of one format and master dtype
+    are quantized by one op, on a GPU in at most two passes that write their memory directly,
+    however many there are. Shards of one block get the scale of the whole block, from amaxes that
+    are taken one by one, and are then cast by one op, too.
     """
     shards, values = [], []
     quantized: list[tuple[Float8Tensor, Tensor]] = []
@@ -356,13 +356,13 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     )
     for pairs in rounded.values():
         torch._foreach_copy_([local for local, _ in pairs], [value for _, value in pairs])
-    # The tensors inside were written, behind the back of those that they belong to.
+    # The inner tensors were written; the tensors that hold them have not counted that.
     outside = [[p] if p is _local(p) else [p, _local(p)] for p in parameters if p is not _buffer(p)]
     torch.autograd.graph.increment_version(list(chain.from_iterable(outside)))
 
 
 class _Written:
-    """Which contents of a parameter and its master agree, as far as torch counts versions."""
+    """The versions at which a parameter and its master agree, as far as torch counts them."""
 
     __slots__ = ("_buffer", "_versions", "master_version")
 
@@ -464,7 +464,7 @@ def _describes(value: Tensor, local: Tensor) -> bool:
 
 
 def _copy_options(source: Sequence[dict[str, Any]], destination: Sequence[dict[str, Any]]) -> None:
-    """Make the options of parameter groups those of others; parameters stay."""
+    """Copy the options of parameter groups to others, which keep their parameters."""
     for theirs, group in zip(source, destination, strict=True):
         params = group["params"]
         group.clear()

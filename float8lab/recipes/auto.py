@@ -1,11 +1,11 @@
-"""Which recipe pays for a linear layer: times predicted from rates measured on a Hopper GPU.
+"""Predict which recipe pays for a linear layer, from rates measured on a Hopper GPU.
 
 M tokens, N out features, K in features.
 
 A training step of a layer is three GEMMs of ``2 M N K`` operations and, in FP8, a cast of x, w and
-dy in both orientations. Its calls take CPU time too, whatever its size. The GPU works behind the
-CPU, layers ahead of it or waiting for it, so of a model's layers the sums count: all their GPU time
-or all their CPU time, whichever is more.
+dy in both orientations. Its calls take CPU time too, whatever its size. The CPU may be layers ahead
+of the GPU, or the GPU may wait for it, so a model's layers take the sum of their GPU times or the
+sum of their CPU times, whichever is more.
 
 Sources: benchmarks/RESULTS.md at commit 8b34738, one H200. GEMM rates: floors of "Linear layer",
 less the bytes of the casts at the rate of a copy, median of the three shapes. Casts: the straight
@@ -50,7 +50,7 @@ TIE = 0.02
 
 @dataclass(frozen=True)
 class _Rates:
-    """Of layers whose tensors have scales of one kind; in seconds."""
+    """Rates and times, in seconds, of layers whose tensors have scales of one kind."""
 
     gemm: float
     """Operations a second."""
@@ -79,7 +79,7 @@ _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ((1, -1), False): _Rates(1409e12, 1.69e-12, 10.4e-6, 1300e-6, 340e-6),
     ((1, 128), False): _Rates(1137e12, 1.28e-12, 9.4e-6, 1319e-6, 340e-6),
 }
-"""By the block of x that has one scale, and whether scales are delayed."""
+"""Rates by the block of x that has one scale, and by whether scales are delayed."""
 
 
 class Times(NamedTuple):
@@ -155,7 +155,7 @@ def estimate_parts(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str =
 def predict(
     shapes: Iterable[Sequence[int]], recipes: Iterable[Recipe], *, tokens: int, mode: str
 ) -> Prediction:
-    """Times of a module with weights of these shapes ``(N, K)``, in bfloat16 and by recipe."""
+    """Predict times of a module with weights of shapes ``(N, K)``, in bfloat16 and by recipe."""
     shapes = tuple(shapes)
     prediction = {}
     for recipe in (None, *recipes):
@@ -167,10 +167,10 @@ def predict(
 def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
     """The recipe of each layer of a model, None for high precision.
 
-    Each gets what takes the least GPU time, or has better numerics and takes 2 % more at most. If
-    all their CPU time together is more than their GPU time, the layers that save the least GPU time
-    for the CPU time they cost go back to high precision, until it is not, or until the step would
-    take longer for it.
+    Each layer gets the choice with the least GPU time, or one with better numerics that takes 2 %
+    more at most. If all their CPU time together is more than their GPU time, the layers that save
+    the least GPU time for the CPU time they cost go back to high precision, until it is not, or
+    until the step would take longer for it.
 
     >>> recipes = (Float8CurrentScaling(),)
     >>> small, large = (
@@ -203,7 +203,7 @@ def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
 
 
 def _fastest(prediction: Prediction) -> Recipe | None:
-    """By GPU time; the first of those that tie."""
+    """The choice with the least GPU time; of those that tie the first, None for high precision."""
     limit = (1 + TIE) * min(times.gpu for times in prediction.values())
     return next(recipe for recipe, times in prediction.items() if times.gpu <= limit)
 
@@ -235,7 +235,7 @@ def _show(seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Auto:
-    """Not a recipe but a choice of one for each layer, by predicted time (``convert_to_float8``).
+    """A choice of a recipe for each layer, by predicted time, for ``convert_to_float8``.
 
     A layer for which none is predicted to be faster stays in high precision. Times are those of a
     training step on a Hopper GPU against bfloat16, whatever the model's device and dtype.

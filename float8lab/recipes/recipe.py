@@ -58,13 +58,13 @@ class Format(Enum):
 
 
 class LinearPlan(NamedTuple):
-    """What a linear layer does under a recipe."""
+    """The casts and the GEMMs of a linear layer under a recipe."""
 
     x: Float8Spec
     w: Float8Spec
     dy: Float8Spec
     fprop: bool
-    """Whether the GEMM runs in FP8; so too dgrad and wgrad."""
+    """Whether this GEMM runs in FP8; ``dgrad`` and ``wgrad`` say so of theirs."""
     dgrad: bool
     wgrad: bool
     fast_accum: tuple[bool, bool, bool]
@@ -77,7 +77,7 @@ class LinearPlan(NamedTuple):
 
     @property
     def amax_epsilon(self) -> float:
-        """What amaxes are raised to at least."""
+        """The value to which smaller amaxes are raised."""
         return float(self.epsilon)
 
 
@@ -94,7 +94,8 @@ class Recipe:
     fp8_dpa: bool = False
     """Run dot-product attention in FP8 (read by attention modules only)."""
     fp8_mha: bool = False
-    """The same; what lies between attention and its projections stays in high precision."""
+    """The same as ``fp8_dpa``; tensors between attention and its projections stay in high
+    precision."""
 
     def __post_init__(self) -> None:
         for name in ("override_linear_precision", "fast_accum"):
@@ -122,7 +123,7 @@ class Recipe:
     # dataclass fields: they take no part in __init__, fields() or replace().
     linear: ClassVar[LinearPlan]
     number: ClassVar[int]
-    """Of this recipe among all of this process: by it a compiled graph knows it."""
+    """Number of this recipe among all of this process, by which a compiled graph knows it."""
     _repr: ClassVar[str]
     _key: ClassVar[tuple[Any, ...]]
     _hash: ClassVar[int]
@@ -179,7 +180,7 @@ class Recipe:
 
 
 def check_recipe(name: str, value: Any) -> None:
-    """A recipe, or None."""
+    """Raise unless ``value`` is a recipe or None."""
     check_instance(name, value, Recipe, "one of float8lab.recipes", optional=True)
 
 

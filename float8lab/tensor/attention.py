@@ -51,7 +51,7 @@ def _attention(
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether the FP8 op takes these."""
+    """Whether the FP8 op takes these operands."""
     for x in (q, k, v):
         if not isinstance(x, Float8Tensor) or not x.spec.per_tensor or x.ndim != 4:
             return False
@@ -92,13 +92,13 @@ class _Attention(Float8Function):
 
 
 def _operands(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
-    """Data and scales as the op takes them."""
+    """Data and scales of q, k and v as the op takes them."""
     return (*(x.qdata for x in (q, k, v)), *(x.scale.view(1) for x in (q, k, v)))
 
 
 @implements(aten._fused_sdp_choice.default)
 def _choice(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's choice among its kernels: by sizes, strides and dtype, so no value is decoded."""
+    """Let torch choose its kernel by sizes, strides and dtype, so that no value is decoded."""
 
     def empty(x: Float8Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

@@ -1,6 +1,6 @@
-"""Blocks of tensors of any number of dimensions: quantize, dequantize, and what views do to them.
+"""Blocks of tensors of any number of dimensions: quantization, and the blocks of views.
 
-Plain tensors and shapes in, fresh ones out; nothing here knows Float8Tensor.
+Functions take plain tensors and shapes and return fresh ones; nothing here knows Float8Tensor.
 """
 
 from __future__ import annotations
@@ -169,10 +169,11 @@ def _saturated(value: Tensor, spec: Float8Spec) -> Tensor:
 
 
 def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) -> Tensor:
-    """FP8 data of ``x`` as a cast to these scales and amaxes, one per block, has made it.
+    """FP8 data of ``x`` by the same cast that gave these scales and amaxes, one per block.
 
-    By the encode factor, which the amax tells, where the scale was found from the amax; by division
-    where it was given. An ``amax_epsilon`` above the amax is taken for a given scale.
+    Where a scale follows from its amax, ``x`` is multiplied by the encode factor of that amax;
+    where it does not, it was given, and ``x`` is divided by it. A scale that was made with an
+    ``amax_epsilon`` above the amax is taken for a given one.
     """
     own, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
     found, encode, scale = (
@@ -184,7 +185,7 @@ def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) 
 _Stored = tuple[Tensor, Tensor, Tensor]
 """FP8 data, scales and amaxes of a tensor."""
 _Kind = tuple[torch.dtype, torch.device, torch.dtype, tuple[int, int], str]
-"""What matrices that one op quantizes have in common."""
+"""The properties that all matrices quantized by one op have in common."""
 
 
 def quantize_blocks_(
@@ -192,8 +193,8 @@ def quantize_blocks_(
 ) -> None:
     """Write ``quantize_blocks`` of many tensors into tensors that exist.
 
-    One op for all that have one dtype, format, block, scale rule and device. Versions of targets
-    are counted.
+    One op quantizes all tensors of one dtype, format, block, scale rule and device. The version
+    counters of the targets are increased.
 
     Args:
         values: any shapes, high precision.
@@ -218,14 +219,14 @@ def quantize_blocks_(
         quantize_many_op(*map(list, zip(*group, strict=True)), block, rule, 0.0)
     for mine, matrix in copies:
         mine.copy_(matrix.view(mine.shape))
-    # The op leaves these to its caller.
+    # The op leaves version counters to its caller.
     torch.autograd.graph.increment_version([tensor for target in targets for tensor in target])
 
 
 def _matrices(
     value: Tensor, spec: Float8Spec, stored: _Stored
 ) -> Iterator[tuple[Tensor, Float8Spec, _Stored]]:
-    """The parts of a tensor that ``quantize_blocks`` quantizes one by one, or the tensor."""
+    """Yield the parts of a tensor that ``quantize_blocks`` quantizes one by one, or the tensor."""
     if _matrix_block(spec, value.ndim) is None and _is_batch(value, spec):
         part = replace(spec, block=spec.block[1:])
         for x, q, scale, amax in zip(value, *stored, strict=True):
@@ -239,7 +240,8 @@ def dequantize_blocks(
 ) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once to ``dtype``; exact in float64.
 
-    ``event`` is a tensor of a graph that must be there first, if an op can do it.
+    ``event`` is a tensor of a compiled graph that must be computed first, where one op dequantizes;
+    elsewhere it is ignored.
     """
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
@@ -333,8 +335,9 @@ def _regroup(
 def _run(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[int, list[int]]:
     """Length of the stretches of consecutive elements that share a scale, blocks cut to form them.
 
-    They do if trailing dimensions lie whole in a block and all before the next one have blocks of
-    one; a block that stops short in that next dimension must also divide it, unless it is first.
+    Elements share a scale if trailing dimensions lie whole in a block and all before the next one
+    have blocks of one; a block that stops short in that next dimension must also divide it, unless
+    it is first.
     """
     d = len(sizes) - 1
     while d >= 0 and blocks[d] == sizes[d]:

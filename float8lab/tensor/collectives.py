@@ -3,14 +3,15 @@
 FP8 data is sent as bytes, since gloo does not know the FP8 formats. The bytes of a tensor are laid
 out by *rows*, its parts along the first dimension: each has its codes and the scales and amaxes of
 the blocks that it lies in. So a tensor is cut and joined along that dimension as any other, on
-whatever rows a block begins. What arrives in a block whose rows have one scale keeps its bytes; a
-block made of rows with several is quantized again, with a scale of its own.
+whatever rows a block begins. Received rows keep their bytes in a block whose rows have one scale; a
+block made of rows with several scales is quantized again, with a scale of its own.
 
-Sums are those of the dequantized values, in float32, quantized again.
+Sums are taken of the dequantized values, in float32, and quantized again.
 
-Before any of that ranks tell each other what they send and expect: quantized differently, they
-would send different numbers of bytes and wait for each other. (Except point to point, where only
-two ranks take part, and in functional collectives, which compiled graphs hold.)
+Before a collective, ranks tell each other what they send and expect: tensors that are quantized
+differently have different numbers of bytes, for which ranks would wait forever. The exceptions are
+point-to-point calls, in which only two ranks take part, and functional collectives, which compiled
+graphs hold.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def _existing(namespace: Any, *names: str) -> list[Any]:
     return [getattr(namespace, name).default for name in names if hasattr(namespace, name)]
 
 
-# What travels: rows of bytes.
+# Tensors as rows of bytes.
 
 
 def _with_rows(x: Any) -> Any:
-    """A tensor with a first dimension: a scalar as one row."""
+    """The tensor itself, or a scalar as a tensor of one row."""
     return x if x.ndim else x.view(1)
 
 
@@ -77,7 +78,7 @@ def _pack(x: Float8Tensor) -> Tensor:
 
 
 def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
-    """What ``_pack`` made bytes of; blocks do not reach beyond a row."""
+    """Make a Float8Tensor like ``like`` from rows by ``_pack``; no block reaches beyond a row."""
     spec = replace(like.spec, block=(1, *like.spec.block[1:]))
     shape = (data.shape[0], *like.shape[1:])
     scales = spec.scale_shape(shape)
@@ -118,14 +119,14 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
 
 @torch.no_grad()
 def _receive(x: Float8Tensor, data: Tensor) -> None:
-    """Write rows of bytes, of which there may be more, to a tensor."""
+    """Write rows of bytes, without those beyond the tensor's own, to a tensor."""
     width = _width(x)
     rows = _unpack(data.view(-1)[: x.shape[0] * width].view(x.shape[0], width), x)
     x.copy_(_in_blocks(rows, x.spec.block))
 
 
 def _padded(data: Tensor, size: int) -> Tensor:
-    """Bytes, and zeros after them: backends want one size of all ranks."""
+    """The bytes with zeros after them, since backends want one size from all ranks."""
     return torch.nn.functional.pad(data.view(-1), (0, size - data.numel()))
 
 
@@ -142,13 +143,13 @@ _NOTHING = "nothing"
 
 
 def _text(x: Tensor, shape: Sequence[int] | None = None) -> str:
-    """What must be the same on two ranks that send and receive a tensor, or part of one."""
+    """Description of a tensor, or part of it, that sender and receiver must agree on."""
     stored = f" as {x.spec}" if isinstance(x, Float8Tensor) else ", not quantized"
     return f"{x.dtype} {tuple(x.shape if shape is None else shape)}{stored}"
 
 
 def _texts(x: Tensor, world: int, name: str, splits: Sequence[int] = ()) -> list[str]:
-    """``_text`` of the rows for each rank: ``splits`` of them, or equally many."""
+    """``_text`` of the rows for each rank, which are ``splits`` of them, or equally many."""
     rows = x.shape[0]
     if not splits and rows % world == 0:
         splits = [rows // world] * world
@@ -180,7 +181,7 @@ def _agree(group: Any, sends: list[str], expects: list[str], size: int = 0) -> i
 
 
 def _begun(result: Any) -> Any:
-    """The work of what an op returns; None for one that torch coalesces."""
+    """The work handle in an op's result; None for an op that torch coalesces."""
     work = result[1] if isinstance(result, tuple) else result
     return None if work is None else dist.Work.unbox(work)
 
@@ -288,7 +289,7 @@ def _scatter_list(op: Any, outputs: Any, inputs: Any, group: Any, root: int, *ar
 
 @implements(*_existing(c10d, "alltoall_"))
 def _all_to_all_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
-    """As one tensor of bytes: gloo has no collective of lists."""
+    """Exchange lists as one tensor of bytes, since gloo has no such collective of lists."""
     sources, targets = ([_with_rows(x) for x in tensors] for tensors in (inputs, outputs))
     _agree(group, list(map(_text, sources)), list(map(_text, targets)))
     sent, expected = _sizes(sources), _sizes(targets)
@@ -351,17 +352,17 @@ def _all_gather_lists(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any
 
 
 def _value(x: Tensor, shape: Sequence[float] | None = None) -> str:
-    """``_text`` where values travel: those of a Float8Tensor in float32."""
+    """``_text`` for collectives of values, which travel in float32 for a Float8Tensor."""
     dtype = torch.float32 if isinstance(x, Float8Tensor) else x.dtype
     return f"{dtype} {tuple(x.shape if shape is None else shape)}"
 
 
 def _with_values(call: Callable[..., Any], written: Sequence[Any], *tensors: Any) -> Any:
-    """A collective of the values in float32, which are quantized when it is done.
+    """Run a collective on the values in float32, and quantize the results when it is done.
 
     Args:
-        call: the collective, of ``tensors`` without Float8Tensors.
-        written: which of them it writes.
+        call: the collective, which takes ``tensors`` without Float8Tensors.
+        written: those of the tensors that it writes.
         tensors: nested lists.
 
     Returns:
@@ -455,7 +456,7 @@ def _recv(op: Any, tensors: list[Any], group: Any, source: int, tag: int) -> Any
 
 @implements(*_existing(c10d, "recv_any_source_"))
 def _recv_any(op: Any, tensors: list[Any], group: Any, tag: int) -> Any:
-    """Waits for the first message, which says where the others come from."""
+    """Wait for the first message, which tells the rank that the others come from."""
     first, *others = _arriving(tensors)
     arrived = _begun(op([first], group, tag))
     arrived.wait()
@@ -475,7 +476,7 @@ def _wait_for(t: Tensor) -> Tensor:
 
 @implements(*_existing(functional, "all_gather_into_tensor"))
 def _all_gather(op: Any, x: Float8Tensor, size: int, group: Any) -> Any:
-    """Rows of all ranks; shards without a common block keep a block, and a scale, each."""
+    """Gather the rows of all ranks; shards without a common block keep blocks and scales each."""
     rows, block = x.shape[0] if x.ndim else 0, x.spec.block[0] if x.ndim else 0
     if rows == 0:
         return run_fallback(Float8Tensor, op, (x, size, group), {})
@@ -500,7 +501,7 @@ def _wait(op: Any, x: Float8Tensor) -> Float8Tensor:
 
 @implements(aten.constant_pad_nd.default)
 def _pad(op: Any, x: Float8Tensor, pad: Any, value: Any = 0) -> Any:
-    """Zeros after the end of dimensions: how DTensor makes shards equally long."""
+    """Add zeros after the end of dimensions, by which DTensor makes shards equally long."""
     if value != 0 or any(pad[::2]) or min(pad) < 0:
         return run_fallback(Float8Tensor, op, (x, pad, value), {})
     qdata = op(x.qdata.view(torch.uint8), pad, 0).view(x.qdata.dtype)
@@ -533,7 +534,7 @@ def _broadcast_functional(op: Any, x: Float8Tensor, source: int, group: Any) -> 
 def _all_to_all(
     op: Any, x: Float8Tensor, out_splits: Any, in_splits: Any, group: Any
 ) -> Float8Tensor:
-    """Rows of other ranks, whose blocks hold a row each."""
+    """Exchange rows with other ranks; in the result each block holds one row."""
     return _unpack(_wait_for(op(_pack(x), out_splits, in_splits, group)), x)
 
 

@@ -44,7 +44,8 @@ def _overloads() -> list[Any]:
 
 
 DEQUANTIZE_INSIDE = frozenset(_overloads())
-"""Overloads that dequantize by intent; the table of the documentation tells them apart."""
+"""Overloads that dequantize by intent; the table in the documentation tells them from the
+others."""
 
 
 @implements(*DEQUANTIZE_INSIDE)
@@ -57,8 +58,8 @@ def _of_metadata(op: Any, a: Any, b: Any) -> Any:
     return op(*(x.qdata if isinstance(x, Float8Tensor) else x for x in (a, b)))
 
 
-# These have gradients that multiply by the argument, or write copies of it piece by piece. Neither
-# is to happen in FP8, so autograd sees them on the dequantized.
+# The gradients of these ops multiply by the argument, or write copies of it piece by piece. Neither
+# is to happen in FP8, so autograd sees the ops with dequantized arguments.
 _DEQUANTIZED_WHOLE = (
     "_pad_circular.default", "cholesky_inverse.default", "cholesky_solve.default",
     "linalg_lstsq.default", "linalg_pinv.atol_rtol_tensor",

@@ -120,8 +120,9 @@ def _random(op: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor
 def _empty_like(
     op: Any, x: Float8Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
 ) -> Tensor:
-    # With a memory format it is ordinary: so torch's own functions and gradients ask for room to
-    # compute in, step by step. In C++ ``1 - x`` is ``empty_like(x, preserve).fill_(1).sub_(x)``.
+    # A call with a memory format gets an ordinary tensor: torch's own functions and gradients ask
+    # for room to compute in by such calls. In C++ ``1 - x`` is
+    # ``empty_like(x, preserve).fill_(1).sub_(x)``.
     if memory_format is not None or (dtype is not None and dtype not in DEQUANTIZED_DTYPES):
         return _plain_like(op, x, dtype=dtype, memory_format=memory_format, **kwargs)
     kwargs["layout"] = None  # strided, as every Float8Tensor
@@ -153,7 +154,7 @@ def _new(op: Any, x: Float8Tensor, size: Any, *, dtype: Any = None, **kwargs: An
     aten.new_empty_strided.default,
 )
 def _plain_like(op: Any, x: Float8Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
-    """Ordinary tensors: mostly an optimizer's state, which FP8 would spoil."""
+    """Return an ordinary tensor, which is mostly an optimizer's state and would suffer in FP8."""
     result: Tensor = op(x.qdata, *args, dtype=dtype or x.dtype, **kwargs)
     return result
 

@@ -1,4 +1,4 @@
-"""Autograd functions of FP8 ops: what of torch's differentiation they refuse, and in what words."""
+"""Autograd functions of FP8 ops, and the errors for kinds of differentiation that they lack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Float8Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As torch's.
+        """Run the function as ``torch.autograd.Function.apply`` does.
 
         Raises:
             NotImplementedError: a transform of torch.func is active.
@@ -36,7 +36,7 @@ class Float8Function(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a ``backward`` raise where its result is to be differentiated again.
+    """Make a ``backward`` raise where its result is to be differentiated again.
 
     torch's decorator of this name gives a result without a graph, which ``torch.autograd.grad`` may
     take for a derivative of zero.

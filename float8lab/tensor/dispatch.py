@@ -1,7 +1,7 @@
 """The dispatch table: which handler runs when an aten op meets a Float8Tensor.
 
 ``implements`` enters a handler; an op without one *falls back*: its Float8Tensor arguments are
-dequantized, the op runs on ordinary tensors, what it wrote in place is quantized again.
+dequantized, the op runs on ordinary tensors, and those that it wrote in place are quantized again.
 ``fallback`` sets whether that warns (once per op), raises, or stays silent.
 
 Torch splits a *composite* op into others before the table is asked. ``implements_whole`` enters a
@@ -40,13 +40,13 @@ table: dict[Any, Handler] = {}
 ANY_VIEW = "any view"
 """The entry whose handler takes the view ops without one of their own."""
 
-# Nothing but a key above autograd's comes before torch splits an op. This one is torch's spare for
+# Only a dispatch key above autograd's acts before torch splits an op. This one is torch's spare for
 # libraries outside it (c10/core/DispatchKey.h); no other tensor carries it, and the ops of a
 # Float8Tensor fall through it, at no cost, where nothing is entered for them.
 _WHOLE = "DeferredInit"
 _WHOLE_KEY = torch._C._dispatch_key_parse(_WHOLE)
 WHOLE_KEYS = torch._C.DispatchKeySet(_WHOLE_KEY)
-"""What a Float8Tensor carries besides the keys of any tensor."""
+"""The dispatch keys that a Float8Tensor carries besides those of any tensor."""
 _BELOW_WHOLE = torch._C._dispatch_keyset_full_after(_WHOLE_KEY)
 _COMPILER_KEY = torch._C._dispatch_key_parse("PythonDispatcher")  # in every set while one traces
 
@@ -179,7 +179,7 @@ def _announce_update(op: Any, written: list[Any], args: Any, kwargs: Any) -> Non
 
 
 def announce_address(dtype: torch.dtype) -> None:
-    """Warn, once, that somebody reads the values of a Float8Tensor from memory: in ``dtype``."""
+    """Warn once that a Float8Tensor's memory is read as ``dtype``, or raise, as the policy says."""
     if _POLICY.name == "error":
         raise NotImplementedError(
             "data_ptr() of a Float8Tensor must dequantize it. Save with "
@@ -201,8 +201,8 @@ def announce_address(dtype: torch.dtype) -> None:
 def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool = False) -> Any:
     """Run ``op`` on dequantized arguments and quantize again what it wrote in place.
 
-    An op that writes a Float8Tensor in place, and has not merely been given one for its ``out``,
-    is at home here: it needs the values, so it is quiet.
+    An op that writes a Float8Tensor in place needs the values, so this is no cause for a warning;
+    an op that was merely given one for its ``out`` does cause one.
     """
     written = [] if not op._schema.is_mutable else _written(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)

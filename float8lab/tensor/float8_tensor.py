@@ -58,8 +58,8 @@ class Float8Tensor(Tensor):
 
     ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
     takes is that of ``qdata``, ``scale`` and ``amax``. Strides are those of ``qdata``.
-    ``data_ptr()`` is the address of a dequantized copy, to read from. What ops make of a subclass
-    is of that class, made without the subclass's ``__init__``.
+    ``data_ptr()`` is the address of a dequantized copy, to read from. Ops on a subclass give
+    tensors of that class, made without its ``__init__``.
 
     Attributes:
         qdata: the FP8 data, same shape as the tensor.
@@ -147,7 +147,7 @@ class Float8Tensor(Tensor):
                 return run_fallback(Float8Tensor, op, args, kwargs)
             handler = table[ANY_VIEW]
         if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
-            # Torch wants of it what any view made here of such a tensor is: no inference tensor.
+            # Torch wants a view of a tensor that is no inference tensor to be none, either.
             with torch.inference_mode(False), torch.no_grad():
                 return handler(op, *args, **kwargs)
         return handler(op, *args, **kwargs)
@@ -204,7 +204,7 @@ class Float8Tensor(Tensor):
         self._high_precision_init_val = None
 
     def _decode(self, event: Tensor | None = None) -> Tensor:
-        """``dequantize`` without autograd, for handlers; in a graph not before ``event``."""
+        """``dequantize`` without autograd, for handlers; in a compiled graph, after ``event``."""
         if self._window is not None:
             self._refresh()
         return dequantize_blocks(self.qdata, self.scale, self.spec, self.dtype, event=event)
@@ -263,11 +263,11 @@ class Float8Tensor(Tensor):
     # Torch takes the device of these two from the dispatch keys, and would meet WHOLE_KEYS.
 
     def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]  # stub: overloads
-        """As an ordinary tensor's."""
+        """Make an ordinary tensor, as ``new`` of one of this dtype and device does."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
     def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As an ordinary tensor's."""
+        """Make an ordinary tensor, as ``new_tensor`` of one of this dtype and device does."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
 
     def apply_(self, function: Any) -> Float8Tensor:
@@ -318,7 +318,7 @@ class Float8Tensor(Tensor):
         return self.qdata.is_shared()
 
     def _extra(self) -> dict[str, Any]:
-        """What was set on this object beside its own fields, such as ``nn.Parameter``'s mark."""
+        """Attributes set on this object besides its own fields, such as ``nn.Parameter``'s mark."""
         return {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
@@ -351,10 +351,10 @@ class Float8Tensor(Tensor):
             return format(self.item(), format_spec)
         return object.__format__(self, format_spec)
 
-    # What a person looks at.
+    # Views for people.
 
     _views: ClassVar[dict[str, Callable[..., Any]]] = {}
-    """Pictures, which ``float8lab.inspect``, a layer above this one, draws and enters here."""
+    """Functions that draw a tensor, entered by ``float8lab.inspect``, a layer above this one."""
 
     @overload
     def stats(
@@ -365,7 +365,7 @@ class Float8Tensor(Tensor):
     def stats(
         self, original: Tensor | None = None, *, per_block: bool = False
     ) -> TensorStats | BlockStats:
-        """What the tensor holds: see ``float8lab.inspect.stats``.
+        """Statistics of the tensor: see ``float8lab.inspect.stats``.
 
         >>> float8lab.quantize(torch.tensor([448.0, 0.0])).stats().zero
         0.5
@@ -379,7 +379,8 @@ class Float8Tensor(Tensor):
     def histogram(self, by: str = "code") -> Histogram:  # type: ignore[override]  # hides torch's
         """Counts by ``"code"`` or ``"exponent"``: see ``float8lab.inspect.histogram``.
 
-        Hides the method of torch, of values; ``torch.histogram(x.dequantize(), bins)`` does that.
+        It hides torch's method, which counts values; for that, call
+        ``torch.histogram(x.dequantize(), bins)``.
         """
         return histogram(self, by)
 
@@ -392,16 +393,16 @@ class Float8Tensor(Tensor):
         return self._views["plot"](self)
 
     def _repr_html_(self) -> str | None:
-        """What Jupyter shows; None, so that it shows ``repr``, if there are no numbers."""
+        """HTML for Jupyter; None, so that Jupyter shows ``repr``, if there are no numbers."""
         return self._views["html"](self, repr(self)) if self._has_data() else None
 
     def __rich__(self) -> Any:
-        """What ``rich.print`` shows."""
+        """The object that ``rich.print`` shows."""
         return self._views["table"](self) if self._has_data() else repr(self)
 
     @classmethod
     def _add_view(cls, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Enter a picture under the function's name."""
+        """Enter a function that draws a tensor, under its own name."""
         cls._views[function.__name__] = function
         return function
 
@@ -434,7 +435,7 @@ _INDENT = ",\n             "  # between the lines of a repr
 def _values(x: Any) -> str:
     """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes.
 
-    Of a tensor that torch prints only the edges of, only those are dequantized.
+    If torch prints only the edges of a tensor, only those are dequantized.
     """
     options = torch._tensor_str.PRINT_OPTS  # what torch.set_printoptions sets
     q, scale, edge, threshold = x.qdata, x.scale, options.edgeitems, options.threshold
@@ -480,7 +481,7 @@ class _Quantize(Float8Function):
 
 
 def _rebuild(*state: Any) -> Float8Tensor:
-    """A Float8Tensor from what ``__reduce_ex__`` made of one; the function that pickles name."""
+    """Make a Float8Tensor from the state by ``__reduce_ex__``; pickles name this function."""
     qdata, scale, amax, fp8_dtype, block, scale_rule, dtype, requires_grad, extra, *subclass = state
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
     cls = subclass[0] if subclass else Float8Tensor
@@ -556,7 +557,7 @@ def quantize(
 
 
 def _checked_scale(scale: Tensor | float, expected: tuple[int, ...]) -> Tensor:
-    """Given decode scales in float32; raises for wrong ones, which only a CPU tells at no cost."""
+    """Given scales in float32; raises for wrong values, which only a CPU finds without a wait."""
     scale = torch.as_tensor(scale, dtype=torch.float32)
     if torch.broadcast_shapes(scale.shape, expected) != torch.Size(expected):
         raise ValueError(

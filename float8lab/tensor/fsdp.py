@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Gathered(NamedTuple):
-    """What the pre-all-gather hook tells the post-all-gather hook."""
+    """Metadata that the pre-all-gather hook hands to the post-all-gather hook."""
 
     spec: Float8Spec
     scale: Tensor
@@ -59,11 +59,11 @@ class Place(NamedTuple):
     """Where a shard lies in its weight."""
 
     shape: tuple[int, int]
-    """Of the whole weight, [N, K]."""
+    """Shape of the whole weight, ``[N, K]``."""
     start: int
-    """Its first row."""
+    """First row of the shard in the weight."""
     padded_rows: int
-    """Rows that each rank sends."""
+    """Rows that each rank sends, padding included."""
 
     @staticmethod
     def of(mesh: Any, outer_size: torch.Size) -> Place:
@@ -91,14 +91,14 @@ class WeightGather:
         self.index = 0  # in the batch
         self.place: Place | None = None
 
-    # What a kind of shard has to say.
+    # Methods that each kind of shard defines.
 
     def current_shard(self) -> Tensor | None:
         """The shard as it is now, or None if it does not exist any more."""
         raise NotImplementedError
 
     def current_version(self) -> Any:
-        """Changes whenever an operation on the whole sharded weight changes it."""
+        """A value that changes with every change of the weight by an op on the whole of it."""
         raise NotImplementedError
 
     def shard_amax(self, shard: Tensor, block: tuple[int, ...]) -> Tensor:
@@ -106,7 +106,7 @@ class WeightGather:
         raise NotImplementedError
 
     def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode scales of blocks with these amaxes, and by what to cast."""
+        """Decode scales of blocks with these amaxes, and the factors that ``cast`` takes."""
         raise NotImplementedError
 
     def cast(self, rows: Tensor, factor: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ class WeightGather:
 
     @property
     def rule(self) -> Any:
-        """Equal for weights whose ``scales`` is the same function."""
+        """A value that is equal for weights whose ``scales`` is the same function."""
         raise NotImplementedError
 
-    # What is common to them.
+    # Methods that all kinds share.
 
     def segments(self, rows: int) -> list[tuple[slice, slice]]:
         """Runs of rows of the shard that lie on the weight's blocks, each with its block rows.
@@ -140,7 +140,7 @@ class WeightGather:
         ]
 
     def gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size) -> tuple[Tensor, Gathered]:
-        """What this rank sends: uint8 ``[padded rows, K]``; and what every rank needs to know."""
+        """Return the bytes that this rank sends, uint8 ``[padded rows, K]``, and their metadata."""
         self.place = Place.of(mesh, outer_size)
         backward = in_backward()
         if self.batch is None:
@@ -217,8 +217,8 @@ class StoredGather(WeightGather):
     """A shard that is stored in FP8.
 
     Its blocks have scales already; those of a block that several ranks hold parts of, such as the
-    one block of a weight scaled as a whole, can differ after the ranks wrote to their parts. What
-    is reduced is the scale, whose largest the block gets, and bytes of another scale are cast.
+    one block of a weight scaled as a whole, can differ after the ranks wrote to their parts. So the
+    scales are reduced: the block gets the largest, and bytes with another scale are cast again.
 
     Args:
         spec: FP8 format, blocks and scale rule of the gathered weight.
@@ -341,7 +341,7 @@ def reduce_blocks(members: list[WeightGather], device: torch.device, mesh: Any) 
 def unsharded_weight(
     outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, out: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Make of the gathered bytes a Float8Tensor, or refresh ``out``, which looks at them already.
+    """Make a Float8Tensor of the gathered bytes, or renew the scales of ``out``, which views them.
 
     Returns:
         The Float8Tensor and the tensors that FSDP2 may free besides its own buffers (none: those
@@ -371,7 +371,7 @@ def _pre_all_gather(
     module: torch.nn.Module,
     mp_policy: Any,
 ) -> tuple[tuple[Tensor], Gathered]:
-    """What FSDP2 sends of a shard that is stored in FP8."""
+    """Return the bytes that FSDP2 sends for a shard stored in FP8, and their metadata."""
     if self._window is not None:
         settle(self)
     how: StoredGather | None = getattr(self, "_gather", None)
@@ -392,12 +392,12 @@ def _post_all_gather(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """What the module computes with."""
+    """Return the gathered weight that the module computes with."""
     return unsharded_weight(all_gather_outputs, metadata, param_dtype, out)
 
 
 def settle(x: Float8Tensor) -> None:
-    """Give a view scales of its own: its base is FSDP2's padding, which nobody looks at."""
+    """Give a view scales of its own; its base is FSDP2's padded copy, which nobody reads."""
     x._refresh()
     x.scale, x.amax = x.scale.clone(), x.amax.clone()
     x._window = None

@@ -29,7 +29,7 @@ def _plain(x: Any) -> Any:
 
 
 def _rows(x: Tensor, shape: Sequence[int]) -> Any:
-    """``x`` as [M, K], of which a norm over the last dimensions, ``shape``, takes each row."""
+    """``x`` as [M, K], where a norm over the last dimensions, ``shape``, is a norm of each row."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         x = _plain(x)
     leading = x.shape[: x.ndim - len(shape)]
@@ -108,7 +108,7 @@ def _layer_norm_backward(op: Any, *args: Any) -> tuple[Tensor | None, ...]:
 
 
 def _rms_eps(x: Tensor, eps: float | None) -> float:
-    """What torch takes for None: the epsilon of the arithmetic."""
+    """The epsilon that torch takes for None, that of the dtype of the arithmetic."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 

@@ -1,6 +1,6 @@
 """Exact counts over FP8 data, and its error against an original.
 
-What is counted, of the elements of the tensor and nothing else (no padding, no hidden part of a
+These kinds of elements are counted, in the tensor and nothing else (no padding, no hidden part of a
 block that a view cuts):
 
 ========== ========================================================================================
@@ -14,8 +14,8 @@ clipped    needs an original: it lay beyond the largest by more than rounding, s
 flushed    needs an original: the code is 0 or -0 and the original is not
 ========== ========================================================================================
 
-Errors are of ``qdata.float() * scale``, before it is rounded to the tensor's dtype. Elements whose
-original or stored value is not finite are left out of them.
+Errors are those of ``qdata.float() * scale``, before it is rounded to the tensor's dtype. Elements
+whose original or stored value is not finite are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
-"""What a code can be, beside an ordinary number."""
+"""The kinds of codes that are counted; a code may be of none."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What a whole tensor holds. Python numbers; shares are between 0 and 1."""
+    """Statistics of a whole tensor, as Python numbers; shares are between 0 and 1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class TensorStats:
     codes: tuple[int, ...]
     """How many elements have each of the 256 codes."""
     comparison: Comparison | None = None
-    """With the original, if one was given."""
+    """The comparison with the original, if one was given."""
 
     @property
     def numel(self) -> int:
@@ -127,8 +127,10 @@ class TensorStats:
         return sum(self.codes)
 
     def count(self, kind: str) -> int:
-        """Number of elements that are ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or
-        ``"inf"``."""
+        """Number of elements of a kind.
+
+        ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
+        """
         flags = _code_kinds(self.spec.fp8_dtype)[kind]
         return sum(n for n, flag in zip(self.codes, flags, strict=True) if flag)
 
@@ -235,7 +237,7 @@ class TensorStats:
 
 @dataclass(frozen=True, eq=False)
 class BlockStats:
-    """What each block holds: tensors of the shape of the scales, on the tensor's device."""
+    """Statistics of each block: tensors of the shape of the scales, on the tensor's device."""
 
     spec: Float8Spec
     numel: Tensor
@@ -335,11 +337,11 @@ def stats(
 
     Args:
         x: a Float8Tensor, or a DTensor whose local tensor is one.
-        original: what was quantized, same shape, to measure the error against. For a DTensor a
-            DTensor of the same placements.
-        per_block: give a ``BlockStats``. Of a DTensor only with ``local``, since shards may have
+        original: the tensor that was quantized, same shape, to measure the error against. For a
+            DTensor it is a DTensor of the same placements.
+        per_block: give a ``BlockStats``. For a DTensor it needs ``local``, since shards may have
             smaller blocks than the whole.
-        local: of a DTensor, look at this rank's shard. By default counts and extremes are combined
+        local: for a DTensor, look at this rank's shard. By default counts and extremes are combined
             over the mesh: a collective, so all its ranks must call.
 
     Raises:
@@ -365,7 +367,7 @@ def stats(
 
 
 def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
-    """How far an FP8 tensor is from its original; arguments and errors as of ``stats``.
+    """Measure how far an FP8 tensor is from its original; arguments and errors as in ``stats``.
 
     >>> x = torch.tensor([1.0, 1.03125])
     >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
@@ -378,7 +380,7 @@ def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
 
 
 def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
-    """How often each code or exponent occurs; arguments and errors as of ``stats``.
+    """Count how often each code or exponent occurs; arguments and errors as in ``stats``.
 
     Args:
         x: as in ``stats``.
@@ -396,7 +398,8 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
 def blocks(x: Tensor) -> Tensor:
     """The scales as a matrix, ``[blocks of all dimensions but the last, blocks of the last]``.
 
-    A copy, on the tensor's device. Of a DTensor, those of this rank's shard.
+    The result is a copy on the tensor's device. For a DTensor, it has the scales of this rank's
+    shard.
 
     >>> float8lab.inspect.blocks(float8lab.quantize(torch.ones(4, 2, 256), block=(1, 128))).shape
     torch.Size([8, 2])
@@ -407,7 +410,7 @@ def blocks(x: Tensor) -> Tensor:
 
 
 def health(found: TensorStats) -> str:
-    """One line: what share of the elements lost range or is no number.
+    """One line about the shares of elements that lost range or are no numbers.
 
     >>> t = float8lab.quantize(torch.tensor([448.0, 0.01, 0.0, 1.0]))
     >>> float8lab.inspect.health(t.stats())
@@ -424,7 +427,7 @@ def health(found: TensorStats) -> str:
 
 def is_sharded(x: Any) -> bool:
     """Whether ``x`` is a DTensor."""
-    # What a DTensor has; importing its class would double the time that importing us takes.
+    # These are attributes of a DTensor; importing its class would double our own import time.
     return hasattr(x, "_local_tensor") and hasattr(x, "placements")
 
 
@@ -500,7 +503,7 @@ def _code_kinds(fp8_dtype: torch.dtype) -> dict[str, list[bool]]:
 
 @functools.cache
 def _code_exponents(fp8_dtype: torch.dtype) -> list[int | None]:
-    """``floor(log2(|code|))`` of each code; None for zero and what is not finite."""
+    """``floor(log2(|code|))`` of each code; None for zero and codes that are not finite."""
     return [
         math.frexp(v)[1] - 1 if v and math.isfinite(v) else None
         for v in code_values(fp8_dtype).tolist()
@@ -508,7 +511,7 @@ def _code_exponents(fp8_dtype: torch.dtype) -> list[int | None]:
 
 
 def _original(x: Any, original: Tensor | None) -> Tensor | None:
-    """The original of what ``stored(x)`` gives, plain, on its device."""
+    """The original of ``stored(x)``, as a plain tensor on its device; None without one."""
     if original is None:
         return None
     if not isinstance(original, Tensor):
@@ -625,7 +628,7 @@ def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
 
 @dataclass(frozen=True, eq=False)
 class Errors:
-    """An original and its difference, element by element, 0 where either is not finite."""
+    """An original and the error against it, element by element; 0 where either is not finite."""
 
     source: Tensor
     error: Tensor

@@ -38,7 +38,7 @@ def view_of(
     """The view of ``x`` made of these data, scales and amaxes.
 
     Args:
-        x: what is viewed.
+        x: the tensor that is viewed.
         tensors: data, scales, amaxes.
         block: the view's block.
         step: the op that makes the view, its arguments after the first, its keyword arguments.
@@ -211,7 +211,7 @@ def _unbind(op: Any, x: Float8Tensor, dim: int = 0) -> list[Float8Tensor]:
 def _as_strided(
     op: Any, x: Float8Tensor, size: Any, stride: Any, storage_offset: Any = None
 ) -> Float8Tensor:
-    """Strides do not say which scale an element has: find the slices and permutation they mean."""
+    """Find the slices and the permutation that strides mean, since strides tell no scales."""
     size, stride = tuple(size), tuple(stride)
     offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
     if offset == 0 and (size, stride) == (tuple(x.shape), x.stride()):
@@ -242,7 +242,7 @@ def _as_strided(
 def _box(
     x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> tuple[list[int], list[int], list[int]] | None:
-    """First index and length in each dimension of ``x``, and the order these come in, if so."""
+    """Starts and lengths in each dimension of ``x``, and their order; None if there is no box."""
     starts = [0] * x.ndim
     for d in sorted(range(x.ndim), key=x.stride, reverse=True):
         if x.shape[d] > 1 and x.stride(d):

@@ -48,10 +48,10 @@ class Window:
         """Write a plain tensor of the view's shape.
 
         Args:
-            value: what the view shall hold.
+            value: the values that the view is to have.
             scale: scale of each element's block in ``value``, kept where nothing but zeros would
                 share it; else a new one is made.
-            amax: likewise.
+            amax: amax of each element's block, used where ``scale`` is.
 
         Raises:
             RuntimeError: the base is unknown.

@@ -1,9 +1,9 @@
-"""Checkpoints with FP8 weights, whoever wrote them: what is in them, and how two differ.
+"""Checkpoints with FP8 weights of any origin: their content, and the difference of two.
 
 ``source`` has tensors that lie in files and are read box by box; ``safetensors_source``,
-``torch_source`` and ``dcp_source`` make them, and ``opening`` chooses. ``layout`` finds FP8
-weights and their scales, ``measure`` reads them; ``report``, ``page`` and ``difference`` say what
-was found.
+``torch_source`` and ``dcp_source`` make them, and ``opening`` chooses among these. ``layout`` finds
+FP8 weights and their scales, ``measure`` reads them; ``report``, ``page`` and ``difference`` show
+the result.
 """
 
 from float8lab.inspect.checkpoint.difference import CheckpointDiff, DiffRow, diff

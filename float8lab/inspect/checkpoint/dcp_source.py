@@ -170,7 +170,7 @@ def _entries(path: Path, metadata: Any) -> list[Entry]:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    """Sizes or places; raises TypeError for what can be none."""
+    """Return sizes or places as a tuple; raise TypeError unless all are whole numbers from 0 on."""
     found = tuple(values)
     if not all(type(value) is int and value >= 0 for value in found):
         raise TypeError(f"sizes and places must be whole numbers; they are {found}")
@@ -263,7 +263,7 @@ def _load(shard: _Shard) -> Any:
 
 
 class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of a file's bytes, read as if it were a file."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0

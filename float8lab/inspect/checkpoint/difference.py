@@ -1,4 +1,4 @@
-"""``diff``: two checkpoints, or one and its source, tensor by tensor."""
+"""``diff``: compare two checkpoints, or one and its source, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from float8lab.inspect.text import Grid, printable
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
 
 STATUSES = ("shape", "differs", "only in A", "only in B", "equal", "same")
-"""The worst first. ``equal``: the same values, stored in another way. ``same``: bit for bit."""
+"""The statuses of a tensor, the worst first. ``equal``: the same values, stored in another way.
+``same``: bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -39,47 +40,49 @@ class DiffRow:
     b_shape: tuple[int, ...] | None = None
     numel: int = 0
     changed: int | None = None
-    """Codes that are other bytes, or elements that are other bits; None if they are of two formats.
-    """
+    """FP8 codes or elements whose bits differ; None if the two formats differ."""
     changed_scales: int | None = None
-    """Of two FP8 weights with the same blocks."""
+    """Scales whose bits differ; None unless both are FP8 weights with the same blocks."""
     unlike: int = 0
-    """Elements that are finite on one side alone, or other infinities. Errors leave them out."""
+    """Elements that are finite on one side alone, or not finite and different. Errors leave them
+    out."""
     signal: float = 0.0
-    """Sum of the squares of the reference: of the one that is not in FP8, or else of A."""
+    """Sum of the squares of the reference, which is the side that is not in FP8, or else A."""
     noise: float = 0.0
     max_error: float = 0.0
     element_noise: float = 0.0
-    """Sum over the elements of the square of error / reference, or of 1 where that is less."""
+    """Sum over the elements of the square of error / reference, with 1 for every square above 1."""
     nbytes: int = 0
 
     @property
     def sqnr(self) -> float:
-        """Signal to noise in dB; inf if the values are equal."""
+        """Signal-to-noise ratio in dB; inf if the values are equal."""
         return _sqnr(self.signal, self.noise)
 
     @property
     def element_sqnr(self) -> float:
-        """Signal to noise in dB of the elements, each by its own size.
+        """Signal-to-noise ratio in dB of the elements, each relative to its own size.
 
-        A single large element makes ``sqnr`` high, whatever becomes of the others; not this. About
-        32 dB where e4m3 rounds all elements, and 0 dB where all are lost.
+        A single large element makes ``sqnr`` high, whatever becomes of the others, but does not
+        make this ratio high. It is about 32 dB where e4m3 rounds all elements, and 0 dB where all
+        are lost.
         """
         return _sqnr(self.numel, self.element_noise)
 
     def to_json(self) -> dict[str, Any]:
-        """For ``json.dumps``: numbers that are not finite are None."""
+        """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         return finite(asdict(self) | {"sqnr": self.sqnr, "element_sqnr": self.element_sqnr})
 
 
 @dataclass(frozen=True, repr=False)
 class CheckpointDiff:
-    """How two checkpoints differ. ``print`` it, or look at ``rows``."""
+    """The differences of two checkpoints; ``print`` it, or look at ``rows``."""
 
     a: str
     b: str
     rows: tuple[DiffRow, ...]
-    """The worst first: by status, then by the lower of ``sqnr`` and ``element_sqnr``."""
+    """The tensors, the worst first: by status, then by the lower of ``sqnr`` and
+    ``element_sqnr``."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -95,11 +98,11 @@ class CheckpointDiff:
 
     @property
     def sqnr(self) -> float:
-        """Signal to noise of all tensors that both have, in dB."""
+        """Signal-to-noise ratio in dB of all tensors that both checkpoints have."""
         return _sqnr(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
 
     def summary(self) -> str:
-        """A few lines."""
+        """The result in a few lines."""
         counts = [f"{count} {status}" for status, count in self.counts.items() if count]
         lines = [f"A: {self.a}", f"B: {self.b}"]
         lines.append(f"{counted(len(self.rows), 'tensor')}: " + ", ".join(counts))
@@ -129,7 +132,7 @@ class CheckpointDiff:
         return [grid.first(limit) for grid in found if grid.rows]
 
     def to_json(self) -> dict[str, Any]:
-        """For ``json.dumps``: numbers that are not finite are None."""
+        """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         return {
             "a": self.a,
             "b": self.b,
@@ -160,13 +163,13 @@ def diff(
     common, a prefix that one of them puts before its names is left out.
 
     Args:
-        a: as the path of ``checkpoint``, or a state dict.
+        a: a path as in ``checkpoint``, or a state dict.
         b: the same.
-        layer: as of ``checkpoint``.
-        progress: as of ``checkpoint``.
+        layer: as in ``checkpoint``.
+        progress: as in ``checkpoint``.
 
     Raises:
-        CheckpointError, OSError, ModuleNotFoundError: as ``checkpoint``.
+        CheckpointError, OSError, ModuleNotFoundError: as in ``checkpoint``.
     """
     for argument, side in (("a", a), ("b", b)):
         if not isinstance(side, Mapping):
@@ -214,7 +217,7 @@ def _by_name(source: Source) -> dict[str, Item]:
 
 
 def _prefix(names: dict[str, Item], others: dict[str, Item]) -> str:
-    """What stands before most of the names of one side on the other; empty if there is none."""
+    """Return the prefix without which most ``names`` are in ``others``; empty if there is none."""
     found: Counter[str] = Counter()
     for name in names:
         for at, letter in enumerate(name):
@@ -273,7 +276,7 @@ def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
             noise += _square(error)
             reference = reference.masked_fill(~finite_both, 0.0)
             signal += _square(reference)
-            # Of 0 / 0 nothing is lost, and of an error / 0 all.
+            # 0 / 0 counts as no loss, and an error / 0 as the loss of the whole element.
             element_noise += _square((error / reference.abs()).nan_to_num_(0.0).clamp_(max=1.0))
         step(share * error.numel())
     values = noise == 0 and worst == 0 and not unlike
@@ -310,7 +313,7 @@ def _raw(item: Item, box: Box) -> Tensor:
 
 
 def _changed(x: Tensor, y: Tensor) -> int:
-    """Elements that are other bits."""
+    """Number of elements whose bits differ."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         x, y = (

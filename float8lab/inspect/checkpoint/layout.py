@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are FP8 weights, and where their scales are.
+"""Find the FP8 weights among the tensors of a checkpoint, and their scales.
 
 A scale is the decode factor in each of these conventions, ``x ~= codes.float() * scale``; so it is
 in DeepSeek's, which calls it the inverse.
@@ -40,7 +40,8 @@ class Finding:
     text: str
     """A phrase for people."""
     wrong: bool = True
-    """Whether values are lost or wrong for certain; else it is odd, and may be meant."""
+    """Whether values are lost or wrong for certain; False if the tensor is odd, but may be meant
+    so."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,18 @@ class Item:
 
     name: str
     entry: Entry
-    """The codes of an FP8 weight."""
+    """The tensor as it lies in the file: for an FP8 weight, its codes."""
     convention: str = ""
-    """Of an FP8 weight; empty of any other tensor."""
+    """The convention that an FP8 weight follows; empty for one without a scale, and for any other
+    tensor."""
     scale: Entry | None = None
     spec: Float8Spec | None = None
-    """Of an FP8 weight; without a scale, of one scale for all."""
+    """Format, blocks and scale rule of an FP8 weight, with one block for all if no scale can be
+    used; None for any other tensor."""
     others: tuple[Entry, ...] = ()
-    """Amaxes."""
+    """Amaxes, and a scale that cannot be used."""
     is_scale: bool = False
-    """Whether it is a scale, of activations or without its weight."""
+    """Whether it is a scale without an FP8 weight of its own, such as one of activations."""
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -67,7 +70,7 @@ class Item:
         return self.spec is not None
 
     def describe(self, spec: Float8Spec | None = None) -> str:
-        """Its format in words; ``spec`` instead of its own, if more is known than the names say."""
+        """Describe the format in words, by ``spec`` if more is known than the names say."""
         spec = spec or self.spec
         if spec is None:
             return self.entry.dtype_name
@@ -84,7 +87,7 @@ class Item:
 
 
 _BLOCKS = ((-1, -1), (1, -1), (128, 128), (1, 128), (1, 32), (-1, 1))
-"""Tried in this order."""
+"""Blocks of a weight, in the order in which they are tried."""
 _SIZES = (128, 32, 64, 16, 256, 512, 1024, 8)
 _COMPANIONS = ("input_scale", "output_scale", "input_scale_inv", "activation_scale", "scale_input")
 _SCALE_DTYPES = (
@@ -98,7 +101,7 @@ _SCALE_DTYPES = (
 
 
 def recognize(source: Source) -> list[Item]:
-    """The tensors of a checkpoint in its order, scales folded into their weights."""
+    """The tensors of a checkpoint in its order, with scales folded into their weights."""
     entries = {entry.name: entry for entry in source.entries}
     wanted = _configured(source.config)
     taken: set[str] = set()
@@ -118,7 +121,7 @@ def recognize(source: Source) -> list[Item]:
 
 
 def _configured(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The blocks of weights that a configuration names."""
+    """The blocks of weights that a configuration names; None if it names none, or several."""
     blocks = [config.get("weight_block_size")]
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -138,12 +141,12 @@ def _configured(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _stem(name: str) -> str:
-    """The name of a module from that of its weight, with its dot."""
+    """The name of a module, with a dot at its end, from the name of its weight."""
     return name[: name.rfind(".") + 1]
 
 
 def _scale_names(name: str) -> Iterator[tuple[str, str]]:
-    """Where the scale of a weight in FP8 may be, and the convention."""
+    """Yield each name that the scale of an FP8 weight may have, with the convention of the name."""
     yield f"{name}_scale_inv", "DeepSeek"
     yield f"{name}_scale", "compressed-tensors"
     if name.endswith(".weight") or name == "weight":
@@ -216,7 +219,7 @@ def _with_scale(
 def _block(
     shape: tuple[int, ...], scales: tuple[int, ...], wanted: tuple[int, int] | None
 ) -> tuple[int, ...] | None:
-    """The blocks of a tensor that has so many scales; None if they fit none.
+    """Find the blocks of a tensor from the shape of its scales; None if no blocks fit.
 
     >>> _block((300, 256), (3, 2), None), _block((300, 256), (300,), None)
     ((128, 128), (1, -1))
@@ -244,7 +247,7 @@ def _block(
 
 
 def _leading(pair: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The blocks of a batch of matrices, or of a vector."""
+    """The same blocks for a batch of matrices, or for a vector."""
     return (1,) * (len(shape) - 2) + pair[max(0, 2 - len(shape)) :]
 
 
@@ -255,7 +258,7 @@ def _fits(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, ...
 
 
 def _names_scale(entry: Entry) -> bool:
-    """Whether it is a scale by name, in FP8 as those of 4-bit weights are."""
+    """Whether the name is that of a scale; scales of 4-bit weights are in FP8 themselves."""
     return entry.name.endswith(("_scale", "_scale_inv", "_scales", ".scale_weight"))
 
 

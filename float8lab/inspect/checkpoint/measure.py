@@ -1,7 +1,7 @@
-"""What the tensors of a checkpoint hold, read box by box.
+"""Measure the tensors of a checkpoint, which are read box by box.
 
-At most ``BOX`` elements of a tensor are in memory at once, and about thirty bytes for each; beside
-them one number for each block, if a block is larger than that.
+At most ``BOX`` elements of a tensor are in memory at once, at about thirty bytes each. If a block
+is larger than that, three numbers for each block of the tensor are kept beside them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ __all__ = [
 ]
 
 DEVIATIONS = 5
-"""A block is saturated if more than twice as many elements have the largest code as have the one
-below, and this is no chance: values pile up there that lay beyond. The largest code stands for half
-the range of the one below if the scale is right, so of a density that falls, or is flat, at most a
-third of both is expected there; so many standard deviations more are asked for."""
+"""Standard deviations beyond chance from which a block counts as saturated. Values beyond the range
+of a block pile up at its largest code. That code stands for half the range of the code below if the
+scale is right, so if the density falls, or is flat, at most a third of the elements with either
+code is expected at the largest one. A block is saturated if more than twice as many elements have
+the largest code as have the one below, and if the number is so many standard deviations above that
+third."""
 IDLE = 1 / 16
 """The range of a block is unused if its largest code is below this share of the format's."""
 
 
 @dataclass(frozen=True)
 class PlainStats:
-    """Statistics of a tensor that is not in FP8. Of a complex one, of its absolute values."""
+    """Statistics of a tensor that is not in FP8; for a complex tensor, of its absolute values."""
 
     numel: int
     amax: float
@@ -68,10 +70,10 @@ class ScaleStats:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a tensor holds."""
+    """The result of ``measure`` for one tensor."""
 
     stats: TensorStats | None = None
-    """Of FP8 codes."""
+    """Statistics of the codes of an FP8 weight; None for any other tensor."""
     scale: ScaleStats | None = None
     plain: PlainStats | None = None
     blocks: int = 0
@@ -81,7 +83,7 @@ class Measured:
 
 
 Step = Callable[[int], None]
-"""Is told how many bytes were read."""
+"""A function that is called with the number of bytes that were read."""
 
 
 def measure(item: Item, step: Step) -> Measured:
@@ -101,9 +103,9 @@ def read_codes(item: Item, box: Box) -> Tensor:
 
 
 def read_scale(item: Item, box: Box) -> Tensor:
-    """The scales of a box that starts at whole blocks, float32, one size per dimension.
+    """The scales of a box that starts at whole blocks, float32, with one size per dimension.
 
-    1 if the tensor has no scales.
+    They are 1 if the tensor has no scales.
     """
     assert item.spec is not None
     ndim = len(box)
@@ -117,7 +119,7 @@ def read_scale(item: Item, box: Box) -> Tensor:
 
 
 def _place(box: Box, block: Sequence[int]) -> Box:
-    """The box's blocks among all."""
+    """The range of blocks that a box covers, in each dimension."""
     return tuple(
         slice(0, 1) if size == -1 else slice(s.start // size, -(-s.stop // size))
         for s, size in zip(box, block, strict=True)
@@ -140,7 +142,7 @@ def _as_scale(values: Tensor) -> Tensor:
 
 
 class _Blocks:
-    """What is found block by block, once whole blocks were seen."""
+    """Counts over the blocks of a tensor, to which blocks are added once they were read whole."""
 
     def __init__(self, spec: Float8Spec) -> None:
         self.spec = spec
@@ -153,10 +155,16 @@ class _Blocks:
         self.low, self.high = math.inf, -math.inf
 
     def add(self, largest: Tensor, top: Tensor, below: Tensor, scale: Tensor) -> None:
-        """Blocks: the code of the largest finite magnitude, how many have the largest code of the
-        format, how many the one below, the scale."""
+        """Add blocks to the counts, one element of each argument for a block.
+
+        Args:
+            largest: code of the largest finite magnitude.
+            top: how many elements have the largest code of the format.
+            below: how many elements have the code below that.
+            scale: decode scale, float32.
+        """
         self.blocks += largest.numel()
-        # Of n elements n / 3 are expected, with a variance of 2 n / 9.
+        # For n elements with either code, n / 3 is expected at the top, with a variance of 2 n / 9.
         beyond = 2 * top - below > DEVIATIONS * (2.0 * (top + below)).sqrt()
         self.saturated += int((beyond & (top > 2 * below)).sum())
         size = self.sizes[largest.long()]

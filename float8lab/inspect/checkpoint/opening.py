@@ -1,4 +1,4 @@
-"""What kind of checkpoint a path is, by its content."""
+"""Open a checkpoint, whose kind is found from its content and its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``checkpoint``: what the tensors of a checkpoint hold, the suspicious ones first."""
+"""``checkpoint``: statistics of the tensors of a checkpoint, the suspicious ones first."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ __all__ = [
 ]
 
 Progress = Callable[[int, int, str], None]
-"""Is called with the bytes read so far, those to read in all, and the tensor that is read."""
+"""A function that is called with the bytes read so far, the bytes to read in all, and the name of
+the tensor that is being read."""
 
 ROWS = 20
-"""Of a table, unless all are asked for."""
+"""Rows of a table, unless all are asked for."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ class CheckpointRow:
     name: str
     fp8: bool
     convention: str
-    """Of FP8 weights: ``"DeepSeek"``, ``"compressed-tensors"``, ``"float8lab"`` ..."""
+    """The convention of an FP8 weight: ``"DeepSeek"``, ``"compressed-tensors"``, ``"float8lab"``
+    ..."""
     format: str
     """``"e4m3 128x128 fp32"``, ``"e4m3, no scale"``, or a dtype."""
     shape: tuple[int, ...]
     nbytes: int
-    """With scales."""
+    """Bytes of the tensor, with those of its scales."""
     file: str
     measured: Measured
     findings: tuple[Finding, ...]
@@ -54,7 +56,7 @@ class CheckpointRow:
 
     @property
     def severity(self) -> int:
-        """2: something is lost or wrong; 1: odd, and perhaps meant; 0: nothing found."""
+        """2 if something is lost or wrong, 1 if it is odd and perhaps meant so, else 0."""
         return max((2 if finding.wrong else 1 for finding in self.findings), default=0)
 
     @property
@@ -63,7 +65,7 @@ class CheckpointRow:
         return "; ".join(finding.text for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """For ``json.dumps``: numbers that are not finite are None."""
+        """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         found = self.measured
         result: dict[str, Any] = {
             "name": self.name,
@@ -99,14 +101,14 @@ class CheckpointRow:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointReport:
-    """What a checkpoint holds. ``print`` it, or look at ``rows``."""
+    """The content of a checkpoint; ``print`` it, or look at ``rows``."""
 
     path: str
     container: str
     rows: tuple[CheckpointRow, ...]
-    """The most suspicious first; else in the checkpoint's order."""
+    """The tensors, the most suspicious first, and else in the checkpoint's order."""
     notes: tuple[str, ...] = ()
-    """What is odd and concerns no single tensor."""
+    """Oddities that concern no single tensor."""
     left_out: int = 0
     """Tensors that the choice of layers left out."""
 
@@ -121,7 +123,7 @@ class CheckpointReport:
         return sum(row.nbytes for row in self.rows)
 
     def summary(self) -> str:
-        """A few lines."""
+        """The result in a few lines."""
         weights = [row for row in self.rows if row.fp8]
         kinds = " and ".join(dict.fromkeys(row.convention for row in weights if row.convention))
         lines = [
@@ -164,7 +166,7 @@ class CheckpointReport:
         return [grid.first(limit) for grid in found if grid.rows]
 
     def to_json(self) -> dict[str, Any]:
-        """For ``json.dumps``: numbers that are not finite are None."""
+        """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         return {
             "path": self.path,
             "container": self.container,
@@ -257,7 +259,7 @@ def _row(item: Item, found: Measured) -> CheckpointRow:
 
 
 def selected(source: Source, items: Sequence[Item], layer: str | Sequence[str]) -> list[Item]:
-    """The items that one of the globs names, or whose module one names; all without globs.
+    """Return the items whose name, or whose module's name, matches a glob; all without globs.
 
     Raises:
         CheckpointError: there are none.

@@ -27,7 +27,8 @@ from float8lab.inspect.optional import needs
 __all__ = ["DTYPES", "SPECS_KEY", "open_safetensors"]
 
 SPECS_KEY = "float8lab"
-"""Of a file's metadata: JSON, the format, block and scale rule of each weight ``X.qdata``."""
+"""Key in a file's metadata of the format, block and scale rule of each weight ``X.qdata``, as
+JSON."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -56,7 +57,7 @@ def open_safetensors(path: Path, index: Path | None, files: list[Path]) -> Sourc
     """The tensors of these files.
 
     Args:
-        path: what the user named.
+        path: the path that the user named.
         index: ``*.safetensors.index.json``, which says what is in which file; ``files`` is then
             ignored.
         files: to read.
@@ -202,5 +203,5 @@ def _unknown(name: str, kind: str, box: Box) -> Tensor:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor of this shape, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

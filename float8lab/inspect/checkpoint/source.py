@@ -29,14 +29,14 @@ __all__ = [
 ]
 
 BOX = 1 << 20
-"""Most elements that are read at once, but where a single block is larger."""
+"""Most elements that are read at once, unless a single block is larger."""
 
 Box = tuple[slice, ...]
 """A slice with start and stop for each dimension."""
 
 
 class CheckpointError(ValueError):
-    """A file is no checkpoint that is read here, or it is damaged. The message is one line."""
+    """A file is no checkpoint that can be read here, or is damaged; the message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(" ".join(message.split())))
@@ -46,8 +46,8 @@ class CheckpointError(ValueError):
 class Place:
     """Where the elements of a tensor are in a file.
 
-    Read, not mapped: torch maps files so that they could be written, which a system refuses for one
-    that is larger than its memory.
+    The file is read and not mapped: torch maps files as memory that could be written, which a
+    system refuses for a file that is larger than its memory.
     """
 
     file: Path
@@ -57,10 +57,10 @@ class Place:
     strides: tuple[int, ...]
 
     def read(self, box: Box) -> Tensor:
-        """A box; only the bytes from its first to its last element are read.
+        """Read a box; only the bytes from its first to its last element are read.
 
         Raises:
-            CheckpointError: the file ends before.
+            CheckpointError: the file ends before the box does.
         """
         sizes = [s.stop - s.start for s in box]
         if 0 in sizes:
@@ -90,11 +90,11 @@ class Entry:
     shape: tuple[int, ...]
     nbytes: int
     file: str
-    """Its file, below the path that was opened."""
+    """Name of the file that holds it, below the path that was opened."""
     read: Callable[[Box], Tensor]
     """The elements of a box, on the CPU."""
     spec: Float8Spec | None = None
-    """Of the FP8 data of a Float8Tensor."""
+    """Format, blocks and scale rule of FP8 data, where the checkpoint itself holds them."""
 
     @property
     def whole(self) -> Box:
@@ -104,16 +104,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """What a path holds."""
+    """The tensors that a path holds, not yet read."""
 
     path: str
     container: str
-    """In words, such as ``"safetensors, 4 files"``."""
+    """The kind of checkpoint in words, such as ``"safetensors, 4 files"``."""
     entries: Sequence[Entry]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """``quantization_config`` of a ``config.json`` beside it."""
+    """The ``quantization_config`` of a ``config.json`` beside it."""
     notes: Sequence[str] = ()
-    """What is odd and concerns no single tensor."""
+    """Oddities that concern no single tensor."""
 
 
 def check_file(path: Path) -> None:

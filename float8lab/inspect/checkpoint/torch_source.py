@@ -45,8 +45,8 @@ def open_torch_save(path: Path) -> Source:
     except CheckpointError as error:
         if not mapped or "unable to mmap" not in str(error.__cause__):
             raise
-        # Larger than the memory, which a mapping that could be written needs as room for that. A
-        # shared one needs none; nothing here writes to it.
+        # The file is larger than the memory, which a system reserves in full for torch's private
+        # mapping, since that could be written. A shared mapping needs no such reserve.
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             content = load_safely(path, str(path), mmap=True)
     entries = [
@@ -67,7 +67,7 @@ def open_torch_save(path: Path) -> Source:
 
 
 def open_state_dict(state: Mapping[str, Any]) -> Source:
-    """The tensors of a state dict in memory, on any device; what is no tensor is left out."""
+    """The tensors of a state dict in memory, on any device; other values are left out."""
     entries = [
         entry
         for name, value in state.items()
@@ -83,7 +83,7 @@ def load_safely(file: Any, name: str, **options: Any) -> Any:
     """``torch.load`` of tensors and plain data.
 
     Raises:
-        CheckpointError: the file is damaged, or needs classes of which loading runs code.
+        CheckpointError: the file is damaged, or needs classes whose loading can run code.
     """
     try:
         with warnings.catch_warnings():
@@ -138,7 +138,7 @@ def _leaves(path: Path, value: Any, name: str, depth: int = 0) -> Iterator[tuple
 
 
 def entries_of(name: str, value: Any, file: str) -> list[Entry]:
-    """The entry of a tensor that is loaded or mapped; of a Float8Tensor, those of its parts."""
+    """Return the entry of a loaded or mapped tensor; for a Float8Tensor, those of its parts."""
     if isinstance(value, Float8Tensor):
         (codes,), (scale,), (amax,) = (
             entries_of(f"{name}.{part}", getattr(value, part), file)

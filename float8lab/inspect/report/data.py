@@ -1,4 +1,4 @@
-"""A log as what its page needs: small JSON, and columns of float32 that the page decodes on demand.
+"""The data of a log's page: small JSON, and columns of float32 that the page decodes on demand.
 
     {operand}-{field}                    [layers, cells] one field of every record; NaN: no record
     {operand}-exponents-{layer number}   [kept steps, exponents] counts of the histograms
@@ -44,17 +44,17 @@ FIELDS: dict[str, Callable[[float, float], float]] = {
     "staleness": max,
     "elements": max,
 }
-"""The fields of a record that are numbers, and which of two values is the worse."""
+"""The numeric fields of a record, with the function that picks the worse of two values."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a page embeds."""
+    """The data that a page embeds."""
 
     meta: dict[str, Any]
-    """Everything small; valid JSON."""
+    """All that is small; valid JSON."""
     columns: dict[str, str]
-    """By name: float32, little-endian, zlib, base64."""
+    """Columns by name: float32, little-endian, compressed by zlib, in base64."""
 
     def json(self) -> str:
         """``meta`` for a script element: no ``<``, which could end it."""
@@ -62,7 +62,7 @@ class Data:
 
 
 def embed(log: Log) -> Data:
-    """Everything that the page of a log needs."""
+    """Collect the data that the page of a log needs."""
     layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
     found = {record.operand for record in log.records}
     usual = ("x", "w", "dy", "q", "k", "v")
@@ -136,7 +136,7 @@ class _Histograms:
 
     @classmethod
     def of(cls, records: Sequence[Record], layers: int) -> _Histograms:
-        """None filled in yet."""
+        """Make histograms, with nothing filled in, for at most as many steps as a page holds."""
         steps = sorted({record.step for record in records if record.exponents})
         if not steps:
             return cls([], 0, 0, {})
@@ -177,7 +177,7 @@ def _losses(log: Log) -> dict[str, list[Any]]:
 
 
 def _gemms(log: Log, rows: dict[str, int]) -> dict[str, Any]:
-    """What GEMMs ran, as texts, and for each layer the steps from which on it is which text."""
+    """The GEMMs that ran, as texts, and for each layer the steps from which on each text holds."""
     texts: dict[str, int] = {}
     changes: dict[int, list[list[int]]] = {}
     for step in log.steps:

@@ -17,17 +17,17 @@ __all__ = ["report"]
 
 
 def report(log: Log, path: str | Path, *, title: str = "FP8 training report") -> Path:
-    """Write what was seen of a training run as one HTML file.
+    """Write the log of a training run as one HTML file.
 
-    Layers by steps as heat maps of underflow, saturation, SQNR and more, the layers that lose most,
-    each layer's curves and histograms, the loss, the recipe and the conversion report. The file
-    needs no network and no other file; its charts are drawn by plotly, of which it holds a copy
-    (4.8 MB). A long run is thinned as the page then says: see ``docs/report.md``.
+    The page shows heat maps of underflow, saturation, SQNR and more by layer and step, the layers
+    that lose most, each layer's curves and histograms, the loss, the recipe and the conversion
+    report. The file needs no network and no other file; its charts are drawn by plotly, of which it
+    holds a copy (4.8 MB). A long run is thinned as the page then says: see ``docs/report.md``.
 
     Args:
-        log: what ``float8lab.inspect.watch`` saw. An empty one gives a page that says so.
-        path: of the file; folders on the way are made, a file there is replaced by a whole one.
-        title: the page's.
+        log: a log by ``float8lab.inspect.watch``. An empty one gives a page that says so.
+        path: the file to write; its folders are made, a file there is replaced by a whole one.
+        title: title of the page.
 
     Returns:
         ``path``.
@@ -87,7 +87,8 @@ def _unwrapped(plotly: str) -> str:
 def _inline(script: str) -> str:
     """A script that can stand in HTML and is all ASCII: Chromium starts such a plotly 0.5 s sooner.
 
-    What is not ASCII, or would end the script element, is in string literals, and escaped there.
+    Characters that are not ASCII, or would end the script element, are all in string literals, and
+    are escaped there.
     """
     script = script.replace("</script", "<\\/script")
     return re.sub(r"[\u0080-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", script)

@@ -1,10 +1,10 @@
-"""Check every op on this machine, each against something else that says what it must give.
+"""Check every op on this machine, each against an independent definition of its result.
 
 Bytes and scales are compared bit for bit with the reference on the CPU, and casts also with the
-definition of the formats. What adds up in another order, or has an exponential, is compared with
-float64 within a bound derived next to the check. On a CPU the ops *are* the reference: there a
-comparison with it shows only that the op runs and gives the same again; the formats, norms,
-products and attention are then what is compared with something else.
+definition of the formats. Results that are added up in another order, or have an exponential, are
+compared with float64 within a bound derived next to the check. On a CPU the ops *are* the
+reference: there a comparison with it shows only that the op runs and gives the same again; only
+formats, norms, products and attention are then compared with something else.
 
 M rows, N rows of the other operand of a product, K columns or contraction.
 

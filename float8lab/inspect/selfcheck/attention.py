@@ -41,7 +41,7 @@ _ATTENTION_SHAPES = (
 
 @dataclass(frozen=True)
 class _Attention:
-    """One case, on the device; all in float64 that is exact."""
+    """One case of attention: its FP8 operands and their scales, on the device."""
 
     tensors: list[Tensor]
     scales: list[Tensor]
@@ -49,7 +49,7 @@ class _Attention:
     why: str
 
     def wide(self) -> list[Tensor]:
-        """q, k and v in float64."""
+        """The exact values of q, k and v in float64."""
         pairs = zip(self.tensors, self.scales, strict=True)
         return [values_of(x.dtype).to(x.device)[x.view(torch.uint8).long()] * s for x, s in pairs]
 
@@ -93,9 +93,12 @@ def _exact_attention(
     "fp8_attention_op",
 )
 def _check_attention(cases: Cases) -> None:
-    """A probability is rounded by 1/16 of it or, where e4m3 is subnormal, by half of its least step
-    2**-9 times ``P_SCALE``. The tensor cores keep about 13 bits of a sum: what that does to scores,
-    they do to the logarithm of the probabilities; they add up the output with as many."""
+    """Compare with float64, within the rounding of probabilities, of scores and of sums.
+
+    A probability is rounded by 1/16 of it or, where e4m3 is subnormal, by half of its least step
+    2**-9 times ``P_SCALE``. The tensor cores keep about 13 bits of a sum: an error of a score is an
+    error of the logarithm of a probability. They add up the output with as many bits.
+    """
     for number, case in enumerate(_attentions(cases)):
         dtype = HIGH_PRECISION_DTYPES[number % 3]
         q, k, v = case.wide()
@@ -116,9 +119,13 @@ def _check_attention(cases: Cases) -> None:
 
 @checks("attention", "autograd in float64, in the norm", "fp8_attention_backward_op")
 def _check_attention_backward(cases: Cases) -> None:
-    """In float32 the terms, before they cancel, are off by their roundings and by what scores of
-    2**-17 off (see above) do to probabilities: less than 2**-16 of them. The kernel also rounds
-    operands, probabilities and the gradient of the scores to 8 bits, 2**-9 each of the result."""
+    """Compare with autograd in float64, within the rounding of the terms of each gradient.
+
+    In float32 the terms, before they cancel, are off by their roundings and by the effect on
+    probabilities of scores that are off by 2**-17 (see above): less than 2**-16 of them. The kernel
+    also rounds operands, probabilities and the gradient of the scores to 8 bits, 2**-9 each of the
+    result.
+    """
     for case in _attentions(cases):
         with torch.enable_grad():
             q, k, v = leaves = [x.requires_grad_() for x in case.wide()]

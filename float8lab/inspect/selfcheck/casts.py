@@ -68,7 +68,7 @@ def _check_quantize_pair(cases: Cases) -> None:
 
 
 def compare_sums(cases: Cases, got: Tensor, x: Tensor) -> None:
-    """M terms added up in float32 in any order: each goes through at most M roundings."""
+    """Compare sums of M terms; in float32 a term goes through at most M roundings, in any order."""
     wide = x.double()
     bound = wide.abs().sum(0) * (2.0**-24 * max(x.shape[0], 1))
     cases.within(got, wide.sum(0), bound)
@@ -129,7 +129,7 @@ def _slots(start: float | None, device: torch.device) -> tuple[Tensor | None, Te
 def _nearest(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """``x``, float32 on the CPU, clamped and rounded to nearest even, by search among the values.
 
-    Of two neighbours the even one is that whose byte is even.
+    The even one of two neighbours is the one whose byte is even.
     """
     values = values_of(fp8_dtype)[:128]
     values = values[values <= largest(fp8_dtype)]
@@ -144,7 +144,7 @@ def _nearest(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def values_of(fp8_dtype: torch.dtype) -> Tensor:
-    """What each of the 256 bytes stands for, float64, from the definition of the format."""
+    """The value of each of the 256 bytes, float64, from the definition of the format."""
     mantissa, bias = (3, 7) if fp8_dtype == E4M3 else (2, 15)
     byte = torch.arange(128, dtype=torch.int64, device="cpu")
     exponent, fraction = byte >> mantissa, (byte & (2**mantissa - 1)).double() / 2**mantissa

@@ -1,4 +1,4 @@
-"""What the checks of casts share: matrices, layouts, recipes, and what they are called."""
+"""Matrices, layouts and recipes that the checks of casts share, and names for them."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ _SPECIAL = {
 
 
 def matrices(cases: Cases, turn: int | None = None) -> Iterator[tuple[int, str, Tensor, int]]:
-    """Number in ``_SHAPES``, what it is called, the matrix on the CPU, the alignment asked for.
+    """Yield number in ``_SHAPES``, name, matrix on the CPU and alignment of each matrix.
 
-    All, or those of one turn: the first, one of those that take turns, and the empty ones.
+    With a ``turn`` these are the first matrix, one of those that take turns, and the empty ones;
+    without one they are all.
     """
     for number, (shape, dtype, layout, align) in enumerate(_SHAPES):
         if turn is None or number in (0, 1 + turn % 4) or 0 in shape:
@@ -107,7 +108,7 @@ def laid_out(x: Tensor, number: int, device: torch.device) -> tuple[Tensor, Tens
 def quantize_cases(
     cases: Cases,
 ) -> Iterator[tuple[Tensor, Tensor, Any]]:
-    """Begin each case of the grid: the matrix there and on the CPU, and how to quantize it."""
+    """Begin each case; yield the matrix on the device and on the CPU, and how to quantize it."""
     for turn, (recipe, how) in enumerate(RECIPES.items()):
         for number, name, x, align in matrices(cases, turn):
             fp8_dtype = FP8_DTYPES[(turn + number) % 2]

@@ -1,4 +1,4 @@
-"""How checks run: cases, what they compare, what comes of it, and the report."""
+"""Run checks: their cases, comparisons and results, and the report."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one check, or of those of its cases that run in one way."""
+    """The result of one check, or of those of its cases that run in one way."""
 
     group: str
     name: str
     """The op."""
     against: str
-    """What it is compared with."""
+    """The reference that it is compared with."""
     status: str
     """``"passed"``, ``"emulated"`` (right, but not in FP8), ``"unsupported"`` or ``"failed"``."""
     cases: int
     worst: float | None
-    """The largest error as a part of its bound; None where all is compared bit for bit."""
+    """The largest error as a fraction of its bound; None where all is compared bit for bit."""
     reason: str
     """Why it is emulated or unsupported."""
     failures: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``selfcheck`` found; ``print`` it for a table."""
+    """The result of ``selfcheck``; ``print`` it for a table."""
 
     device: str
     rows: list[Row]
@@ -71,11 +71,11 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed; what this device lacks is no failure."""
+        """Whether nothing failed; an op that this device lacks is no failure."""
         return not any(row.status == "failed" for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
+        """Return the same as dicts, lists, numbers and strings."""
         return {
             "device": self.device,
             "passed": self.passed,
@@ -124,29 +124,29 @@ class _Tally:
 
 
 class Cases:
-    """What one check compares on one device, and the data that it compares it on."""
+    """The comparisons of one check on one device, and the data that they are made on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.tallies: dict[str, _Tally] = {}
-        """By why the cases are emulated; empty: they are not."""
+        """Results by the reason why cases are emulated, which is empty for those that are not."""
         self.case = ""
         self._tally: _Tally | None = None
         self._generator = torch.Generator("cpu").manual_seed(0)  # the caller's stays as it is
 
     def begin(self, case: str, emulated: str = "") -> None:
-        """Start a case; what is compared next belongs to it."""
+        """Start a case, to which the comparisons that follow belong."""
         self.case = case
         self._tally = self.tallies.setdefault(emulated, _Tally())
         self._tally.cases += 1
 
     def fail(self, message: str) -> None:
-        """Say what is wrong in this case."""
+        """Record what is wrong in this case."""
         tally = self._tally or self.tallies.setdefault("", _Tally())
         tally.failures.append(f"{self.case}: {message}" if self.case else message)
 
     def same(self, got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor]) -> None:
-        """Equal bits and strides; but 0 is -0 outside FP8, and every NaN is the same."""
+        """Compare bits and strides; 0 is equal to -0 outside FP8, and every NaN to every other."""
         got = [got] if isinstance(got, Tensor) else got
         want = [want] if isinstance(want, Tensor) else want
         for number, (one, other) in enumerate(zip(got, want, strict=True)):
@@ -156,7 +156,7 @@ class Cases:
                 return
 
     def within(self, got: Tensor, exact: Tensor, bound: Tensor | float) -> None:
-        """No further from ``exact``, float64, than ``bound``; NaN and inf where that has them."""
+        """Check that ``got`` is within ``bound`` of ``exact``, float64; NaN and inf must agree."""
         assert self._tally is not None
         exact, got = exact.cpu(), got.detach().cpu().double()
         if got.shape != exact.shape:
@@ -183,15 +183,15 @@ class Cases:
         return torch.randn(shape, generator=self._generator, dtype=FP32, device="cpu")
 
     def uniform(self, *shape: int) -> Tensor:
-        """Uniform numbers from 0 to 1, likewise."""
+        """Uniform numbers from 0 to 1, float32, on the CPU."""
         return torch.rand(shape, generator=self._generator, dtype=FP32, device="cpu")
 
     def bytes(self, *shape: int) -> Tensor:
-        """Random uint8, likewise."""
+        """Random uint8 numbers on the CPU."""
         return torch.randint(256, shape, generator=self._generator, dtype=torch.uint8, device="cpu")
 
     def matrix(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Columns of many magnitudes, and a row and a column of zeros, likewise."""
+        """A matrix on the CPU, with columns of many magnitudes and a row and a column of zeros."""
         x = self.normal(*shape)
         if x.numel() > 1:
             x *= torch.logspace(-3, 3, shape[1], dtype=FP32, device="cpu")
@@ -226,7 +226,7 @@ def _first(mask: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: of which ops, against what."""
+    """One check: the ops that it calls, and the reference that it compares them with."""
 
     group: str
     name: str
@@ -289,7 +289,7 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
 
 
 def run_checks(device: torch.device, names: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
-    """Some of the checks: by name their rows, and how many seconds each took."""
+    """Run some of the checks; return by name their rows, and how many seconds each took."""
     found = {}
     on_device: AbstractContextManager[Any] = (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -322,10 +322,10 @@ for name in names:
 
 
 def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[list[Row], float]]:
-    """All checks, in several programs at once: nearly all of their time compiles kernels.
+    """Run all checks in several programs at once, since nearly all of their time compiles kernels.
 
-    In programs of their own, since Triton compiles under Python's lock, and a pool of processes
-    would run the caller's script again.
+    Threads would not do, since Triton compiles under Python's lock, and a pool of processes would
+    run the caller's script again.
     """
     # The longest first: each program takes every so many.
     names = sorted((check.name for check in CHECKS), key=lambda name: name not in _LONG)

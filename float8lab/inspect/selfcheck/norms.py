@@ -26,7 +26,7 @@ _EPS = 1e-5
 def _norms(
     cases: Cases,
 ) -> Iterator[tuple[bool, torch.dtype, Tensor, Tensor, Tensor | None]]:
-    """Begin each case: center, dtype, x (float32), weight and bias, all on the CPU."""
+    """Begin each case; yield center, dtype, x (float32), weight and bias, all on the CPU."""
     for center in (True, False):
         for number, shape in enumerate(_NORM_SHAPES):
             dtype = HIGH_PRECISION_DTYPES[number % 3]
@@ -90,8 +90,12 @@ def _optional_to(
 def _compare_norm(
     cases: Cases, got: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> None:
-    """Sums of K terms in float32 in the order of a tree: log2(K) + 1 roundings, less than 2**5; the
-    variance is a sum of squares, each rounded thrice, and rstd half as far off as that."""
+    """Compare statistics with float64, and values with the reference given these statistics.
+
+    Sums of K terms in float32 in the order of a tree go through log2(K) + 1 roundings, less than
+    2**5. The variance is a sum of squares, each rounded thrice, and rstd is half as far off as
+    that.
+    """
     y, mean, rstd = got
     center, wide = bias is not None, x.double()
     exact_mean = wide.mean(1) if center else wide.new_zeros(x.shape[0])
@@ -131,9 +135,12 @@ def _check_fp8_norm_backward(cases: Cases) -> None:
 def _compare_norm_backward(
     cases: Cases, got: Sequence[Tensor], inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 ) -> None:
-    """One rounding to the dtype, and of the terms of dx, which may cancel, 2**-16: their means are
-    sums as in ``_compare_norm``. Sums over M rows go through at most M roundings of terms that are
-    themselves rounded up to three times."""
+    """Compare gradients with float64, within the rounding of their terms.
+
+    A result is rounded once to the dtype. The terms of dx, which may cancel, are off by 2**-16:
+    their means are sums as in ``_compare_norm``. Sums over M rows go through at most M roundings of
+    terms that are themselves rounded up to three times.
+    """
     dx, dweight, dbias = got
     x = inputs[1]
     center = bool(inputs[3].numel()) or (dbias.numel() > 0)

@@ -27,8 +27,9 @@ __all__: list[str] = []
 
 _BLOCKS: tuple[tuple[int, int], ...] = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32))
 _SURE = 7.0
-"""Standard deviations, or what bounds them: a larger error has a probability of 2 exp(-7**2 / 2),
-5e-11, by Hoeffding's inequality. It takes the place of the factor sqrt(K) of a certain bound."""
+"""Standard deviations, or upper bounds of them, within which an error must be: a larger error has a
+probability of 2 exp(-7**2 / 2), 5e-11, by Hoeffding's inequality. It takes the place of the factor
+sqrt(K) of a certain bound."""
 
 _GEMM_BOUND = (
     "dequantize and matmul in float64; bound: K float32 additions and, in FP8 or where bfloat16 "
@@ -37,24 +38,24 @@ _GEMM_BOUND = (
 
 
 class _Product:
-    """``left @ right.mT`` in float64, and what its error is measured in."""
+    """``left @ right.mT`` in float64, and the unit in which its error is measured."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.exact = left @ right.mT
         self.size = (left.square() @ right.square().mT).sqrt()
-        """The root of the sum of the squared products: the error of a sum of terms that are each
-        off at random is so large, and so are its partial sums where signs are random."""
+        """The root of the sum of the squared products. The error of a sum whose terms are each off
+        at random is of this size, and so are its partial sums where signs are random."""
         self.K = left.shape[-1]
 
     def within(
         self, cases: Cases, got: Tensor, bias: Tensor | None, out_dtype: torch.dtype, native: bool
     ) -> None:
-        """Compare a result with the product, plus ``bias``, within what a right kernel may be off.
+        """Compare a result with the product, plus ``bias``, within the error of a correct kernel.
 
         A native product may be as far off as one of operands rounded to bfloat16, 2**-9 each: the
         products are exact, but Hopper adds 128 of them with about 13 bits, and then in float32. An
         emulated one in bfloat16 on a GPU has such operands, and partial sums in bfloat16.
-        All others have float32 operands, or what ``float32_matmul_precision`` makes of these.
+        All others have float32 operands, rounded as ``float32_matmul_precision`` allows.
         """
         if got.dtype != out_dtype:
             cases.fail(f"output is {got.dtype}, not {out_dtype}")
@@ -79,7 +80,7 @@ class _Product:
 
 
 class _Pair:
-    """Two operands of a product, quantized on the CPU: as they are on the device."""
+    """Two operands of a product, quantized on the CPU and copied to the device."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Checks of casts of what is computed on the way: norms, activations and their gradients."""
+"""Checks of casts of values computed inside the cast: norms, activations and their gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SOME_KINDS = (
     ("gelu_backward", FP32),
     ("geglu_backward", BF16),
 )
-"""Every way in which the kernels load a source."""
+"""Kinds that together cover every way in which the kernels load a source."""
 _SOURCE_SHAPES = ((63, 130), (300, 512), (0, 64))
 
 
@@ -56,8 +56,11 @@ def _source(cases: Cases, kind: str, shape: tuple[int, int], dtype: torch.dtype)
     "value_of_op",
 )
 def _check_value_of(cases: Cases) -> None:
-    """An exponential is off by 2**-22, ``ex2.approx`` of the PTX manual, and by the rounding of its
-    argument of up to 2**7, 2**-17; the reciprocal by 2**-23; then there is one rounding."""
+    """Compare values with the reference, or with float64 where there is an exponential.
+
+    An exponential is off by 2**-22, ``ex2.approx`` of the PTX manual, and by the rounding of its
+    argument of up to 2**7, 2**-17; the reciprocal is off by 2**-23; then there is one rounding.
+    """
     for turn, kind in enumerate(_KINDS):
         function = reference.ACTIVATIONS.get(kind.removesuffix("_backward"), ("norm", False))[0]
         for shape in (_SOURCE_SHAPES[turn % 2], _SOURCE_SHAPES[2]):
@@ -84,7 +87,7 @@ _COMPOSED = "the op of the written values, both on this device, bit for bit"
 def _sources(
     cases: Cases,
 ) -> Iterator[tuple[str, list[Tensor], torch.dtype, Tensor, torch.dtype, int]]:
-    """Begin each case: kind, inputs and values on the device, dtype, format and alignment."""
+    """Begin each case; yield kind, inputs and values on the device, dtype, format and alignment."""
     for kind, dtype in _SOME_KINDS:
         for number, shape in enumerate(_SOURCE_SHAPES):
             fp8_dtype, align = FP8_DTYPES[number % 2], (1, 16)[number % 2]

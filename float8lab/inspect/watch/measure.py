@@ -1,8 +1,8 @@
-"""What one operand's cast shows: counted where the tensors are, told as a ``Record`` later.
+"""Measure the cast of one operand: count on its device, and make a ``Record`` later.
 
 A ``Measurement`` is two float64 vectors on the operand's device, one of sums and one of maxima, so
-that measurements add up without the host, and those of a whole step take one transfer. Only what
-is inside the unpadded sizes counts.
+that measurements add up without the host, and those of a whole step take one transfer. Padding does
+not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTH = 256 + len(_SUMS) + len(_MAXIMA)
 
 @dataclass
 class Measurement:
-    """Of one operand of one layer in one step, over all its casts."""
+    """The sums and maxima of one operand of one layer in one step, over all its casts."""
 
     spec: Float8Spec
     delayed: bool
@@ -38,7 +38,7 @@ class Measurement:
     maxima: Tensor
 
     def add(self, other: Measurement) -> None:
-        """Take in another cast of the same operand."""
+        """Add another cast of the same operand."""
         self.elements += other.elements
         self.sums += other.sums
         self.maxima = torch.maximum(self.maxima, other.maxima)
@@ -50,11 +50,11 @@ def measure_cast(
     """Measure a cast.
 
     Args:
-        x: ``[M, K]``, what was cast, in high precision.
+        x: ``[M, K]``, the source of the cast, in high precision.
         q: its FP8 data, without padding.
         scale: decode scales that broadcast over the blocks of ``spec``.
         spec: format and blocks.
-        delayed: the scale is of earlier steps.
+        delayed: whether the scale comes from earlier steps.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     size = wide.abs()
@@ -74,7 +74,11 @@ def measure_cast(
 
 
 def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
-    """Measure what was in FP8 already; without its master, what it was made from is not known."""
+    """Measure a tensor that is stored in FP8, against its master if that is known.
+
+    Without a master only codes, amax and scales are measured, since the source of the tensor is
+    unknown.
+    """
     if master is not None:
         found = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
         found.stored = True
@@ -92,7 +96,7 @@ def _count_codes(q: Tensor) -> Tensor:
     codes = q.view(torch.uint8).reshape(-1)
     if not codes.is_cuda:
         return torch.bincount(codes, minlength=256).double()
-    # bincount waits for the GPU; this is bound to no order of atomic additions either.
+    # bincount waits for the GPU, and adds atomically in no fixed order; this does neither.
     edges = torch.arange(257, dtype=torch.int32, device=q.device)
     ends = torch.searchsorted(codes.sort().values.int(), edges)
     return ends.diff().double()

@@ -1,4 +1,4 @@
-"""What was seen of a model while it trained: plain data, which views and reports read.
+"""The log of a watched training run: plain data, which views and reports read.
 
 It knows no model and no tensor, so that a log written by one process can be read by another.
 
@@ -46,7 +46,8 @@ class Record:
     inf: int
     """NaNs and infinities before the cast."""
     sqnr: float | None
-    """In dB, against the values before the cast; None where all are exact or none is finite."""
+    """Signal-to-quantization-noise ratio in dB, against the values before the cast; None where all
+    are exact or none is finite."""
     staleness: float | None
     """log2 of amax over the amax that the scale was made for: above 0 the cast clipped. None where
     the scale is that of the values themselves."""
@@ -54,8 +55,8 @@ class Record:
     exponents: dict[int, int] = field(default_factory=dict)
     """How many nonzero finite codes have each exponent, floor(log2(|code|))."""
     stored: bool = False
-    """The operand was in FP8 already: a weight stored so. Its values are those before the cast, or
-    its master's."""
+    """Whether the operand was a weight stored in FP8. The values before the cast are then those of
+    its master or, if that is unknown, its own; NaNs and infinities are counted among its codes."""
     fp8_dtype: str = ""
     """``"e4m3"`` or ``"e5m2"``."""
 
@@ -67,12 +68,13 @@ class Step:
     step: int
     loss: float | None = None
     gemms: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By layer: how many GEMMs ran, by kind, such as ``{"fprop": 1, "dgrad": 1, "wgrad": 1}``."""
+    """How many GEMMs ran, by layer and then by kind, such as ``{"fprop": 1, "dgrad": 1, "wgrad":
+    1}``."""
 
 
 @dataclass
 class Log:
-    """All that was seen, in the order of the steps."""
+    """Everything that a watch recorded, in the order of the steps."""
 
     recipe: str = ""
     """The recipe, as it prints."""
@@ -81,7 +83,7 @@ class Log:
     about: dict[str, str] = field(default_factory=dict)
     """Versions, the device, the number of parameters and the like, to be shown as they are."""
     layers: list[str] = field(default_factory=list)
-    """In the model's order."""
+    """The layers' names, in the model's order."""
     steps: list[Step] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
 
@@ -91,7 +93,7 @@ class Log:
             file.writelines(self.lines())
 
     def lines(self, steps: int = 0, records: int = 0) -> Iterator[str]:
-        """The lines of a JSONL file, without the first so many steps and records."""
+        """Yield the lines of a JSONL file, without so many steps and records from the start."""
         head = {"recipe": self.recipe, "conversion": self.conversion}
         yield _line("log", {**head, "about": self.about, "layers": self.layers})
         for record in self.records[records:]:
@@ -101,7 +103,7 @@ class Log:
 
     @classmethod
     def from_jsonl(cls, path: str | PathLike[str]) -> Log:
-        """Read what ``to_jsonl`` or ``watch(..., jsonl=path)`` has written.
+        """Read a log that ``to_jsonl`` or ``watch(..., jsonl=path)`` has written.
 
         A last line that was not written to its end, by a process that was killed, is left out.
 

@@ -103,7 +103,7 @@ def to_tensorboard(log: Log, writer: Any) -> None:
 
     Args:
         log: all of it is written.
-        writer: a ``torch.utils.tensorboard.SummaryWriter`` or what else has its
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or another object with its
             ``add_scalar(tag, value, step)``.
     """
     for record in log.records:

@@ -1,4 +1,4 @@
-"""watch: see every operand that a model's FP8 layers cast, while it trains.
+"""watch: record every operand that a model's FP8 layers cast, while the model trains.
 
 The functions of ``float8lab/nn`` show each cast and each GEMM to ``PROCESS.observer``, which is
 None unless a step is being watched. Nothing is attached to the model and no op is wrapped. A
@@ -59,26 +59,26 @@ Layers = str | Sequence[str] | Callable[[str], bool]
 
 
 class watch:
-    """Record what each FP8 layer of a model casts inside the ``with`` block.
+    """Record the operands that each FP8 layer of a model casts inside the ``with`` block.
 
-    Of x, w and dy of each layer, and of q, k and v of attention in FP8, in each watched step: amax,
-    scales, shares of elements that saturated, became subnormal or zero, SQNR, staleness of a
-    delayed scale, NaNs and infinities; and how many GEMMs of linear layers ran. Several casts of
-    one operand in a step, as in gradient accumulation, are taken together. A recomputation by
-    activation checkpointing is no cast of its own. Layers in ``eval`` mode are left out of the
-    watch of a model that is in training mode.
+    The log has, for x, w and dy of each layer, and for q, k and v of attention in FP8, in each
+    watched step: amax, scales, shares of elements that saturated, became subnormal or zero, SQNR,
+    staleness of a delayed scale, NaNs and infinities. It also has how many GEMMs of linear layers
+    ran. Several casts of one operand in a step, as in gradient accumulation, are taken together. A
+    recomputation by activation checkpointing is no cast of its own. Layers in ``eval`` mode are
+    left out of the watch of a model that is in training mode.
 
     A step ends when ``w.step(loss)`` is called. Until the first such call, one ends with each
     ``step`` of the optimizer that has parameters of the model. What is left at the end of the block
     is a step as well.
 
     Code that ``torch.compile`` has compiled runs uncompiled in watched steps, and as it was
-    compiled in the others. What ``torch.cuda.graph`` has captured cannot be seen.
+    compiled in the others. Code that ``torch.cuda.graph`` has captured cannot be seen.
 
     Args:
         model: any module, compiled ones too.
-        every: watch each so manieth step, from the first on. In the steps between nothing is
-            measured.
+        every: watch one step of every so many, beginning with the first. In the steps between
+            nothing is measured.
         layers: which layers: a pattern or several, each one or more components of the qualified
             name or a glob, as in ``convert_to_float8``; or a function of the name. None is all.
             The GEMMs of a ``LayerNormMLP`` are layers of their own, called ``fc1`` and ``fc2``.
@@ -87,7 +87,7 @@ class watch:
         masters: ``masters`` of a ``MasterWeights``: weights stored in FP8 are compared with these.
 
     Attributes:
-        log: what was seen so far, with the model's ``conversion_report`` if it was converted.
+        log: the records so far, with the model's ``conversion_report`` if it was converted.
 
     Raises:
         ValueError: ``every`` is below 1; no layer that can run in FP8 is meant; ``jsonl`` is one
@@ -232,7 +232,7 @@ class watch:
         self._begin_step()
 
     def _find_layers(self) -> None:
-        """The layers by their state, and masters; those that are new or moved meanwhile, too."""
+        """Find layers by their precision state, and masters, also those that are new or moved."""
         self._masters_by_address = {
             parameter.qdata.data_ptr(): master
             for parameter, master in self._masters.items()
@@ -255,19 +255,19 @@ class watch:
                     self._gathers[precision] = local.how
 
     def _listed(self) -> list[str]:
-        """The layers; attention, which few recipes want in FP8, once it was seen in FP8."""
+        """Names of the layers; attention is only listed once it was seen in FP8."""
         return [
             name
             for precision, name in self._names.items()
             if not isinstance(precision, AttentionPrecision) or precision in self._recorded
         ]
 
-    # What the layers show.
+    # Callbacks of the layers.
 
     def saw_cast(
         self, x: Tensor | Source, operand: Operand, spec: Float8Spec, index: int, call: Call
     ) -> None:
-        """``x``, of the sizes before padding, was cast to ``operand``."""
+        """Record that ``x``, of the sizes before padding, was cast to ``operand``."""
         owner = call.precision
         if not self._counts(owner) or (operand[0].is_cuda and capturing()):
             return
@@ -285,7 +285,7 @@ class watch:
                 self._seen[key] = found
 
     def saw_gemm(self, kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
-        """A GEMM of ``kind`` ran, of these operands or in high precision."""
+        """Record that a GEMM of ``kind`` ran, on these operands or in high precision."""
         owner = call.precision
         if not self._counts(owner):
             return
@@ -325,14 +325,14 @@ class watch:
         )
 
     def _master_of(self, x: Float8Tensor) -> Tensor | None:
-        """What a stored weight was rounded from, if it is known."""
+        """The high-precision master of a weight stored in FP8, if it is known."""
         master = self._masters_by_address.get(x.qdata.data_ptr())
         return master.detach() if master is not None and master.shape == x.shape else None
 
     # From measurements to the log.
 
     def _collect(self, loss: float | Tensor | None) -> None:
-        """Close the step: one transfer from each device."""
+        """Close the step and log its measurements, with one transfer from each device."""
         seen, self._seen = self._seen, {}
         gemms, self._gemms = self._gemms, {}
         order = {precision: i for i, precision in enumerate(self._names)}
@@ -401,7 +401,7 @@ class watch:
         return views.to_pandas(self.log)
 
     def to_tensorboard(self, writer: Any) -> None:
-        """Write everything to a ``SummaryWriter``, or what else has its ``add_scalar``."""
+        """Write everything to a ``SummaryWriter``, or to another object with its ``add_scalar``."""
         views.to_tensorboard(self.log, writer)
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
@@ -416,7 +416,7 @@ def _number(loss: float | Tensor | None) -> float | None:
 
 
 def _measure_gathered(x: Float8Tensor, gather: MasterGather) -> Measurement | None:
-    """A weight that FSDP2 has gathered in FP8: this rank's rows, of which it has the originals."""
+    """Measure this rank's rows of a weight gathered in FP8 by FSDP2, against their originals."""
     shard, place = gather.current_shard(), gather.place
     assert place is not None, "the weight was gathered"
     if shard is None or shard.numel() == 0:
@@ -432,7 +432,7 @@ def _measure_gathered(x: Float8Tensor, gather: MasterGather) -> Measurement | No
 
 
 def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool:
-    """Whether a GEMM ran in FP8, not as one of dequantized operands."""
+    """Whether a GEMM ran in FP8, and not on dequantized operands."""
     if a is None or b is None:
         return False
     plan = call.plan
@@ -454,7 +454,7 @@ def _path_of_rank(path: str) -> Path:
 
 
 def _about(model: nn.Module) -> dict[str, str]:
-    """What to know about a run beside its numbers."""
+    """Facts about a run for its report, beside the numbers."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     about = {

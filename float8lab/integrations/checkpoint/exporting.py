@@ -39,13 +39,13 @@ __all__ = ["ExportReport", "export"]
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What ``export`` wrote; ``print`` it."""
+    """The result of ``export``; ``print`` it."""
 
     path: str
     format: str
     files: tuple[str, ...]
     nbytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     fp8: Mapping[str, str]
     """How each parameter in FP8 is stored."""
     high_precision: tuple[str, ...]
@@ -85,10 +85,11 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
 ) -> ExportReport:
     """Write a model as a directory of safetensors files with its linear weights in FP8.
 
-    The bytes are those that training uses: of layers that run in FP8 what a forward in evaluation
-    would cast the weight to now, delayed scales included; of weights stored in FP8 their own. A
-    model none of whose layers runs in FP8 is quantized here, its ``torch.nn.Linear`` layers. What
-    cannot be written so in ``format`` raises; nothing is quantized a second time.
+    The bytes are those that training uses. A layer that runs in FP8 gives the bytes to which a
+    forward in evaluation would cast its weight now, delayed scales included; a weight stored in FP8
+    gives its own. In a model none of whose layers runs in FP8, the ``torch.nn.Linear`` layers are
+    quantized here. A weight that ``format`` cannot hold in these bytes raises an error; nothing is
+    quantized a second time.
 
     The directory appears whole, by a rename, or not at all; one weight is in memory at a time.
     ``config.json`` is ``model.config`` (a mapping, or with ``to_dict``) and the format's
@@ -99,9 +100,9 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         path: the directory.
         format: ``"block-fp8"``, which is DeepSeek's and Transformers'; ``"compressed-tensors"``,
             which is vLLM's; or ``"float8lab"``, which comes back bit for bit, amaxes included.
-        recipe: of layers that have none of their own; None is the one whose delayed scales they
-            have, or the usual of the format: 128x128 blocks, output channels, per tensor.
-        exclude: layers to leave in high precision, by patterns as of ``convert_to_float8``.
+        recipe: for layers that have none of their own; None is the one whose delayed scales they
+            have, or the usual one of the format: 128x128 blocks, output channels, per tensor.
+        exclude: layers to leave in high precision, by patterns as in ``convert_to_float8``.
         share_scales: names of layers of one parent that get one scale, the largest of theirs, as
             ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``: for readers that fuse
             them. Only scales per tensor; the bytes are then cast anew from the weights.
@@ -197,7 +198,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors to write; of names that share a parameter the first."""
+    """The tensors to write; a parameter that has several names is written under the first."""
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -220,7 +221,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many elements of each tensor are NaN or infinite, without those of which none are."""
+    """How many elements of a tensor are NaN or infinite, by name, for tensors that have any."""
     counts = {}
     for name, value in state.items():
         if value.dtype.is_floating_point or value.dtype.is_complex:
@@ -286,7 +287,7 @@ def _plain(value: Any) -> Any:
 
 
 def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
-    """What some readers do not do."""
+    """Sentences about weights that some readers do not read correctly."""
     if format.name != "block-fp8":
         return []
     cut = [

@@ -1,4 +1,4 @@
-"""Formats of checkpoints: what tensors a weight in FP8 becomes, and what ``config.json`` says.
+"""Formats of checkpoints: the tensors of a weight in FP8, and the content of ``config.json``.
 
 In each of them a scale is the decode factor, ``x ~= codes.float() * scale``, in float32.
 
@@ -42,12 +42,12 @@ class Format:
 
     name: str
     recipe: Recipe
-    """Of layers for which nothing else says how they are cast."""
+    """Recipe of layers for which nothing else says how they are cast."""
     blocks: tuple[tuple[int, int], ...] = ()
-    """That it holds, in e4m3; empty if it holds any weight."""
+    """Blocks that it holds, in e4m3; empty if it holds any weight."""
 
     def check(self, weight: Weight) -> None:
-        """Raise if the format cannot hold the weight's very bytes."""
+        """Raise unless the format can hold the very bytes of the weight."""
         spec = weight.spec
         if not self.blocks or (spec.fp8_dtype == E4M3 and spec.block in self.blocks):
             return
@@ -147,7 +147,7 @@ class Format:
 
 
 def _scheme(weight: Weight) -> dict[str, Any]:
-    """What a group of compressed-tensors says, without its targets."""
+    """The entry of a weight's group in compressed-tensors' configuration, without its targets."""
     strategies: dict[tuple[int, ...], dict[str, Any]] = {
         (-1, -1): {"strategy": "tensor"},
         (1, -1): {"strategy": "channel"},
@@ -182,4 +182,4 @@ FORMATS = {
         Format("float8lab", Float8CurrentScaling()),
     )
 }
-"""By name."""
+"""The formats by name."""

@@ -1,4 +1,4 @@
-"""``load_fp8``: a checkpoint with FP8 weights into a model, stored in FP8 or dequantized.
+"""``load_fp8``: load a checkpoint with FP8 weights into a model, as FP8 or dequantized.
 
 All that can be known without reading weights is checked before the model changes: names, shapes,
 dtypes, and the scales. Weights are then read one at a time, in pieces.
@@ -45,18 +45,19 @@ _RECIPES: dict[tuple[int, ...], Recipe] = {
     (128, 128): Float8BlockScaling(),
     (1, 32): MXFP8BlockScaling(),
 }
-"""That use a weight of these blocks as it is stored."""
+"""The recipe that uses a weight of these blocks as it is stored."""
 _STATIC = DelayedScaling()
-"""Of layers with a scale of activations in the checkpoint: in evaluation it stays as it is."""
+"""Recipe of layers for which the checkpoint has a scale of activations: in evaluation it stays as
+it is."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state")
-"""Ends of names of what checkpoints hold and models compute, or other libraries keep."""
+"""Ends of the names of tensors in checkpoints that models compute, or that other libraries keep."""
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load_fp8`` did; ``print`` it."""
+    """The result of ``load_fp8``; ``print`` it."""
 
     path: str
     fp8: Mapping[str, str]
@@ -101,7 +102,7 @@ def load_fp8(
     is unchanged if that fails.
 
     Args:
-        source: a path as of ``float8lab.inspect.checkpoint``, in any of the layouts it knows
+        source: a path as in ``float8lab.inspect.checkpoint``, in any of the layouts it knows
             (docs/checkpoints.md), or a state dict.
         model: plain or converted, with or without weights stored in FP8; parameters on the meta
             device come to be on the default device.
@@ -206,26 +207,27 @@ class _Targets:
         return bool(users) and users == found
 
     def replace(self, names: Sequence[str], value: nn.Parameter) -> None:
-        """Put a parameter where these names are, and all others of the same tensor."""
+        """Put a parameter in every place of the tensor that these names mean."""
         for module, local in self.places[id(self.state[names[0]])]:
             setattr(module, local, value)
 
 
 @dataclass
 class _Plan:
-    """What to do."""
+    """The tensors to load, and those that have no counterpart."""
 
     fp8: list[tuple[Item, list[str]]] = field(default_factory=list)
     values: list[tuple[Item, str]] = field(default_factory=list)
     input_scales: dict[str, float] = field(default_factory=dict)
-    """By what comes before ``input_scale``, such as ``"model.layers.0.mlp.up_proj."``."""
+    """Scales of activations by the part of the name before ``input_scale``, such as
+    ``"model.layers.0.mlp.up_proj."``."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
-    """Match a checkpoint and a model; raises if they do not fit."""
+    """Match a checkpoint and a model; raise if they do not fit."""
     plan, problems, damage = _Plan(), [], []
     loaded: set[int] = set()
     for item in recognize(source):
@@ -273,7 +275,7 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
 
 
 def _damage(item: Item) -> list[str]:
-    """What is wrong with an FP8 weight and its scales."""
+    """Sentences about damage to an FP8 weight and its scales; empty if there is none."""
     found = [f"{item.name}: {finding.text}" for finding in item.findings if finding.wrong]
     if not item.fp8 or found:
         return found if item.fp8 else []
@@ -340,7 +342,7 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
 
 
 def _load_values(item: Item, name: str, targets: _Targets) -> None:
-    """The numbers of a tensor, in the dtype that the model has."""
+    """Load the values of a tensor, in the dtype that the model has."""
     target = targets.tensor(name)
     if target.is_meta:
         made = torch.empty(target.shape, dtype=target.dtype, device=_place_of(target))
@@ -363,7 +365,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
 
 
 def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
-    """Give the layers of FP8 weights recipes that use their bytes."""
+    """Give the layers of FP8 weights recipes that use their bytes; return notes on exceptions."""
     by_name = {name: item for item, names in plan.fp8 for name in names}
     chosen: dict[str, Recipe] = {}
     kept, notes = [], []
@@ -410,13 +412,13 @@ def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
 
 
 def _recipe_for(specs: Iterable[Float8Spec | None]) -> Recipe | None:
-    """The recipe that uses weights so stored as they are; None if there is none."""
+    """The recipe that uses weights stored in this way as they are; None if there is none."""
     blocks = {spec.block for spec in specs if spec is not None and spec.fp8_dtype == E4M3}
     return _RECIPES.get(blocks.pop()) if len(blocks) == 1 else None
 
 
 def _stem(name: str) -> str:
-    """What the name of a weight has in common with that of its input's scale."""
+    """The part of a weight's name that the name of its input's scale has as well."""
     return name.removesuffix("weight")
 
 
@@ -426,11 +428,11 @@ def _set_input_scale(
     items: Mapping[str, Item],
     scales: Mapping[str, float],
 ) -> bool:
-    """Let a delayed recipe start from the scales of the checkpoint; whether it is one."""
+    """Start a delayed recipe from the checkpoint's scales; False if one of the two is missing."""
     found = [scales[_stem(name)] for name in names if name in items and _stem(name) in scales]
     if not found or not isinstance(precision.recipe, DelayedScaling):
         return False
-    # What covers the weight, should it be cast again.
+    # The largest scale covers the weight, should it be cast again.
     read = [read_scale(items[n], items[n].entry.whole) for n in names if n in items]
     weight = max(float(scale.max()) for scale in read)
     for (recipe, _), slots in precision.slots.items():

@@ -1,11 +1,12 @@
-"""Delayed-scaling state that TransformerEngine saved, as this library's.
+"""Convert the delayed-scaling state that TransformerEngine saved to this library's.
 
-Its modules save a pickle, as ``<module>._extra_state``. Here nothing is loaded from it but tensors
-and plain values; what it names of TransformerEngine itself becomes an object without code.
+TransformerEngine's modules save a pickle, as ``<module>._extra_state``. Only tensors and plain
+values are loaded from it; objects of TransformerEngine itself become objects without code.
 
-For each product of a module there: scales of input, weight and output, in this order, and for the
-backward of the gradients of output and input; encode factors. Row 0 of a history is what was seen
-since the last update; the others, from the last to row 1, are the past, newest first.
+The state has, for each product of a module, the scales of input, weight and output, in this order,
+and for backward the scales of the gradients of output and input. Scales are encode factors. Row 0
+of a history is the amax since the last update; the others, from the last to row 1, are the past,
+newest first.
 
 Sources: TransformerEngine's documentation of delayed scaling and of recipe.h; the names and shapes
 in its checkpoints.
@@ -37,19 +38,20 @@ __all__ = ["ScalingReport", "load_te_scaling"]
 
 _KEY = "_extra_state"
 _FORWARD, _BACKWARD = 3, 2
-"""Tensors of a product there."""
+"""Tensors of a product in the saved state, in forward and in backward."""
 
 
 @dataclass(frozen=True)
 class ScalingReport:
-    """What ``load_te_scaling`` did; ``print`` it."""
+    """The result of ``load_te_scaling``; ``print`` it."""
 
     loaded: tuple[str, ...]
-    """Modules that have their scales."""
+    """Modules that have their scales now."""
     ignored: tuple[str, ...]
-    """Modules there, such as attention, whose scales have no counterpart here."""
+    """Modules of the checkpoint, such as attention, whose scales have no counterpart here."""
     recipe: DelayedScaling
-    """As the checkpoint's modules were trained, as far as it says."""
+    """The recipe with which the checkpoint's modules were trained, as far as the checkpoint
+    says."""
 
     def __str__(self) -> str:
         ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
@@ -66,10 +68,10 @@ def load_te_scaling(
     """Continue with the scales and amax histories of a TransformerEngine checkpoint.
 
     Weights are loaded by ``model.load_state_dict`` as ever; this reads the ``_extra_state`` of each
-    module, without running code from it. Modules have the names that they had there.
+    module, without running code from it. Modules have the names that they have in the checkpoint.
 
     Args:
-        source: the state dict, or a checkpoint in files as of ``float8lab.inspect.checkpoint``.
+        source: the state dict, or a checkpoint in files as in ``float8lab.inspect.checkpoint``.
         model: of ``TransformerLayer`` and its parts, or converted layers of these names.
         recipe: under which the model's modules will run; None is a converted module's own, or
             else the report's ``recipe``, to be given to ``autocast``.
@@ -117,7 +119,7 @@ def load_te_scaling(
 
 
 def _extra_states(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """What modules saved, by module."""
+    """The extra state that each module saved, by the module's name."""
     if isinstance(source, Mapping):
         pairs = list(source.items())
     else:
@@ -134,7 +136,7 @@ def _extra_states(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Opaque:
-    """Stands for an object of TransformerEngine: its values, and none of its code."""
+    """A stand-in for an object of TransformerEngine: it has its values, and none of its code."""
 
     def __init__(self, *values: Any, **named: Any) -> None:
         self.values = values
@@ -147,7 +149,7 @@ def _storage(data: bytes) -> Any:
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    # What pickle names for the elements of a tensor; torch's own loads any pickle.
+    # Pickles name this function for the elements of a tensor; torch's own loads any pickle.
     ("torch.storage", "_load_from_bytes"): _storage,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): OrderedDict,
@@ -173,11 +175,11 @@ _PICKLE: Any = SimpleNamespace(
     load=lambda file, **options: _Unpickler(file, **options).load(),
     __name__="pickle",
 )
-"""What ``torch.load`` takes for a pickle module."""
+"""A stand-in for the pickle module, which ``torch.load`` takes."""
 
 
 def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
-    """The state of a module; None if it has none."""
+    """The saved state of a module; None if it has no delayed scales."""
     where = f"{name}.{_KEY}" if name else _KEY
     try:
         if isinstance(value, Tensor) and value.dtype == torch.uint8:
@@ -211,16 +213,16 @@ def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Column:
-    """The state of a product's input, weight and gradient."""
+    """The saved state of a product's input, weight and output gradient."""
 
     scale: Tensor
     """``[3]``, encode factors."""
     histories: tuple[Tensor, ...]
-    """Of each, ``[length]``."""
+    """Amax histories of the three, each ``[length]``."""
 
 
 def _columns(name: str, state: Mapping[str, Any], count: int) -> list[_Column] | None:
-    """The state of each of a module's products; None if it has another number of them."""
+    """The state of each of a module's products; None if another number of them was saved."""
     parts: dict[str, Tensor] = {}
     for key, ndim in (("scale", 1), ("amax_history", 2)):
         for way in ("fwd", "bwd"):
@@ -271,7 +273,7 @@ def _slots(
 
 
 def _converted(column: _Column, slots: DelayedSlots) -> dict[str, Tensor]:
-    """The tensors of ``DelayedSlots`` for a product."""
+    """The tensors of ``DelayedSlots`` for a product, converted from its saved state."""
     values = {
         name: slots.tensors()[name].clone()
         for name in ("history", "amax", "scale", "encode", "seeded", "steps")
@@ -289,7 +291,7 @@ def _converted(column: _Column, slots: DelayedSlots) -> dict[str, Tensor]:
 
 
 def _recipe(state: Mapping[str, Any]) -> DelayedScaling:
-    """The recipe of a module there, as far as it says; scales there are no powers of two."""
+    """The recipe in a module's saved state, as far as that says; scales are no powers of two."""
     told = state.get("recipe")
     extra = state.get("extra_fp8_variables")
     if told is None and isinstance(extra, Mapping):
@@ -309,6 +311,9 @@ def _recipe(state: Mapping[str, Any]) -> DelayedScaling:
 
 
 def _largest_gradient(format: Any) -> Any:
-    """Of the formats of a recipe there: an enumeration of pairs, each of which has names or not."""
+    """Largest value of the gradients in a saved recipe's format; None if it is unknown.
+
+    The format is an enumeration of pairs, each of which has names or not.
+    """
     pair = (*getattr(format, "values", ()), None)[0]
     return getattr(pair, "max_bwd", (*getattr(pair, "values", ()), None, None)[1])

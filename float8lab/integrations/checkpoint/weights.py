@@ -1,7 +1,7 @@
-"""The weights of a model that its FP8 products take, and the bytes that they take of them.
+"""The weights of a model's FP8 products, and the bytes of these that the products use.
 
-Bytes come from the very cast that modules run, with the scales in force: of a weight in high
-precision those that a forward in evaluation would use now, of a weight stored in FP8 its own.
+Bytes come from the very cast that modules run, with the scales in force: a weight in high precision
+has the bytes that a forward in evaluation would use now, and a weight stored in FP8 has its own.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Product(NamedTuple):
 
     module: nn.Module
     name: str
-    """Of the module."""
+    """Qualified name of the module."""
     parameters: tuple[str, ...]
-    """In the module; concatenated along dimension 0."""
+    """Their names in the module; they are concatenated along dimension 0."""
     precision: Precision | None
-    """None of a plain ``torch.nn.Linear``."""
+    """None for a plain ``torch.nn.Linear``."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -67,10 +67,11 @@ class Weight:
     activations: Float8Spec | None
     """How the recipe casts the input; None if it is not known."""
     make: Callable[..., list[Stored]]
-    """``make(scale, amax=...)``: a scale per tensor that is not its own, or None; whether
-    amaxes, which take a pass of their own, are wanted."""
+    """``make(scale, amax=...)`` returns a part for each parameter. ``scale`` is a scale per tensor
+    to use in place of its own, or None; ``amax`` says whether amaxes, which take a pass of their
+    own, are wanted."""
     input_scale: Tensor | None = None
-    """Of a calibrated recipe, ``[1]``."""
+    """Scale of the input under a calibrated recipe, ``[1]``."""
     stored: bool = False
     """Whether the parameter is stored in FP8."""
 
@@ -78,7 +79,8 @@ class Weight:
 def products(model: nn.Module) -> list[Product]:
     """The linear products of a model, in its order; a module that is used twice comes once.
 
-    Not those of other libraries' layers, such as Conv1D, for which no reader has an FP8 form.
+    Layers of other libraries, such as Conv1D, are left out, since no reader has an FP8 form for
+    them.
     """
     found = []
     for name, module in model.named_modules():
@@ -114,11 +116,11 @@ def find_weights(
 
     Args:
         model: its layers that run in FP8; if it has none, all its ``torch.nn.Linear``.
-        recipe: of layers that have none of their own.
-        default: of layers for which neither says how; delayed scales in use win over it.
-        exclude: layers to leave in high precision, as of ``convert_to_float8``.
+        recipe: for layers that have none of their own.
+        default: for layers that have no recipe by now; delayed scales in use win over it.
+        exclude: layers to leave in high precision, as in ``convert_to_float8``.
         share_scales: names of siblings that get one scale.
-        unseen: cast those of layers whose forward does not run, too.
+        unseen: cast the weights of layers whose forward does not run, too.
 
     Raises:
         ValueError: siblings that cannot share a scale.
@@ -156,7 +158,7 @@ def _shared_with_others(model: nn.Module, found: Sequence[Product]) -> set[int]:
 
 
 def _recipe(precision: Precision | None, asked: Recipe | None, default: Recipe) -> Recipe | None:
-    """How a weight is cast; None if it is not."""
+    """The recipe by which a weight is cast; None if it is not cast."""
     if precision is None:
         return asked or default
     if precision.pinned:
@@ -219,7 +221,7 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
 
 
 def _cast(weight: Tensor, precision: Precision, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """What a forward in evaluation would cast the weight to, without padding."""
+    """Cast a weight as a forward in evaluation would now; codes and scales have no padding."""
     slots = _slots(precision, recipe, weight.device)
     spec = recipe.linear.w
     with torch.no_grad():
@@ -238,7 +240,7 @@ def _slots(precision: Precision, recipe: Recipe, device: torch.device) -> Delaye
 
 
 def _input_scale(precision: Precision, recipe: Recipe) -> Tensor | None:
-    """The scale of the input under a delayed recipe that has seen some."""
+    """The scale of the input under a delayed recipe; None unless the recipe has seen an input."""
     for (used, _), slots in precision.slots.items():
         if used == recipe:
             state = slots.tensors()
@@ -248,7 +250,7 @@ def _input_scale(precision: Precision, recipe: Recipe) -> Tensor | None:
 
 
 def _split(whole: Stored, shapes: Sequence[tuple[int, ...]], spec: Float8Spec) -> list[Stored]:
-    """The parts along dimension 0."""
+    """Split a matrix into the parts of these shapes, along dimension 0."""
     if len(shapes) == 1:
         return [whole]
     codes = whole.codes.split([shape[0] for shape in shapes])
@@ -261,7 +263,7 @@ def _split(whole: Stored, shapes: Sequence[tuple[int, ...]], spec: Float8Spec) -
 
 
 def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[Weight]:
-    """Give siblings one scale, the largest of theirs."""
+    """Give siblings one scale, the largest of theirs; those stored in FP8 must have it already."""
     siblings: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for index, weight in enumerate(weights):
         parent, _, last = weight.module.rpartition(".")

@@ -53,7 +53,7 @@ class Group:
     make: Callable[[], Sequence[Tensor]]
     """The tensors of ``parts``, on any device."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What the metadata of the file says, by name."""
+    """Notes by name, for the metadata of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -97,13 +97,13 @@ def write_checkpoint(
 ) -> list[str]:
     """Write a checkpoint directory and return the names of its safetensors files.
 
-    Files of a checkpoint that is replaced which are no weights (a tokenizer, say) are kept.
+    If a checkpoint is replaced, its files that are no weights (a tokenizer, say) are kept.
 
     Args:
         path: checked by ``check_target``.
         groups: all tensors.
         config: becomes ``config.json``.
-        key: under which the metadata of a file has its groups' notes.
+        key: name of the groups' notes in the metadata of a file.
         max_shard_size: most bytes of a file, unless one group is larger.
     """
     path.resolve().parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""From the arguments of a call of attention to one form: heads first, one dtype, one mask.
+"""Bring the arguments of an attention call to one form: heads first, one dtype, one mask.
 
 B batch, H query heads, Sq queries, Sk keys.
 """
@@ -170,7 +170,7 @@ def _padding_of_lengths(
 
 
 def check_export(inference_params: InferenceParams | None, qkv_format: str) -> None:
-    """Raise for what cannot be written to ONNX: shapes that depend on values."""
+    """Raise for arguments that ONNX cannot express, since shapes would depend on values."""
     if inference_params is not None:
         raise NotImplementedError(
             "inference_params must be None inside onnx_export; got a cache. Pass whole sequences."

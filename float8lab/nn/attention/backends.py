@@ -49,7 +49,7 @@ class Problem(NamedTuple):
     """Added to the scaled scores; broadcasts to ``[B, H, Sq, Sk]``."""
     alibi: Alibi | None = None
     dropout: float = 0.0
-    """Of the probabilities; 0 outside training."""
+    """Dropout rate of the probabilities; 0 outside training."""
 
     def scores_bias(self, Sq: int, Sk: int) -> Tensor | None:
         """``bias`` and ``alibi`` together."""
@@ -85,7 +85,7 @@ class Explanation(NamedTuple):
 
     backend: str
     rejected: dict[str, str]
-    """Reasons by name: of the backends before the chosen one, and of unsuitable ones after it."""
+    """Reasons by backend, for those before the chosen one and for unsuitable ones after it."""
 
     def __repr__(self) -> str:
         lines = [f"backend: {self.backend}"]
@@ -170,7 +170,7 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 
 class _CudnnOff:
-    """What ``sdpa_kernel`` does to leave cuDNN out, in half a microsecond instead of thirty."""
+    """Leaves cuDNN out, as ``sdpa_kernel`` does, in half a microsecond instead of thirty."""
 
     def __enter__(self) -> None:
         self.before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -181,7 +181,7 @@ class _CudnnOff:
 
 
 def _without_cudnn() -> AbstractContextManager[Any]:
-    """Torch's own kernels: those that are turned on, or all if they could not take every call."""
+    """Leave cuDNN out; turn all other kernels on if those that are on might not do."""
     cuda = torch.backends.cuda
     if not torch.compiler.is_compiling() and (  # Dynamo cannot trace the question
         cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
@@ -202,8 +202,8 @@ def _flex_modifiers(
 ) -> tuple[Callable[..., Tensor] | None, BlockMask | None]:
     """FlexAttention's score_mod and block_mask.
 
-    What differs between calls is in tensors, windows too: a number in a closure is part of the
-    compiled code, and Dynamo gives up compiling after 8 versions of it.
+    Values that differ between calls, windows included, are in tensors: a number in a closure is
+    part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
     """
     B, Sq, Sk = q.shape[0], q.shape[2], k.shape[2]
     mask, alibi, kv_padding = problem.mask, problem.alibi, problem.mask.kv_padding
@@ -237,8 +237,8 @@ def _blocks_in_window(
 ) -> tuple[Tensor, Tensor, int, int]:
     """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
 
-    Found from the blocks' first and last members: to look at each pair would take as much memory
-    as the scores.
+    They are found from the blocks' first and last members: to look at each pair would take as much
+    memory as the scores.
 
     Returns:
         Two bool tensors, ``[B, 1, blocks of queries, blocks of keys]``, and Sq and Sk.
@@ -276,7 +276,7 @@ def _block_mask(
 
 
 def _flex_tiles(head: int) -> dict[str, Any] | None:
-    """Options for heads whose tiles, of torch's choice, do not fit in a GPU's shared memory."""
+    """Options for heads for which the tiles of torch's choice exceed a GPU's shared memory."""
     if head <= 128:
         return None
     size = 32 if head <= 256 else 16
@@ -299,7 +299,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 _FLEX_BLOCK = 128
 _UNLIMITED = 2**30
-"""Farther than any key lies."""
+"""A distance that is farther than any key lies."""
 
 
 def _per_batch(diagonal: int | Tensor, q: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def _per_batch(diagonal: int | Tensor, q: Tensor) -> Tensor:
 
 
 def why_a_matrix(Sq: int, Sk: int, problem: Problem) -> str | None:
-    """Why mask and bias are more than none and a square causal mask, all that most kernels have."""
+    """Why bias or mask must be a matrix; None for no mask or a square causal one, without bias."""
     mask = problem.mask
     if problem.bias is not None:
         return "core_attention_bias must be a matrix to it"

@@ -1,4 +1,4 @@
-"""What is added to the attention scores: a given bias, or ALiBi.  H heads, Sq queries, Sk keys."""
+"""Additions to the attention scores: a given bias, or ALiBi.  H heads, Sq queries, Sk keys."""
 
 from __future__ import annotations
 

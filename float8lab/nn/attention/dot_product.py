@@ -57,7 +57,7 @@ __all__ = ["DotProductAttention"]
 
 
 def check_groups(heads: int, num_gqa_groups: int | None) -> int:
-    """The number of key/value heads for so many query heads."""
+    """The number of key/value heads for so many query heads; None stands for as many."""
     groups: int = check_size(
         "num_gqa_groups", heads if num_gqa_groups is None else num_gqa_groups, minimum=1
     )
@@ -73,7 +73,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     """``dropout(softmax(q @ k.T * scale + bias)) @ v`` with masks, grouped heads and FP8.
 
     Shape: query ``[S, B, H, D]`` (sbhd), ``[B, S, H, D]`` (bshd) or ``[T, H, D]`` (thd); key and
-    value likewise with G heads and their own sequence length; output ``[S, B, H * Dv]``,
+    value the same with G heads and their own sequence length; output ``[S, B, H * Dv]``,
     ``[B, S, H * Dv]`` or ``[T, H * Dv]``. Query head h uses key/value head ``h // (H / G)``.
 
     Numerics: softmax in float32. A query that is padding or sees no key gives 0. Inside
@@ -181,7 +181,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        # Without a parameter, what becomes of another tensor says where the module goes.
+        # The module has no parameter, so another tensor has to tell where it goes.
         self._fp8.to(fn(torch.empty(0, device=self._fp8.handle.device)).device)
         return result
 
@@ -221,10 +221,10 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             qkv_format: overrides the constructor's.
             cu_seqlens_q: ``[B + 1]`` cumulative lengths of the query sequences: for thd, and for
                 padding masks in place of ``attention_mask``.
-            cu_seqlens_kv: likewise of key and value; None is ``cu_seqlens_q`` in self attention.
+            cu_seqlens_kv: the same for key and value; None is ``cu_seqlens_q`` in self attention.
             max_seqlen_q: for thd, the longest sequence; computed if None. The other formats have
                 it in the shape.
-            max_seqlen_kv: likewise.
+            max_seqlen_kv: the same for key and value.
             attn_mask_type: overrides the constructor's.
             window_size: overrides the constructor's.
             checkpoint_core_attention: recompute the attention in backward instead of saving what
@@ -239,7 +239,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 over all it holds.
             cu_seqlens_q_padded: ``[B + 1]``, for thd with unused tokens after each sequence: where
                 the sequences start.
-            cu_seqlens_kv_padded: likewise of key and value.
+            cu_seqlens_kv_padded: the same for key and value.
 
         Returns:
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
@@ -269,8 +269,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
 
         Args:
             query_layer: as in ``forward``, with all its other arguments by keyword.
-            key_layer: likewise.
-            value_layer: likewise.
+            key_layer: as in ``forward``.
+            value_layer: as in ``forward``.
 
         >>> attention = float8lab.DotProductAttention(2, 8, window_size=(3, 0))
         >>> attention.explain(*torch.randn(3, 5, 1, 2, 8))
@@ -411,7 +411,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             packed_kv = Packed.of(cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
             q, k, v = packed.unpack(query), packed_kv.unpack(key), packed_kv.unpack(value)
             padding = (packed.padding(), packed_kv.padding())
-            # What is behind a sequence's end may be anything, and 0 * inf is not 0.
+            # The values behind a sequence's end may be anything, and 0 * inf is not 0.
             k, v = (x.masked_fill(padding[1][:, None, :, None], 0.0) for x in (k, v))
             mask = make_mask(mask_type, window, q.shape[2], k.shape[2], padding=padding)
             spans = diagonal_of(padding, q.shape[2], k.shape[2])

@@ -3,7 +3,7 @@
 A recipe with ``fp8_dpa`` (or ``fp8_mha``) asks for it. q, k, v are cast to the recipe's forward
 format, each with one scale per tensor, delayed under ``DelayedScaling``, else from the tensor
 itself by the recipe's scale rule, whatever blocks the recipe gives to linear layers. Backward is in
-high precision. Saved for it: q, k, v in FP8, the output, one float32 per query.
+high precision; q, k, v in FP8, the output and one float32 per query are saved for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from float8lab.tensor.differentiation import Float8Function, once_differentiable
 __all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention", "why_not_fp8"]
 
 Q, K, V = 0, 1, 2
-"""Indices of attention's cast tensors."""
+"""Indices of the tensors that attention casts."""
 
 
 class AttentionPrecision(Precision):
@@ -68,9 +68,9 @@ def asks_for_fp8_attention(recipe: Recipe) -> bool:
 
 
 def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    """Why attention stays in high precision: all but what Hopper's kernel takes, on any device.
+    """Why attention stays in high precision; None for a call that Hopper's kernel takes.
 
-    Everything else would have to hold the scores.
+    The kernel's limits hold on a CPU, too. Any other call would have to hold the scores in memory.
     """
     if q.dtype == torch.float64:
         return "float64 stays in high precision"
@@ -84,7 +84,7 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
 
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
-    """Attention with FP8 matrix products, of what ``why_not_fp8`` has no reason against."""
+    """Attention with FP8 matrix products, for a call that ``why_not_fp8`` has no reason against."""
     causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
     out: Tensor = _Attention.apply(q, k, v, (causal, problem.scale), call)
     return out
@@ -105,7 +105,7 @@ def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Te
         q, scale, _ = quantize_op(
             rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
         )
-    # In backward it is a repetition, by activation checkpointing.
+    # A cast in backward is a repetition, by activation checkpointing.
     if not torch.compiler.is_compiling() and PROCESS.observer is not None and not in_backward():
         spec = Float8Spec(fp8_dtype, (-1, -1), plan.x.scale_rule)
         PROCESS.observer.saw_cast(rows, (q, scale), spec, index, call)
@@ -117,7 +117,7 @@ _ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))
 
 
 def _as_in_memory(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """``x`` as a matrix in memory has it, if it is one, and the permutation back."""
+    """``x`` in its order in memory, if that is of a matrix, and the permutation back."""
     for order, back in _ORDERS:
         y = x.permute(order)
         stride = y.stride()

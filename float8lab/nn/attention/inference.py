@@ -19,7 +19,7 @@ _CACHE_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64, *FP8_DTYPES)
 
 
 class Step(NamedTuple):
-    """What ``InferenceParams.pre_step`` found for the sequences of one call, in its order."""
+    """The sequences of one call, in its order, as ``InferenceParams.pre_step`` placed them."""
 
     slots: tuple[int, ...]
     """Rows of the cache."""
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class _Store:
-    """Keys or values of one layer, ``[max B, G, max S, D]``; in FP8 with a scale a head vector."""
+    """Keys or values of one layer, ``[max B, G, max S, D]``; in FP8 one scale for each vector."""
 
     def __init__(self, like: Tensor, rows: int, length: int, dtype: torch.dtype | None) -> None:
         shape = (rows, like.shape[1], length, like.shape[3])
@@ -143,7 +143,7 @@ class InferenceParams:
 
     @property
     def nbytes(self) -> int:
-        """What the caches of all layers take, scales included; 0 before the first call."""
+        """Bytes of the caches of all layers, scales included; 0 before the first call."""
         return sum(store.nbytes for pair in self.key_value_memory_dict.values() for store in pair)
 
     def pre_step(self, tokens: Mapping[Hashable, int]) -> Step:
@@ -193,8 +193,8 @@ class InferenceParams:
             v: ``[B, G, S, Dv]``.
 
         Returns:
-            ``[B, G, S', D]`` and ``[B, G, S', Dv]`` with S' cached positions: of ragged sequences,
-            of the longest one.
+            ``[B, G, S', D]`` and ``[B, G, S', Dv]`` with S' cached positions; of ragged sequences
+            S' is that of the longest one.
         """
         with torch.no_grad():
             k, v = k.detach(), v.detach()

@@ -80,7 +80,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, padded: Tensor | None, longest: int | None) -> Packed:
-        """From cumulative lengths; ``padded`` are those of sequences with gaps after them."""
+        """Make it from cumulative lengths; ``padded`` has those of sequences with gaps between."""
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         if longest is None:
             longest = int(lengths.max()) if lengths.numel() else 0
@@ -91,7 +91,7 @@ class Packed(NamedTuple):
         return padding_from_lengths(self.lengths, self.longest)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``[T, H, D]`` as ``[B, H, longest, D]``; what is behind a sequence's end is arbitrary."""
+        """``[T, H, D]`` as ``[B, H, longest, D]``; values behind a sequence's end are arbitrary."""
         positions = torch.arange(self.longest, device=x.device)
         index = (self.starts.view(-1, 1) + positions).clamp(max=max(x.shape[0] - 1, 0))
         if not x.shape[0]:

@@ -1,4 +1,4 @@
-"""Which keys a query may see.  B batch, H heads, Sq queries, Sk keys of a sequence.
+"""Masks, which say what keys a query may see.  B batch, H heads, Sq queries, Sk keys.
 
 Query ``i`` of a sequence stands at key position ``i + diagonal``. A sliding window ``(left,
 right)`` lets it see the keys from ``left`` before that position to ``right`` after it, -1 meaning
@@ -39,7 +39,7 @@ MASK_TYPES = (
 )
 
 MaskArgument = Tensor | tuple[Tensor, Tensor] | None
-"""What callers pass as ``attention_mask``: True where a position is masked out."""
+"""The ``attention_mask`` that callers pass: True where a position is masked out."""
 
 
 def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str:
@@ -47,7 +47,7 @@ def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str
 
     Args:
         mask_type: in any spelling.
-        argument: what the caller calls it.
+        argument: its name in the caller's signature.
 
     >>> canonical_mask_type("causal,padding"), canonical_mask_type("padding_causal")
     ('padding_causal', 'padding_causal')

@@ -80,7 +80,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         output_layer_init_method: of the weight of ``proj``.
         layer_number: of the layer in its model, from 1; needed for ``inference_params``.
         attn_mask_type: as in ``DotProductAttention``.
-        window_size: likewise.
+        window_size: as in ``DotProductAttention``.
         tp_group: must be None or of one rank.
         tp_size: must be 1.
         num_gqa_groups: key/value heads; None is ``num_attention_heads``.
@@ -260,7 +260,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
     def reset_parameters(self) -> None:
         """Initialise the projections.
 
-        Parameters on the meta device get memory on the default one, as of a new module.
+        Parameters on the meta device get memory on the default one, as in a new module.
         """
         reset_children(self)
         self.core_attention.to(self.proj.weight.device)
@@ -291,7 +291,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         Args:
             hidden_states: in ``qkv_format``, ``hidden_size`` last.
             attention_mask: as in ``DotProductAttention.forward``.
-            encoder_output: in cross attention, what keys and values are made of.
+            encoder_output: in cross attention, the source of keys and values.
             attn_mask_type: overrides the constructor's.
             window_size: overrides the constructor's.
             is_first_microbatch: as in ``Linear.forward``.
@@ -299,13 +299,13 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             inference_params: key/value cache, in self attention only.
             rotary_pos_emb: angles from position 0 on, for as many positions as are reached.
             core_attention_bias_type: as in ``DotProductAttention.forward``.
-            core_attention_bias: likewise.
-            alibi_slopes: likewise.
-            fast_zero_fill: likewise.
-            cu_seqlens_q: likewise.
-            cu_seqlens_kv: likewise.
-            max_seqlen_q: likewise.
-            max_seqlen_kv: likewise.
+            core_attention_bias: as in ``DotProductAttention.forward``.
+            alibi_slopes: as in ``DotProductAttention.forward``.
+            fast_zero_fill: as in ``DotProductAttention.forward``.
+            cu_seqlens_q: as in ``DotProductAttention.forward``.
+            cu_seqlens_kv: as in ``DotProductAttention.forward``.
+            max_seqlen_q: as in ``DotProductAttention.forward``.
+            max_seqlen_kv: as in ``DotProductAttention.forward``.
 
         Returns:
             The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input

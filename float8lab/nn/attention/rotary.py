@@ -40,7 +40,7 @@ class RotaryPositionEmbedding(nn.Module):
         seq_len_interpolation_factor: positions are divided by it (position interpolation).
         pretrained_max_position_embeddings: with the factor, positions are only divided where the
             sequence is longer than ``factor`` times this, and then so as to end there.
-        rotary_base: of the frequencies.
+        rotary_base: base of the frequencies.
         interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
             ``(0, R / 2), (1, R / 2 + 1) ...``.
         device: of the frequencies; None is the default device if one was set, else the current CUDA
@@ -212,11 +212,11 @@ def turn(
     cu_seqlens: Tensor | None,
     name: str = "freqs",
 ) -> Tensor:
-    """``apply_rotary_pos_emb`` of checked arguments; padding may begin beyond the angles.
+    """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
     Args:
-        t: as there, and so all others.
-        freqs: what the caller calls ``name``.
+        t: as in ``apply_rotary_pos_emb``.
+        freqs: angles, which the caller calls ``name``.
         tensor_format: sbhd, bshd or thd.
         interleaved: as the angles were made.
         start_positions: ``[B]`` or None.
@@ -249,10 +249,10 @@ def turn(
 
 
 def _takes_op(t: Tensor, angles: Tensor) -> bool:
-    """Whether one kernel does it: not where more is differentiated.
+    """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated.
 
-    Compiled too: fused into the rotation, a table's sines and cosines are computed again for every
-    head.
+    It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
+    be computed again for every head.
     """
     if torch._C._are_functorch_transforms_active():
         return False
