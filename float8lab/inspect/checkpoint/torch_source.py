@@ -86,8 +86,9 @@ def load_safely(file: Any, name: str, **options: Any) -> Any:
         CheckpointError: the file is damaged, or needs classes whose loading can run code.
     """
     try:
-        with warnings.catch_warnings():
-            # The checks of sparse tensors are wanted, and torch 2.15 warns that they take time.
+        # A sparse tensor with indices outside of its shape would be read outside of its memory.
+        with torch.sparse.check_sparse_tensor_invariants(), warnings.catch_warnings():
+            # Torch 2.15 checks by itself, and warns that it takes time.
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
             return torch.load(file, map_location="cpu", weights_only=True, **options)
     except OSError:
