@@ -2,7 +2,9 @@
 
 Eager mode finds the scale of a cast, and the slot for its amax, in Python. A graph cannot hold
 that: which slots a module has, and where they lie, changes while the graph stays. So there the cast
-is one op, which is given the module's ``handle`` and does at run time what eager mode does.
+is one op, which is given the module's ``handle`` and does at run time what eager mode does. A
+compiler makes one op of two with the same arguments, though the second may record in another
+region, or be recomputed where the first is not. So the casts of a graph are numbered.
 
 A cast of x or w that runs in backward belongs to a recomputation, by activation checkpointing. It
 records nothing and casts under the scale that the module's last forward used.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -80,9 +83,25 @@ def _described(x: Tensor | Source) -> tuple[str, list[Tensor], torch.dtype]:
     return (x.kind, list(x.inputs), x.dtype) if isinstance(x, Source) else (_MATRIX, [x], x.dtype)
 
 
-def _identified(index: int, call: Call) -> tuple[Tensor, int, str, int, bool]:
+_casts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many casts each graph has that is being traced."""
+
+
+def _next_number() -> int:
+    """Counts within a graph, so that equal graphs are equal to a compiler's cache, too."""
+    graph = torch._guards.TracingContext.get()
+    number = _casts[graph] = _casts.get(graph, 0) + 1
+    return number
+
+
+# As torch.compiler.assume_constant_result marks it, which would import the compiler here.
+_next_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _identified(index: int, call: Call) -> tuple[Tensor, int, str, int, bool, int]:
     assert call.precision is not None, "set by Precision.begin"
-    return call.precision.handle, call.recipe.number, call.group_name, index, call.record
+    named = call.precision.handle, call.recipe.number, call.group_name
+    return *named, index, call.record, _next_number()
 
 
 def _source(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor | Source:
@@ -104,6 +123,7 @@ def _cast(
     group: str,
     index: int,
     record: bool,
+    _number: int,
     fp8_dtype: torch.dtype,
     align: int,
 ) -> tuple[Tensor, Tensor]:
@@ -123,6 +143,7 @@ def _cast_pair(
     group: str,
     index: int,
     record: bool,
+    _number: int,
     fp8_dtype: torch.dtype,
     align: int,
     column_sum: bool,
@@ -161,7 +182,7 @@ def _fake_cast_pair(
 
 _SCHEMA = (
     "(str kind, Tensor[] inputs, ScalarType dtype, Tensor handle, int recipe,"
-    " str group, int index, bool record, ScalarType fp8_dtype, int align"
+    " str group, int index, bool record, int number, ScalarType fp8_dtype, int align"
 )
 
 _cast_op = register_stateful(
