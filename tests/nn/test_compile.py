@@ -417,7 +417,7 @@ def test_the_ops_of_graphs_are_sound(monkeypatch):
     monkeypatch.setattr(handles, "_OWNERS", collections.defaultdict(lambda: precision))
     clock = torch.zeros(1, dtype=torch.uint8)
     x = torch.randn(20, 32)
-    module = (precision.handle, RECIPES["delayed"].number, "", 0, False)
+    module = (precision.handle, RECIPES["delayed"].number, "", 0, False, 1)
     gelu = ("gelu", [x], torch.float32, *module)
     matrix = ("", [x], torch.bfloat16, *module)
     for described in (matrix, gelu):

@@ -152,13 +152,15 @@ def test_checkpointed_under_delayed_scaling_equals_eager(name, how):
     check_same(steps(plain, plain, recipe), expected)
 
 
-def test_an_autocast_within_the_compiled_function():
+def test_autocasts_within_the_compiled_function():
     recipe = RECIPES["delayed"]
     eager = MODULES["mlp"]()
     model = copy.deepcopy(eager)
 
     def of(module):
         def function(x):
+            with float8lab.autocast(recipe=recipe):
+                x = module(x)
             with float8lab.autocast(recipe=recipe):
                 return module(x)
 
