@@ -163,6 +163,12 @@ def _entries(file: Path) -> list[Entry]:
         kind, shape = header[name]["dtype"], tuple(header[name]["shape"])
         dtype = DTYPES.get(kind)
         offset = 8 + size + header[name]["data_offsets"][0]
+        spec = specs.get(name.removesuffix(".qdata"))
+        if spec is not None and len(spec.block) != len(shape):
+            raise CheckpointError(
+                f"{file} must have one block size for each dimension of {name}, {shape}; its "
+                f"metadata has {spec.block}. Write it again."
+            )
         if dtype is None:
             read: Callable[[Box], Tensor] = functools.partial(_unknown, f"{file}: {name}", kind)
         else:
@@ -176,7 +182,7 @@ def _entries(file: Path) -> list[Entry]:
                 nbytes=math.prod(shape) * (1 if dtype is None else dtype.itemsize),
                 file=file.name,
                 read=read,
-                spec=specs.get(name.removesuffix(".qdata")),
+                spec=spec,
             )
         )
     return result

@@ -28,6 +28,7 @@ import float8lab
 from float8lab import __main__ as command
 from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint.opening import open_checkpoint
+from float8lab.inspect.checkpoint.safetensors_source import SPECS_KEY
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -257,6 +258,13 @@ def test_no_tensors_in_safetensors(tmp_path, capsys):
     safetensors.save_file({}, tmp_path / "a.safetensors")
     refused(tmp_path / "a.safetensors", capsys, "must hold tensors; it holds none")
     refused(tmp_path, capsys, "must hold tensors; it holds none")
+
+
+def test_blocks_of_other_dimensions(tmp_path, capsys):
+    specs = json.dumps({"a": ["float8_e4m3fn", [1, 128], "fp32"]})
+    tensor = torch.ones(4, 2, 8).to(torch.float8_e4m3fn)
+    safetensors.save_file({"a": tensor}, tmp_path / "a.safetensors", {SPECS_KEY: specs})
+    refused(tmp_path / "a.safetensors", capsys, "one block size for each dimension of a, (4, 2, 8)")
 
 
 def test_too_many_dimensions(tmp_path, capsys):
