@@ -288,7 +288,7 @@ checks with another release, in an environment of its own.
 | --- | --- |
 | 2.11 | passed |
 | 2.13 | passed |
-| 2.15 | passed in parts, not yet in one run; its Triton 3.9 compiles all kernels, and their registers are not counted |
+| 2.15 | passed in parts, not in one run; registers of its Triton 3.9 are not counted |
 
 ## Recipes and modules
 
