@@ -42,6 +42,7 @@ ENVIRONMENT = {
 LOCAL_IMPORTS = {
     "float8lab/ops/_register.py": "loads a kernel file, and so triton, on an op's first CUDA call",
     "float8lab/commands/terminal.py": "rich is optional, and loaded by the first terminal",
+    "float8lab/nn/attention/backends.py": "FlexAttention loads sympy, on the first call of it",
     "float8lab/inspect/checkpoint/safetensors_source.py": "safetensors is optional",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",

@@ -17,17 +17,20 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from float8lab.nn.attention.bias import Alibi
 from float8lab.nn.attention.masks import AttentionMask
 from float8lab.recipes.region import STATE
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "BACKENDS",
@@ -192,9 +195,16 @@ def _without_cudnn() -> AbstractContextManager[Any]:
     )
 
 
+def _flex_library() -> ModuleType:
+    """FlexAttention, which loads sympy; torch 2.15 itself does so only when it compiles."""
+    from torch.nn.attention import flex_attention
+
+    return flex_attention
+
+
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+    return torch.compile(_flex_library().flex_attention)
 
 
 def _flex_modifiers(
@@ -269,10 +279,11 @@ def _block_mask(
         counts.append(blocks.sum(-1, dtype=torch.int32))
         order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         indices.append(order.to(torch.int32))
-    return BlockMask.from_kv_blocks(
+    block_mask: BlockMask = _flex_library().BlockMask.from_kv_blocks(
         counts[0], indices[0], counts[1], indices[1],
         BLOCK_SIZE=_FLEX_BLOCK, mask_mod=may_see, seq_lengths=(Sq, Sk),
     )  # fmt: skip
+    return block_mask
 
 
 def _flex_tiles(head: int) -> dict[str, Any] | None:
@@ -287,7 +298,7 @@ def _flex_tiles(head: int) -> dict[str, Any] | None:
 def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     score_mod, block_mask = _flex_modifiers(q, k, problem)
     fused = q.is_cuda and not torch.compiler.is_compiling()
-    run: Any = _compiled_flex() if fused else flex_attention
+    run: Any = _compiled_flex() if fused else _flex_library().flex_attention
     out: Tensor = run(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=problem.scale,
         enable_gqa=q.shape[1] != k.shape[1],
