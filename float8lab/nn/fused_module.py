@@ -111,12 +111,11 @@ class FusedModule(nn.Module, TensorParallelGroup):
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
         """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
-        call = precision.begin(x, training=self.training)
-        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
-            return None
-        call.first_microbatch = first_microbatch
-        call.fused_weight = fused_weight(self, weight)
-        return call
+        call = precision.begin(
+            x, training=self.training, first_microbatch=first_microbatch,
+            fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+        )  # fmt: skip
+        return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 
     def _outputs(
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool

@@ -196,8 +196,10 @@ class LayerNormMLP(FusedModule):
             results = norm_mlp(
                 x, norm, (self.fc1_weight, self.fc1_bias), (self.fc2_weight, added), how
             )
-            self._fp8_fc1.end(fc1)
-            self._fp8_fc2.end(fc2)
+            if fc1.record:
+                self._fp8_fc1.end(fc1)
+            if fc2.record:
+                self._fp8_fc2.end(fc2)
         elif self.checkpoint and torch.is_grad_enabled() and STATE.onnx is None:
             results = run_checkpointed(
                 self._forward_in_high_precision, x, added, is_first_microbatch,

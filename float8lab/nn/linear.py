@@ -315,22 +315,25 @@ class Linear(nn.Linear, TensorParallelGroup):
             ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
             the bias.
         """
-        weight, bias = self._whole_parameters()
+        whole = self._split is None
+        weight, bias = (self.weight, self.bias) if whole else self._whole_parameters()
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
-        call = self._fp8.begin(x, training=self.training)
+        call = self._fp8.begin(
+            x, training=self.training, first_microbatch=is_first_microbatch,
+            fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+        )  # fmt: skip
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
             y = self._forward_in_high_precision(x, high, added)
         else:
-            call.first_microbatch = is_first_microbatch
-            call.fused_weight = fused_weight(self, weight)
             y = linear(x, weight, added, call)
-            self._fp8.end(call)
+            if call.record:
+                self._fp8.end(call)
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:

@@ -338,12 +338,13 @@ def _find_or_cast_weight(weight: Tensor, call: Call) -> Repeatable:
     kept = precision.weight_cast
     if not first and kept is not None and kept.fits(weight, call.recipe):
         if kept.factors is not None:
-            call.used[W] = kept.factors
+            call.known[W] = (kept.factors, None)
         return (kept.q, kept.scale), None
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
         q, scale = cast(weight, spec, W, call)
+    known = call.known[W]
     precision.weight_cast = _WeightCast(
-        weakref.ref(weight), _version(weight), call.recipe, q, scale, call.used.get(W)
+        weakref.ref(weight), _version(weight), call.recipe, q, scale, known and known[0]
     )
     return (q, scale), None
 

@@ -67,7 +67,8 @@ class OtherLinear(nn.Module):
             self._fp8.calibrate(x, weight)
             return nn.functional.linear(x, weight, self.bias)
         y = linear(x, weight, self.bias, call)
-        self._fp8.end(call)
+        if call.record:
+            self._fp8.end(call)
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

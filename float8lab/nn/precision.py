@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Source, as_matrix
-from float8lab.recipes.delayed import DelayedSlots, Factors
+from float8lab.recipes.delayed import DelayedSlots, Factors, Known
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.reduction import channel_of, name_of_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
+    NO_BACKWARD,
     STATE,
     Region,
     advance_in_graph,
@@ -55,49 +56,83 @@ _HERE = object()  # the process group of the enclosing autocast
 
 
 class Call:
-    """How one forward call of a module, and its backward, run in FP8."""
+    """How one forward call of a module, and its backward, run in FP8.
+
+    It does not change after the call has begun, but for a scale that has to be made from the first
+    tensor that a slot sees.
+    """
 
     __slots__ = (
         "first_microbatch",
-        "fixed",
         "fused_weight",
         "group_name",
+        "known",
         "plan",
         "precision",
         "recipe",
         "record",
+        "repeats",
         "slots",
-        "used",
     )  # fmt: skip
 
-    def __init__(self, recipe: Recipe, slots: DelayedSlots | None, record: bool) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        slots: DelayedSlots | None,
+        record: bool,
+        *,
+        precision: Precision | None = None,
+        known: list[Known | None] | None = None,
+        first_microbatch: bool | None = None,
+        fused_weight: Any = None,
+        group_name: str = "",
+    ) -> None:
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
         self.slots = slots
         self.record = record
-        self.fixed: dict[int, Factors] | None = None  # what a recomputation must use again
-        self.used: dict[int, Factors] = {}  # by tensor of the forward, for such a recomputation
-        self.precision: Precision | None = None
-        self.group_name = ""  # in a compiled graph
-        self.first_microbatch: bool | None = None
-        self.fused_weight: Any = None  # weight whose gradient goes into its main_grad
+        self.precision = precision
+        self.first_microbatch = first_microbatch
+        self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
+        self.group_name = group_name  # in a compiled graph
+        self.repeats = known is not None  # a recomputation: under the scales of its original
+        # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
+        self.known: list[Known | None]
+        if known is not None:
+            self.known = known
+        else:
+            self.known = _UNKNOWN if slots is None else slots.known(record=record)
 
     def asks_for_values(self, index: int) -> bool:
         """Whether ``scale`` will look at the values of its ``x``, not at its shape alone."""
-        if self.fixed is not None and index in self.fixed:
+        if self.known[index] is not None or self.slots is None:  # a graph looks when it runs
             return False
-        if self.slots is None:
-            return False  # in a compiled graph, whose casts look at them when it runs
         return not self.slots.seeded[index]
 
-    def scale(self, index: int, x: Tensor) -> tuple[Factors, Tensor | None]:
+    def scale(self, index: int, x: Tensor) -> Known:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
-        if self.fixed is not None and index in self.fixed:
-            return self.fixed[index], None
-        assert self.slots is not None, "asked for under a delayed recipe only"
-        factors, slot = self.slots.scale_for(index, x, record=self.record)
-        self.used[index] = factors
-        return factors, slot
+        found = self.known[index]
+        if found is None:
+            assert self.slots is not None, "asked for under a delayed recipe only"
+            found = self.slots.scale_for(index, x, record=self.record)
+            if self.slots.forward[index]:
+                self.known[index] = found
+        return found
+
+    def again(self, *, first_microbatch: bool | None, fused_weight: Any) -> Call:
+        """A repetition of this call by activation checkpointing: it records gradients alone."""
+        known: list[Known | None] = [found and (found[0], None) for found in self.known]
+        call = Call(
+            self.recipe, self.slots, self.record, precision=self.precision, known=known,
+            first_microbatch=first_microbatch, fused_weight=fused_weight,
+        )  # fmt: skip
+        if self.record and self.slots is not None:
+            # Tied to the backward pass that the recomputation runs in, not to one inside of it.
+            self.slots.pack.await_backward()
+        return call
+
+
+_UNKNOWN: Any = (None, None, None)
 
 
 class Precision:
@@ -131,6 +166,8 @@ class Precision:
         self.warned_of_recast = False
         self.weight_cast: Any = None  # kept over microbatches; belongs to linear_function
         self._last: Call | None = None
+        self._shared: Call | None = None  # for calls that have nothing of their own
+        self._found: tuple[Any, ...] = (None, None, None, None)  # the last answer of _slots
         self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,46 +216,79 @@ class Precision:
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return MasterGather(plan.w, amax_epsilon=plan.amax_epsilon, headroom=headroom)
 
-    def begin(self, x: Tensor, *, training: bool) -> Call | None:
-        """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
+    def begin(
+        self,
+        x: Tensor,
+        *,
+        training: bool,
+        first_microbatch: bool | None = None,
+        fused_weight: Any = None,
+    ) -> Call | None:
+        """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
+
+        Args:
+            x: the module's input.
+            training: of the module.
+            first_microbatch: as the user says it of the weight.
+            fused_weight: a weight whose gradient goes into its ``main_grad``.
+        """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
-        if torch.compiler.is_compiling() and STATE.onnx is None:
-            return self._begin_in_graph(x, training=training)
-        frame = _checkpoint_frame()
-        if in_backward():
-            return self._begin_again(x.device, frame)
+        state = STATE
+        if torch.compiler.is_compiling() and state.onnx is None:
+            return self._begin_in_graph(x, training, first_microbatch, fused_weight)
+        hooks = _saved_tensors_hooks(True)
+        frame = None if hooks is None else _checkpoint_frame(hooks)
+        if state.replay is not None or _graph_task() != NO_BACKWARD:
+            return self._begin_again(x.device, frame, first_microbatch, fused_weight)
         recipe = self.active_recipe()
         call = None
         if recipe is not None:
             if type(x) is not Tensor:
                 _refuse_dtensor(x)
-            slots, record = None, False
+            region = state.region
             if recipe.linear.delayed:
                 slots = self._slots(recipe, x.device)
-                record = (training or STATE.calibrating) and STATE.onnx is None
-            call = Call(recipe, slots, record)
-            call.precision = self
-            region = STATE.region
+                record = (training or state.calibrating) and state.onnx is None
+                call = Call(
+                    recipe, slots, record, precision=self,
+                    first_microbatch=first_microbatch, fused_weight=fused_weight,
+                )  # fmt: skip
+                if record and region is not None:
+                    region.packs[slots.pack] = None
+            else:
+                call = self._shared
+                own = first_microbatch is not None or fused_weight is not None
+                if own or call is None or call.recipe is not recipe:
+                    call = Call(
+                        recipe, None, False, precision=self,
+                        first_microbatch=first_microbatch, fused_weight=fused_weight,
+                    )  # fmt: skip
+                    self._shared = None if own else call
             if region is not None:
                 region.fp8_calls += 1
-                if record and slots is not None:
-                    region.packs[slots.pack] = None
-        self._remember(call, frame)
+        self._last = call
+        for recording in state.recordings:
+            recording.add(self, call)
+        if frame is not None:
+            self._remember_by_frame(call, frame)
         return call
 
-    def _begin_in_graph(self, x: Tensor, *, training: bool) -> Call | None:
+    def _begin_in_graph(
+        self, x: Tensor, training: bool, first_microbatch: bool | None, fused_weight: Any
+    ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
         if recipe is None:
             return None
         if type(x) is not Tensor:
             _refuse_dtensor(x)
-        call = Call(recipe, None, training and recipe.linear.delayed)
-        call.precision = self
-        if recipe.linear.delayed:
-            call.group_name = name_of_group(STATE.group)
-        return call
+        delayed = recipe.linear.delayed
+        return Call(
+            recipe, None, training and delayed, precision=self,
+            first_microbatch=first_microbatch, fused_weight=fused_weight,
+            group_name=name_of_group(STATE.group) if delayed else "",
+        )  # fmt: skip
 
     def scale_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source
@@ -244,31 +314,20 @@ class Precision:
             x = x.amax() if inner.numel() and not slots.seeded[index] else inner
         return slots.scale_for(index, x, record=record, shared=False)
 
-    def _remember(self, call: Call | None, frame: Any) -> None:
-        """Keep a call for its recomputation in backward."""
-        self._last = call
-        for recording in STATE.recordings:
-            recording.add(self, call)
-        if frame is not None:
-            self._remember_by_frame(call, frame)
-
     def _remember_by_frame(self, call: Call | None, frame: Any) -> None:
         if self._by_frame is None:
             self._by_frame = weakref.WeakKeyDictionary()
         self._by_frame[frame] = call
 
-    def _replay(self, frame: Any) -> Call | None:
+    def _replay(
+        self, frame: Any, first_microbatch: bool | None, fused_weight: Any
+    ) -> Call | None:
         """The next call of a recording, again: its recipe and scales, and no forward amaxes."""
         assert STATE.replay is not None, "asked for during a replay only"
         original: Call | None = STATE.replay.next(self)
-        call = None
-        if original is not None:
-            # Gradients are recorded if the original's were to be: this call's backward sees them.
-            call = Call(original.recipe, original.slots, original.record)
-            call.precision = self
-            call.fixed = original.used
-            call.used = dict(original.used)
-            self._expect_gradients(call)
+        call = original and original.again(
+            first_microbatch=first_microbatch, fused_weight=fused_weight
+        )
         # A checkpoint inside this one will repeat this call in its turn.
         for recording in STATE.recordings:
             recording.add(self, call)
@@ -276,10 +335,12 @@ class Precision:
             self._remember_by_frame(call, frame)
         return call
 
-    def _begin_again(self, device: torch.device, frame: Any) -> Call | None:
+    def _begin_again(
+        self, device: torch.device, frame: Any, first_microbatch: bool | None, fused_weight: Any
+    ) -> Call | None:
         """The call of a recomputation: the scales of the original call, and nothing recorded."""
         if STATE.replay is not None:
-            return self._replay(frame)
+            return self._replay(frame, first_microbatch, fused_weight)
         by_frame = self._by_frame
         original = by_frame[frame] if by_frame and frame in by_frame else self._last
         # The recomputation runs as the original did, also where backward is called inside another
@@ -290,20 +351,12 @@ class Precision:
         if recipe is None:
             return None
         if original is not None and original.recipe == recipe:
-            # Gradients are recorded if the original's were to be: this call's backward sees them.
-            call = Call(recipe, original.slots, original.record)
-            call.fixed = original.used
-            self._expect_gradients(call)
-        else:
-            slots = self._slots(recipe, device) if recipe.linear.delayed else None
-            call = Call(recipe, slots, False)
-        call.precision = self
-        return call
-
-    def _expect_gradients(self, call: Call) -> None:
-        """Tie a recomputation's gradients to the backward pass that it runs in, not one inside."""
-        if call.record and call.slots is not None:
-            call.slots.pack.await_backward()
+            return original.again(first_microbatch=first_microbatch, fused_weight=fused_weight)
+        slots = self._slots(recipe, device) if recipe.linear.delayed else None
+        return Call(
+            recipe, slots, False, precision=self,
+            first_microbatch=first_microbatch, fused_weight=fused_weight,
+        )  # fmt: skip
 
     def calibrate(self, x: Tensor, weight: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
@@ -322,9 +375,7 @@ class Precision:
 
     def end(self, call: Call) -> None:
         """Close a recording call; outside regions it is one of its own."""
-        if not call.record:
-            return
-        alone = call.fixed is None and STATE.region is None
+        alone = not call.repeats and STATE.region is None
         if torch.compiler.is_compiling():
             if alone:
                 advance_in_graph(())
@@ -358,11 +409,16 @@ class Precision:
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
         group = STATE.group if group is _HERE else group
+        last = self._found
+        if last[0] is recipe and last[1] is group and last[2] == device:
+            slots: DelayedSlots = last[3]
+            if slots.pack.scale.device == device:
+                return slots
         key = (recipe, group)
-        slots = self.slots.get(key)
-        if slots is None:
+        found = self.slots.get(key)
+        if found is None:
             fp8_dtypes, forward = self.slot_layout(recipe.linear)
-            slots = DelayedSlots(
+            found = DelayedSlots(
                 recipe,
                 group,
                 fp8_dtypes=fp8_dtypes,
@@ -370,10 +426,11 @@ class Precision:
                 device=device,
                 key=self.key,
             )
-            self.slots[key] = slots
-        elif slots.pack.scale.device != device:
-            slots.to(device)
-        return slots
+            self.slots[key] = found
+        elif found.pack.scale.device != device:
+            found.to(device)
+        self._found = (recipe, group, device, found)
+        return found
 
 
 def place_precisions(module: nn.Module) -> None:
@@ -428,17 +485,16 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
             yield name.removeprefix("_fp8").lstrip("_"), value
 
 
-def _checkpoint_frame() -> Any:
+_graph_task = torch._C._current_graph_task_id
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _checkpoint_frame(hooks: Any) -> Any:
     """The object that stands for the enclosing non-reentrant activation checkpoint, or None.
 
     ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats;
     its saved-tensor hooks hold one, the frame, in their closure on both occasions.
     """
-    if torch.compiler.is_compiling():
-        return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return None
     pack = inspect.unwrap(hooks[0])
     code = getattr(pack, "__code__", None)
     if code is None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from float8lab.ops import NO_DATA, amax_op, encode_from_amax, factors_from_amax, update_scales_op
 from float8lab.recipes.recipe import DelayedScaling
 
-__all__ = ["DelayedSlots", "Factors", "ScalePack", "merge_packs"]
+__all__ = ["DelayedSlots", "Factors", "Known", "ScalePack", "merge_packs"]
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 
@@ -51,6 +51,10 @@ class Factors(NamedTuple):
     def of(pair: Tensor) -> Factors:
         """The two of a tensor ``[2]`` that nothing else has."""
         return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
+
+
+Known = tuple[Factors, Tensor | None]
+"""The factors of a cast, and the slot to record its amax in; None: do not record."""
 
 
 class ScalePack:
@@ -105,8 +109,15 @@ class ScalePack:
 
         ``shared``: other casts may get the same tensors.
         """
-        if not shared or self.is_recorded():
+        live = self.live() if shared else None
+        if live is None:
             return Factors.of(self.factors[:, slot].clone())
+        return Factors(live[2 * slot], live[2 * slot + 1])
+
+    def live(self) -> Sequence[Tensor] | None:
+        """The decode scale and the encode factor of each slot in turn; None in a CUDA graph."""
+        if self._recorded or (self.factors.is_cuda and self.is_recorded()):
+            return None
         if self._live is None:
             with torch.inference_mode(False):  # training's casts get the same tensors
                 # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
@@ -114,7 +125,7 @@ class ScalePack:
                 if copy is None:
                     copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
                 self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
-        return Factors(self._live[2 * slot], self._live[2 * slot + 1])
+        return self._live
 
     def is_recorded(self) -> bool:
         """Whether a CUDA graph holds, or is recording, the addresses of these tensors."""
@@ -403,9 +414,24 @@ class DelayedSlots:
         memo[id(self)] = copy
         return copy
 
+    def known(self, *, record: bool) -> list[Known | None]:
+        """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
+        pack, found = self.pack, []
+        live = pack.live()
+        for index, slot in enumerate(range(self.start, self.start + len(self.forward))):
+            one: Known | None = None
+            if self.forward[index] and self.seeded[index]:
+                if live is None:
+                    factors = pack.current(slot)
+                else:
+                    factors = Factors(live[2 * slot], live[2 * slot + 1])
+                one = factors, pack.amaxes[slot] if record else None
+            found.append(one)
+        return found
+
     def scale_for(
         self, index: int, x: Tensor, *, record: bool, shared: bool = True
-    ) -> tuple[Factors, Tensor | None]:
+    ) -> Known:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
         slot = self.start + index
         if record and not self.forward[index]:

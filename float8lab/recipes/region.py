@@ -35,6 +35,7 @@ from float8lab.recipes.reduction import channel_of, group_named, has_ranks, name
 
 __all__ = [
     "DEFAULT_RECIPE",
+    "NO_BACKWARD",
     "PROCESS",
     "STATE",
     "ModelInit",
