@@ -47,7 +47,7 @@ from float8lab.nn.other_linear import sizes
 from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import MODES, Parts, Prediction, Times, choose, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
-from float8lab.recipes.region import STATE, Region, in_backward
+from float8lab.recipes.region import STATE, Region, in_backward, inside
 
 __all__ = ["Advice", "LayerAdvice", "advise"]
 
@@ -576,11 +576,9 @@ def _one_region(recipe: Recipe | None) -> Iterator[None]:
     if recipe is None or not recipe.linear.delayed:
         yield
         return
-    region = STATE.region = Region()
-    try:
+    region = Region()
+    with inside(region):
         yield
-    finally:
-        STATE.region = None
     region.close()
 
 

@@ -371,7 +371,7 @@ def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
         values = [_copy(x) for x in changed]
         states = [(s, _tensors(s)) for found in slots.values() for s in found.values()]
         options = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    region = STATE.region  # the enclosing autocast's, at whose end its packs advance
+    region = STATE.autocast.region  # the enclosing autocast's, at whose end its packs advance
     packs = {} if region is None else dict(region.packs)
     devices = sorted({p.device.index for p in parameters if p.is_cuda})
     try:

@@ -187,7 +187,7 @@ class Trial:
         modules: dict[str, Any] = dict(self.model.named_modules())
         self.layers = {layer.name: modules[layer.name] for layer in report.converted}
         self.skipped = {layer.name: layer.note for layer in report.skipped}
-        STATE.enabled = None
+        STATE.autocast = STATE.autocast._replace(enabled=None)
         self.use({})
 
     def use(self, recipes: Mapping[str, Recipe | None]) -> None:
@@ -235,13 +235,13 @@ def on_trial(model: nn.Module) -> Iterator[Trial]:
             setattr(STATE, name, state[name])
 
 
-_ISOLATED = ("enabled", "recipe", "calibrating", "region", "in_graph", "last_cast")
+_ISOLATED = ("autocast", "in_graph", "last_cast")
 """The fields of ``STATE`` that a trial changes."""
 
 
 def _isolate(model: nn.Module) -> None:
     """Cut a model off from regions, earlier delayed-scaling state and gradients in progress."""
-    in_autocast = STATE.enabled and STATE.recipe is None
+    in_autocast = STATE.autocast.enabled and STATE.autocast.recipe is None
     for module in model.modules():
         remove_region_hooks(module)
         if getattr(module, "fuse_wgrad_accumulation", False):
@@ -251,9 +251,9 @@ def _isolate(model: nn.Module) -> None:
                 precision.recipe = DEFAULT_RECIPE
             precision.recipe = without_reduction(precision.recipe)
             precision.slots, precision.weight_cast = {}, None
-    STATE.recipe = without_reduction(STATE.recipe)
-    STATE.calibrating = False
-    STATE.region = STATE.in_graph = STATE.last_cast = None
+    recipe = without_reduction(STATE.autocast.recipe)
+    STATE.autocast = STATE.autocast._replace(recipe=recipe, calibrating=False, region=None)
+    STATE.in_graph = STATE.last_cast = None
 
 
 def _all_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -72,8 +72,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    if STATE.region is not None:
-        STATE.region.fp8_calls += 1
+    if STATE.autocast.region is not None:
+        STATE.autocast.region.fp8_calls += 1
     if not plan.fprop:
         plain = None if bias is None else bias.to(dtype)
         return F.linear(x.to(dtype), _dequantized(weight).to(dtype), plain)

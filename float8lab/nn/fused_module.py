@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from float8lab.arguments import check_device, check_dtype, check_flags, check_input
 from float8lab.distributed.fsdp import store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.casts import plain
+from float8lab.nn.gemm import fused_weight
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
 from float8lab.nn.norm import check_norm, mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.operands import fused_weight, plain
 from float8lab.nn.parallel import TensorParallelGroup
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor

@@ -19,7 +19,7 @@ from float8lab.arguments import check_flags, check_group, check_instance, check_
 from float8lab.nn.precision import precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.recipes.region import PROCESS, STATE, Region
+from float8lab.recipes.region import PROCESS, STATE, Region, inside
 from float8lab.recipes.state import autocast
 
 __all__ = ["make_graphed_callables"]
@@ -177,15 +177,6 @@ class _Unit(nn.Module):
         return tuple(precision.active_recipe() for precision in precisions_below(self))
 
 
-@contextmanager
-def _inside(region: Region) -> Iterator[None]:
-    outer, STATE.region = STATE.region, region
-    try:
-        yield
-    finally:
-        STATE.region = outer
-
-
 def _record(
     units: Sequence[_Unit],
     samples: Sequence[tuple[Tensor, ...]],
@@ -201,7 +192,7 @@ def _record(
         _warm_up(units, samples, 1, allow_unused)  # with the state where it will stay
         _restore(units, before)
     region = Region()
-    with _inside(region), _without_collection():
+    with inside(region), _without_collection():
         torch.cuda.make_graphed_callables(
             tuple(units),
             tuple(samples),
@@ -232,7 +223,7 @@ def _warm_up(
     """Run forward and backward of all units; returns the packs in use."""
     region = Region()
     torch.cuda.synchronize()
-    with _inside(region), torch.cuda.stream(torch.cuda.Stream()):
+    with inside(region), torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(count):
             for unit, sample in zip(units, samples, strict=True):
                 _run_once(unit, sample, allow_unused)
@@ -334,11 +325,11 @@ def _install(
 def _replay(
     graphed: Callable[..., Any], tensors: Sequence[Tensor], packs: Sequence[ScalePack]
 ) -> Any:
-    region = STATE.region
+    region = STATE.autocast.region
     own = Region() if region is None and packs else None
-    with _inside(own) if own is not None else nullcontext():
+    with inside(own) if own is not None else nullcontext():
         result = graphed(*tensors)
-        region = STATE.region
+        region = STATE.autocast.region
         if region is not None:
             region.fp8_calls += 1
             region.packs.update(dict.fromkeys(packs))

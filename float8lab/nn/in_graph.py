@@ -28,12 +28,11 @@ from float8lab.nn.precision import Call
 from float8lab.ops import (
     Source,
     cast_of_op,
-    cast_op,
     cast_pair_of_op,
-    cast_pair_op,
     register_stateful,
     round_up,
 )
+from float8lab.ops.quantize import cast_op, cast_pair_op
 from float8lab.ops.source import source_shape
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
@@ -42,7 +41,17 @@ from float8lab.recipes.region import come_after_in_graph
 __all__ = ["cast_in_graph", "cast_pair_in_graph", "leave_to_python"]
 
 
-def cast_in_graph(
+def cast_in_graph(x, index, call, fp8_dtype, straight, transposed, column_sum, align):
+    if straight and transposed:
+        q, q_t, scale, total = cast_pair_in_graph(x, index, call, fp8_dtype, align, column_sum)
+        return q, scale, None, q_t, scale, total
+    q, scale, encode = cast_one_in_graph(x.t() if transposed else x, index, call, fp8_dtype, align)
+    return (
+        (None, None, encode, q, scale, None) if transposed else (q, scale, encode, None, None, None)
+    )
+
+
+def cast_one_in_graph(
     x: Tensor | Source, index: int, call: Call, fp8_dtype: torch.dtype, align: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FP8 data of a matrix, or of one that is computed on the way; its scale and encode factor."""

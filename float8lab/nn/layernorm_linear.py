@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import sizes_of_split, store_in_fp8
-from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
 

@@ -13,10 +13,9 @@ from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import store_in_fp8
-from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
 from float8lab.recipes.region import STATE

@@ -21,8 +21,8 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp import hook_shard, store_shard
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.linear_function import linear
-from float8lab.nn.operands import fused_weight, plain, plain_weight
+from float8lab.nn.casts import plain
+from float8lab.nn.gemm import fused_weight, linear, plain_weight
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
 from float8lab.recipes.recipe import Recipe

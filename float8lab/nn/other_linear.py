@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.casts import plain
+from float8lab.nn.gemm import linear
 from float8lab.nn.linear import moved_in_place
-from float8lab.nn.linear_function import linear
-from float8lab.nn.operands import plain
 from float8lab.nn.precision import Precision, eager_while_calibrating
 from float8lab.tensor import Float8Tensor
 

@@ -26,6 +26,7 @@ from float8lab.recipes.reduction import channel_of, name_of_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
     NO_BACKWARD,
+    PROCESS,
     STATE,
     Region,
     advance_in_graph,
@@ -73,6 +74,7 @@ class Call:
         "record",
         "repeats",
         "slots",
+        "watched",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +97,8 @@ class Call:
         self.first_microbatch = first_microbatch
         self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
         self.group_name = group_name  # in a compiled graph
+        # A compiled graph has no trace of an observer.
+        self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
         self.repeats = known is not None  # a recomputation: under the scales of its original
         # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
         self.known: list[Known | None]
@@ -109,10 +113,13 @@ class Call:
             return False
         return not self.slots.seeded[index]
 
-    def scale(self, index: int, x: Tensor) -> Known:
+    def scale(self, index: int, x: Tensor | Source) -> Known:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
         found = self.known[index]
         if found is None:
+            if isinstance(x, Source):  # looked at for its values, or as empty as it is
+                first = x.inputs[0]
+                x = x.amax() if first.numel() and self.asks_for_values(index) else first
             assert self.slots is not None, "asked for under a delayed recipe only"
             found = self.slots.scale_for(index, x, record=self.record)
             if self.slots.forward[index]:
@@ -198,12 +205,12 @@ class Precision:
 
     def active_recipe(self) -> Recipe | None:
         """The recipe in force right here, or None for high precision."""
-        enabled = STATE.enabled
-        if enabled is False:
+        autocast = STATE.autocast
+        if autocast.enabled is False:
             return None
-        if self.pinned or enabled is None:
+        if self.pinned or autocast.enabled is None:
             return self.recipe
-        return STATE.recipe or self.recipe or DEFAULT_RECIPE
+        return autocast.recipe or self.recipe or DEFAULT_RECIPE
 
     def weight_gather(self) -> MasterGather | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
@@ -246,10 +253,10 @@ class Precision:
         if recipe is not None:
             if type(x) is not Tensor:
                 _refuse_dtensor(x)
-            region = state.region
+            region = state.autocast.region
             if recipe.linear.delayed:
                 slots = self._slots(recipe, x.device)
-                record = (training or state.calibrating) and state.onnx is None
+                record = (training or state.autocast.calibrating) and state.onnx is None
                 call = Call(
                     recipe, slots, record, precision=self,
                     first_microbatch=first_microbatch, fused_weight=fused_weight,
@@ -259,7 +266,8 @@ class Precision:
             else:
                 call = self._shared
                 own = first_microbatch is not None or fused_weight is not None
-                if own or call is None or call.recipe is not recipe:
+                watched = PROCESS.observer is not None
+                if own or call is None or call.recipe is not recipe or call.watched != watched:
                     call = Call(
                         recipe, None, False, precision=self,
                         first_microbatch=first_microbatch, fused_weight=fused_weight,
@@ -287,7 +295,7 @@ class Precision:
         return Call(
             recipe, None, training and delayed, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            group_name=name_of_group(STATE.group) if delayed else "",
+            group_name=name_of_group(STATE.autocast.group) if delayed else "",
         )  # fmt: skip
 
     def scale_in_graph(
@@ -304,7 +312,7 @@ class Precision:
             return slots.scale_again(index), None
         if forward:
             slots.pack.advanced = False
-            region = STATE.region or STATE.in_graph
+            region = STATE.autocast.region or STATE.in_graph
             if region is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
@@ -319,9 +327,7 @@ class Precision:
             self._by_frame = weakref.WeakKeyDictionary()
         self._by_frame[frame] = call
 
-    def _replay(
-        self, frame: Any, first_microbatch: bool | None, fused_weight: Any
-    ) -> Call | None:
+    def _replay(self, frame: Any, first_microbatch: bool | None, fused_weight: Any) -> Call | None:
         """The next call of a recording, again: its recipe and scales, and no forward amaxes."""
         assert STATE.replay is not None, "asked for during a replay only"
         original: Call | None = STATE.replay.next(self)
@@ -346,7 +352,7 @@ class Precision:
         # The recomputation runs as the original did, also where backward is called inside another
         # autocast; one entered again inside the checkpointed function speaks for itself.
         recipe = original.recipe if original is not None else None
-        if STATE.enabled is not None and STATE.backward == current_backward():
+        if STATE.autocast.enabled is not None and STATE.autocast.backward == current_backward():
             recipe = self.active_recipe()
         if recipe is None:
             return None
@@ -360,9 +366,9 @@ class Precision:
 
     def calibrate(self, x: Tensor, weight: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
-        if not STATE.calibrating or STATE.enabled or in_backward():
+        if not STATE.autocast.calibrating or STATE.autocast.enabled or in_backward():
             return
-        recipe = STATE.recipe or self.recipe or DEFAULT_RECIPE
+        recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
         if self.pinned:
             recipe = self.recipe or recipe
         if not recipe.linear.delayed or x.dtype not in HIGH_PRECISION_DTYPES:
@@ -370,12 +376,12 @@ class Precision:
         slots = self._slots(recipe, x.device)
         slots.observe(X, as_matrix(x.detach()))
         slots.observe(W, weight.detach())
-        if STATE.region is not None:
-            STATE.region.packs[slots.pack] = None
+        if STATE.autocast.region is not None:
+            STATE.autocast.region.packs[slots.pack] = None
 
     def end(self, call: Call) -> None:
         """Close a recording call; outside regions it is one of its own."""
-        alone = not call.repeats and STATE.region is None
+        alone = not call.repeats and STATE.autocast.region is None
         if torch.compiler.is_compiling():
             if alone:
                 advance_in_graph(())
@@ -403,12 +409,12 @@ class Precision:
         recipe = recipe or self.recipe
         if isinstance(recipe, DelayedScaling):
             slots = self._slots(recipe, device)
-            found = channel_of(STATE.group)
+            found = channel_of(STATE.autocast.group)
             if found is not None and recipe.reduce_amax:
                 found[1].add(slots)
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
-        group = STATE.group if group is _HERE else group
+        group = STATE.autocast.group if group is _HERE else group
         last = self._found
         if last[0] is recipe and last[1] is group and last[2] == device:
             slots: DelayedSlots = last[3]
@@ -471,7 +477,7 @@ def eager_while_calibrating(forward: _Forward) -> _Forward:
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if STATE.calibrating and torch.compiler.is_compiling():
+        if STATE.autocast.calibrating and torch.compiler.is_compiling():
             return in_eager(*args, **kwargs)
         return forward(*args, **kwargs)
 

@@ -100,3 +100,25 @@ __all__ = [
 ]
 
 announce_flops()
+
+# SHIM
+_old = (amax_op, amax_of_op, quantize_op, quantize_of_op, quantize_pair_op, quantize_pair_of_op, cast_op, cast_of_op, cast_pair_op, cast_pair_of_op, transpose_op, transpose_after_op)
+def cast_op(prologue, inputs, dtype, fp8_dtype, block, rule, eps=0.0, align=1, straight=True, transposed=False, column_sum=False, given=None, slot=None):
+    x = inputs[0]
+    if straight and transposed:
+        if rule == "encode":
+            if prologue: q, qt, t = _old[9](prologue, inputs, dtype, given, slot, fp8_dtype, align, column_sum)
+            else: q, qt, t = _old[8](x, given, slot, fp8_dtype, align, column_sum)
+            return q, None, None, qt, None, t
+        if prologue: q, s, qt, st, t = _old[5](prologue, inputs, dtype, fp8_dtype, block, rule, eps, align, column_sum)
+        else: q, s, qt, st, t = _old[4](x, fp8_dtype, block, rule, eps, align, column_sum, given)
+        return q, s, None, qt, st, t
+    if rule == "encode":
+        if prologue: q = _old[7](prologue, inputs, dtype, transposed, given, slot, fp8_dtype, align)
+        else: q = _old[6](x.t() if transposed else x, given, slot, fp8_dtype, block, align)
+        s = am = None
+    elif prologue: q, s, am = _old[3](prologue, inputs, dtype, transposed, given, fp8_dtype, block, rule, eps, align)
+    else: q, s, am = _old[2](x.t() if transposed else x, fp8_dtype, block, rule, eps, align, given)
+    return (None, None, am, q, s, None) if transposed else (q, s, am, None, None, None)
+def transpose_op(q, align, event=None):
+    return _old[10](q, align) if event is None else _old[11](q, align, event)

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "NO_BACKWARD",
     "PROCESS",
     "STATE",
+    "Autocast",
     "ModelInit",
     "OnnxForm",
     "Region",
@@ -47,6 +49,7 @@ __all__ = [
     "come_after_in_graph",
     "current_backward",
     "in_backward",
+    "inside",
     "set_clock",
     "static_tensor",
 ]
@@ -74,16 +77,31 @@ class OnnxForm(NamedTuple):
     """A Float8Tensor in high precision."""
 
 
+NO_BACKWARD = -1
+"""Torch's number of the backward pass that runs on a thread where none does."""
+
+
+class Autocast(NamedTuple):
+    """What autocast regions have put in force on a thread. It is replaced whole."""
+
+    enabled: bool | None = None
+    """None: no autocast is active."""
+    recipe: Recipe | None = None
+    """None: the autocast named none."""
+    calibrating: bool = False
+    group: Any = None
+    """The process group over which amaxes are reduced."""
+    backward: int = NO_BACKWARD
+    """The backward pass in which the innermost autocast was entered."""
+    region: Region | None = None
+    """At whose end delayed scaling advances."""
+
+
 class _State(threading.local):
     """A thread's values; every thread begins with those of ``__init__``."""
 
     def __init__(self) -> None:
-        self.enabled: bool | None = None  # None: no autocast is active
-        self.recipe: Recipe | None = None  # None: the autocast named none
-        self.calibrating = False
-        self.group: Any = None
-        self.backward = NO_BACKWARD  # in which the innermost autocast was entered
-        self.region: Region | None = None
+        self.autocast = Autocast()
         self.init: ModelInit | None = None
         self.last_cast: Any = None  # of an input that several layers may have, see shared_cast.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
@@ -106,9 +124,6 @@ class _Process:
         self.observer: Any = None
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
-
-NO_BACKWARD = -1
-"""Torch's number of the backward pass that runs on a thread where none does."""
 
 STATE = _State()
 PROCESS = _Process()
@@ -178,6 +193,17 @@ class Region:
         """Forget what the forward recorded: the region did not finish."""
         for pack in self.packs:
             pack.forget(gradients=False)
+
+
+@contextmanager
+def inside(region: Region | None) -> Iterator[None]:
+    """Have the calls in the block belong to ``region``."""
+    outer = STATE.autocast
+    STATE.autocast = outer._replace(region=region)
+    try:
+        yield
+    finally:
+        STATE.autocast = STATE.autocast._replace(region=outer.region)
 
 
 @torch.inference_mode(False)  # the state is not for inference alone

@@ -36,8 +36,8 @@ from float8lab.inspect.watch.measure import (
 )
 from float8lab.inspect.watch.records import Log, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
+from float8lab.nn.casts import Operand, plain, stored_as
 from float8lab.nn.convert import matches
-from float8lab.nn.operands import Operand, plain, stored_as
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.nn.report import conversion_report, was_converted
 from float8lab.ops import Source

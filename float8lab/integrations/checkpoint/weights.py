@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from float8lab.formats import Float8Spec
 from float8lab.nn.convert import matches
-from float8lab.nn.operands import cast
+from float8lab.nn.casts import cast
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.nn.report import is_unseen
@@ -225,7 +225,7 @@ def _cast(weight: Tensor, precision: Precision, recipe: Recipe) -> tuple[Tensor,
     slots = _slots(precision, recipe, weight.device)
     spec = recipe.linear.w
     with torch.no_grad():
-        codes, scale = cast(weight, spec, W, Call(recipe, slots, False))
+        codes, scale, *_ = cast(weight, spec, W, Call(recipe, slots, False))
     rows, columns = spec.scale_shape(tuple(weight.shape))
     scale = scale.reshape(1, 1) if spec.per_tensor else scale[:rows, :columns]
     return codes[: weight.shape[0], : weight.shape[1]], scale

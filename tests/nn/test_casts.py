@@ -8,7 +8,8 @@ from torch import nn
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import shared_cast
+from float8lab.nn import casts as nn_casts
+from float8lab.nn.precision import X
 from float8lab.recipes.region import STATE
 
 RECIPES = {
@@ -23,14 +24,15 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.ke
 @pytest.fixture
 def casts(monkeypatch):
     """The inputs of linear layers that are cast, one entry a cast."""
-    cast = shared_cast.cast_pair
+    cast = nn_casts.cast
     made = []
 
-    def cast_pair(x, *args, **kwargs):
-        made.append(tuple(x.shape))
-        return cast(x, *args, **kwargs)
+    def watch(x, spec, index, call, **kwargs):
+        if index == X:
+            made.append(tuple(x.shape))
+        return cast(x, spec, index, call, **kwargs)
 
-    monkeypatch.setattr(shared_cast, "cast_pair", cast_pair)
+    monkeypatch.setattr(nn_casts, "cast", watch)
     return made
 
 
@@ -48,19 +50,18 @@ def activation(device="cpu"):
 
 
 def run(found, x, leaf):
-    sum(layer(x).square().sum() for layer in found).backward()
+    inputs = x if isinstance(x, list) else [x] * len(found)
+    sum(layer(x).square().sum() for layer, x in zip(found, inputs, strict=True)).backward()
     return [leaf.grad, *(p.grad for layer in found for p in layer.parameters())]
 
 
 @each_recipe
-def test_one_cast_serves_all_layers_with_the_same_input(recipe, casts, device, monkeypatch):
+def test_one_cast_serves_all_layers_with_the_same_input(recipe, casts, device):
     leaf, x = activation(device)
     shared = run(layers(recipe, device), x, leaf)
     assert casts == [(35, 64)]
-    monkeypatch.setattr(shared_cast, "_may_share", lambda x, call: False)
-    other, y = leaf.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
-    y = other * 2
-    alone = run(layers(recipe, device), y, other)
+    other = leaf.detach().clone().requires_grad_()
+    alone = run(layers(recipe, device), [other * 2 for _ in range(3)], other)
     assert len(casts) == 4
     assert all(map(torch.equal, shared, alone))
 
