@@ -247,7 +247,7 @@ def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
 
 
 def _gemms_in_fp8(plan: LinearPlan) -> list[str]:
-    return [gemm for gemm in GEMMS if getattr(plan, gemm)]
+    return [name for name, gemm in plan.gemms().items() if gemm]
 
 
 def sensitivity(
@@ -477,14 +477,14 @@ class _Watcher:
         for recipe in self.recipes:
             plan = recipe.linear
             if plan.fprop:
-                error = self._compare("fprop", recipe, (x, plan.x), (w, plan.w))
+                error = self._compare("fprop", recipe, (x, plan.fprop.left), (w, plan.fprop.right))
                 if dy is not None:
                     change = torch.linalg.vecdot(dy.flatten(), error.flatten()).item()
                     self.looks[self.name, "fprop", recipe].loss += change
             if dy is not None and plan.dgrad and needs_dx:
-                self._compare("dgrad", recipe, (dy, plan.dy), (w.t(), plan.w))
+                self._compare("dgrad", recipe, (dy, plan.dgrad.left), (w.t(), plan.dgrad.right))
             if dy is not None and plan.wgrad and needs_dw:
-                self._compare("wgrad", recipe, (dy.t(), plan.dy), (x.t(), plan.x))
+                self._compare("wgrad", recipe, (dy.t(), plan.wgrad.left), (x.t(), plan.wgrad.right))
 
     def _compare(
         self, gemm: str, recipe: Recipe, a: tuple[Tensor, Float8Spec], b: tuple[Tensor, Float8Spec]

@@ -221,15 +221,10 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
     missing = why_casts_are_missing(device)
     if missing:
         return Support(name, "missing", missing)
-    plan = recipe.linear
-    gemms: dict[str, tuple[Float8Spec, Float8Spec]] = {
-        "fprop": (plan.x, plan.w),
-        "dgrad": (plan.dy, plan.w),
-        "wgrad": (plan.dy, plan.x),
-    }
+    gemms = {name: gemm for name, gemm in recipe.linear.gemms().items() if gemm is not None}
     why = {
-        gemm: why_gemm_is_emulated(a.block, b.block, device, a.fp8_dtype, b.fp8_dtype)
-        for gemm, (a, b) in gemms.items()
+        name: why_gemm_is_emulated(a.block, b.block, device, a.fp8_dtype, b.fp8_dtype)
+        for name, (a, b, _) in gemms.items()
     }
     emulated = {gemm: reason for gemm, reason in why.items() if reason}
     if not emulated:

@@ -48,26 +48,39 @@ Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
 
 def cast(
     x: Tensor | Source,
-    spec: Float8Spec,
+    spec: Float8Spec | None,
     index: int,
     call: Call,
     *,
-    straight: bool = True,
-    transposed: bool = False,
+    transposed: Float8Spec | None = None,
     column_sum: bool = False,
     align: int = ALIGN,
 ) -> tuple[Any, ...]:
-    """x in FP8, in one orientation or both from one read.
+    """x in FP8, in one orientation or both, from one read where both are cast alike.
+
+    Args:
+        x: what is cast.
+        spec: how x is cast; None where it is not wanted.
+        index: which of the layer's tensors it is.
+        call: of the layer.
+        transposed: how the transpose is cast, in blocks of its own rows; or None.
+        column_sum: the sums over the rows of x are wanted, too.
+        align: the sizes of the result are multiples of it.
 
     Returns:
         FP8 data and scales of x; what ``cast_again`` needs beside the scales; FP8 data and scales
         of its transpose; the sums over its rows. What is not asked for is None, or empty.
     """
     plan = call.plan
+    if spec is not None and transposed is not None and spec != transposed:
+        first = cast(x, spec, index, call, column_sum=column_sum, align=align)
+        second = cast(x, None, index, call, transposed=transposed, align=align)
+        return *first[:3], *second[3:5], first[5]
+    wanted = spec is not None, transposed is not None, column_sum
+    spec = spec or transposed
+    assert spec is not None, "one of the two"
     if plan.delayed and torch.compiler.is_compiling():
-        return cast_in_graph(
-            x, index, call, spec.fp8_dtype, straight, transposed, column_sum, align
-        )
+        return cast_in_graph(x, index, call, spec.fp8_dtype, *wanted, align)
     if isinstance(x, Source):
         prologue, inputs, dtype, amax = x
     else:
@@ -76,7 +89,7 @@ def cast(
         factors, slot = call.known[index] or call.scale(index, x)
         q, _, _, q_t, _, total = cast_op(
             prologue, inputs, dtype, spec.fp8_dtype, spec.block, "encode", 0.0, align,
-            straight, transposed, column_sum, factors.encode, slot,
+            *wanted, factors.encode, slot,
         )  # fmt: skip
         return q, factors.scale, factors.encode, q_t, factors.scale, total
     if not spec.per_tensor:
@@ -85,7 +98,7 @@ def cast(
         amax = _amax_in_graph(x, index)  # type: ignore[arg-type]  # no source
     q, scale, found, q_t, scale_t, total = cast_op(
         prologue, inputs, dtype, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon,
-        align, straight, transposed, column_sum, amax,
+        align, *wanted, amax,
     )  # fmt: skip
     factor = (found if amax is None else amax) if spec.per_tensor else None
     return q, scale, factor, q_t, scale_t, total
@@ -137,7 +150,9 @@ def cast_again(
     return q, own
 
 
-def cast_input(x: Tensor, rows: Tensor, call: Call, *, straight: bool, transposed: bool) -> Any:
+def cast_input(
+    x: Tensor, rows: Tensor, call: Call, spec: Float8Spec | None, transposed: Float8Spec | None
+) -> Any:
     """``cast`` of a layer's input, the matrix ``rows``, once for several layers with the same x.
 
     These are q, k and v, or gate and up. The last x that was cast for training is remembered,
@@ -148,15 +163,16 @@ def cast_input(x: Tensor, rows: Tensor, call: Call, *, straight: bool, transpose
     """
     plan, node = call.plan, x.grad_fn
     own = plan.delayed or node is None or torch.compiler.is_compiling()
-    if own or not (straight and transposed) or (x.is_cuda and capturing()):  # a replay needs all
-        return cast(rows, plan.x, X, call, straight=straight, transposed=transposed)
+    one = spec is None or transposed is None
+    if own or one or (x.is_cuda and capturing()):  # a replay needs all
+        return cast(rows, spec, X, call, transposed=transposed)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
     assert node is not None, "asked before"
-    key = (plan.x, plan.epsilon, x._version, node._sequence_nr(), stream)
+    key = (spec, transposed, plan.epsilon, x._version, node._sequence_nr(), stream)
     last = STATE.last_cast
     if last is not None and last[0]() is x and last[1] == key:
         return last[2]
-    results = cast(rows, plan.x, X, call, transposed=True)
+    results = cast(rows, spec, X, call, transposed=transposed)
     STATE.last_cast = weakref.ref(x, _forget), key, results
     return results
 

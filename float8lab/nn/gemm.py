@@ -89,9 +89,10 @@ def forward(
     """
     plan, source = call.plan, isinstance(x, Source)
     needs_dx, needs_dw = needs
+    wgrad = plan.wgrad if needs_dw else None
     uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
-    keep_w = any(uses) and plan.w.block[0] == plan.w.block[1]
-    wgrad = needs_dw and plan.wgrad
+    square = plan.w.block[0] == plan.w.block[1]
+    keep_w = square and any(use is not None and use.right == plan.w for use in uses)
     saved_x: Saved = (None, None, None)
     x_q: Operand | None = None
     w_q: Any = None
@@ -109,16 +110,15 @@ def forward(
         if plan.fprop or wgrad:
             assert isinstance(x, Tensor), "no source"
             assert inp is not None, "given with a matrix"
-            q, scale, _, q_t, scale_t, _ = cast_input(
-                inp, x, call, straight=plan.fprop, transposed=wgrad
-            )
+            straight, transposed = plan.fprop and plan.fprop.left, wgrad and wgrad.right
+            q, scale, _, q_t, scale_t, _ = cast_input(inp, x, call, straight, transposed)
             x_q = q, scale
-            if call.watched and plan.fprop:
-                show_cast(x, x_q, plan.x, X, call)
-            elif call.watched:
-                show_cast(x.t(), (q_t, scale_t), plan.x, X, call)
+            if call.watched and straight:
+                show_cast(x, x_q, straight, X, call)
+            elif call.watched and transposed:
+                show_cast(x.t(), (q_t, scale_t), transposed, X, call)
         if wgrad:
-            saved_x = (q_t, _compress(scale_t, plan.x), None)
+            saved_x = (q_t, _compress(scale_t, wgrad.right), None)
         elif needs_dw:
             saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
     if plan.fprop or keep_w:
@@ -142,7 +142,7 @@ def forward_again(
     plan, (_, scale, factor, weight, *_) = call.plan, saved
     x_q = w_q = None
     if plan.fprop:
-        x_q = cast_again(x, plan.x, scale, factor, call)
+        x_q = cast_again(x, plan.fprop.left, scale, factor, call)
         w_q = _saved_weight(saved, call)
         if w_q is None:
             assert weight is not None, "kept for this"
@@ -187,9 +187,8 @@ def _fprop(
         show_gemm("fprop", call, x_q, (w, w_scale))
     if bias is not None and bias.shape[0] != w.shape[0]:
         bias = F.pad(bias, (0, w.shape[0] - bias.shape[0]))
-    y: Tensor = scaled_mm_op(
-        *x_q, plan.x.block, w, w_scale, plan.w.block, bias, dtype, plan.fast_accum[0]
-    )
+    left, right, fast_accum = plan.fprop
+    y: Tensor = scaled_mm_op(*x_q, left.block, w, w_scale, right.block, bias, dtype, fast_accum)
     rows = (x.inputs[0] if isinstance(x, Source) else x).shape[0]
     return _crop(y, (rows, features)).contiguous()
 
@@ -223,7 +222,8 @@ class Gradient:
     def __init__(self, dy: Tensor | Source, call: Call, *, needs: tuple[bool, bool, bool]) -> None:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
-        dx, dw = needs_dx and plan.dgrad, needs_dw and plan.wgrad
+        dx = plan.dgrad.left if needs_dx and plan.dgrad else None
+        dw = plan.wgrad.left if needs_dw and plan.wgrad else None
         if isinstance(dy, Source) and not (
             dx and (dw or not needs_dw) and (needs_dw or not needs_db)
         ):
@@ -232,9 +232,8 @@ class Gradient:
         self.q = self.q_t = self.total = None
         if not (dx or dw):
             return
-        total = needs_db and dx and dw
-        results = cast(dy, plan.dy, DY, call, straight=dx, transposed=dw, column_sum=total)
-        q, scale, _, q_t, scale_t, sums = results
+        total = bool(needs_db and dx and dw)
+        q, scale, _, q_t, scale_t, sums = cast(dy, dx, DY, call, transposed=dw, column_sum=total)
         if dx:
             self.q = q, scale
         if dw:
@@ -242,9 +241,9 @@ class Gradient:
         if total:
             self.total = sums
         if call.watched and dx:
-            show_cast(dy, (q, scale), plan.dy, DY, call)
-        elif call.watched:
-            show_cast(dy.t(), (q_t, scale_t), plan.dy, DY, call)  # type: ignore[union-attr]
+            show_cast(dy, (q, scale), dx, DY, call)
+        elif call.watched and dw:
+            show_cast(dy.t(), (q_t, scale_t), dw, DY, call)  # type: ignore[union-attr]
 
 
 def backward(
@@ -297,20 +296,22 @@ def _dgrad(
         if watched:
             show_gemm("dgrad", call, None, None)
         return (dy.high @ plain(weight, dy.high).to(dy.high.dtype)).to(dtype)
+    assert plan.dgrad is not None, "cast for it"
+    left, right, fast_accum = plan.dgrad
     w_q = _saved_weight(saved, call)
     if w_q is None:
         assert weight is not None, "kept for this"
         high = plain(weight, dy.q[1])
-        w_t = cast(high, plan.w, W, call, straight=False, transposed=True)[3:5]
+        w_t = cast(high, None, W, call, transposed=right)[3:5]
         if watched and not plan.fprop:  # else the forward has cast it
-            show_cast(high.t(), w_t, plan.w, W, call, only_in_backward=True)
+            show_cast(high.t(), w_t, right, W, call, only_in_backward=True)
     else:
         # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
         event = dy.q[1] if torch.compiler.is_compiling() else None
         w_t = transpose_op(w_q[0], 1, event), w_q[1].t()
     if watched:
         show_gemm("dgrad", call, dy.q, w_t)
-    dx = scaled_mm_op(*dy.q, plan.dy.block, *w_t, plan.w.block, None, dtype, plan.fast_accum[1])
+    dx = scaled_mm_op(*dy.q, left.block, *w_t, right.block, None, dtype, fast_accum)
     return _crop(dx, shape)
 
 
@@ -333,17 +334,17 @@ def _wgrad(
             show_gemm("wgrad", call, None, None)
         dw = (dy.high.t() @ high.to(dy.high.dtype)).to(dtype)
     else:
+        assert plan.wgrad is not None, "cast for it"
+        left, right, fast_accum = plan.wgrad
         if x is None:
             assert kept is not None, "kept for this"
             assert scale is not None, "kept for this"
             x_t = kept, scale.float()
         else:
-            x_t = cast_again(x, plan.x, scale, factor, call, transposed=True)
+            x_t = cast_again(x, right, scale, factor, call, transposed=True)
         if call.watched:
             show_gemm("wgrad", call, dy.q_t, x_t)
-        dw = scaled_mm_op(
-            *dy.q_t, plan.dy.block, *x_t, plan.x.block, None, dtype, plan.fast_accum[2]
-        )
+        dw = scaled_mm_op(*dy.q_t, left.block, *x_t, right.block, None, dtype, fast_accum)
         dw = _crop(dw, shape)
     if fused is None:
         return dw

@@ -429,9 +429,7 @@ class DelayedSlots:
             found.append(one)
         return found
 
-    def scale_for(
-        self, index: int, x: Tensor, *, record: bool, shared: bool = True
-    ) -> Known:
+    def scale_for(self, index: int, x: Tensor, *, record: bool, shared: bool = True) -> Known:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
         slot = self.start + index
         if record and not self.forward[index]:

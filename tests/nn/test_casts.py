@@ -8,8 +8,10 @@ from torch import nn
 
 import float8lab
 from float8lab import recipes
+from float8lab.formats import Float8Spec
 from float8lab.nn import casts as nn_casts
 from float8lab.nn.precision import X
+from float8lab.recipes import GemmPlan, LinearPlan
 from float8lab.recipes.region import STATE
 
 RECIPES = {
@@ -159,3 +161,34 @@ def test_a_cuda_graph_holds_its_casts(casts):
     with torch.cuda.graph(graph):
         first(x), second(x)
     assert len(casts) == 2
+
+
+def test_an_operand_may_be_cast_unlike_its_transpose():
+    """A recipe has a cast for each operand of each GEMM; none of ours makes use of it yet."""
+    row, whole = Float8Spec(block=(1, -1)), Float8Spec()
+    plan = LinearPlan(
+        GemmPlan(row, row, True), GemmPlan(row, whole, False), GemmPlan(whole, whole, False),
+        row, row, row, delayed=False, epsilon="0.0",
+    )  # fmt: skip
+    recipe = recipes.Float8RowwiseScaling(amax_epsilon=1e-6)  # a value that nobody else has
+    object.__setattr__(recipe, "linear", plan)
+    torch.manual_seed(0)
+    x, w, dy = torch.randn(32, 48), torch.randn(16, 48), torch.randn(32, 16)
+
+    def rounded(t, spec):
+        return float8lab.quantize(t, spec.fp8_dtype, block=spec.block).dequantize()
+
+    layer = nn.Linear(48, 16, bias=False)
+    float8lab.convert_to_float8(layer, recipe)
+    layer.weight.data.copy_(w)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(dy)
+    for got, left, right in (
+        (y, rounded(x, row), rounded(w, row)),
+        (leaf.grad, rounded(dy, row), rounded(w.t(), whole)),
+        (layer.weight.grad, rounded(dy.t(), whole), rounded(x.t(), whole)),
+    ):
+        wanted = left.double() @ right.double().t()
+        bound = 64 * torch.finfo(torch.float32).eps * (left.abs().double() @ right.abs().double().t())
+        assert ((got - wanted).abs() <= bound).all()

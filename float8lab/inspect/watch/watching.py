@@ -435,9 +435,9 @@ def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool
     """Whether a GEMM ran in FP8, and not on dequantized operands."""
     if a is None or b is None:
         return False
-    plan = call.plan
-    specs = {"dgrad": (plan.dy, plan.w), "wgrad": (plan.dy, plan.x)}
-    left, right = specs.get(kind, (plan.x, plan.w))
+    gemm = call.plan.gemms().get(kind, call.plan.fprop)
+    assert gemm is not None, "it has operands"
+    left, right, _ = gemm
     return has_fp8_gemm(
         left.block, right.block, a[0].device, a_dtype=left.fp8_dtype, b_dtype=right.fp8_dtype
     )

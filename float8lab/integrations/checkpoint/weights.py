@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.convert import matches
 from float8lab.nn.casts import cast
+from float8lab.nn.convert import matches
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.nn.report import is_unseen
