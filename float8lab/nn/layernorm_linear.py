@@ -15,7 +15,7 @@ from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import sizes_of_split, store_in_fp8
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
+from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormLinear"]
 
@@ -134,7 +134,6 @@ class LayerNormLinear(FusedModule):
         self._reset_norm()
         self._initialise(self._prefixes, self._init_method)
 
-    @eager_while_calibrating
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the linear layer.
 

@@ -17,7 +17,7 @@ from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import store_in_fp8
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
+from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.region import STATE
 
 __all__ = ["LayerNormMLP"]
@@ -165,7 +165,6 @@ class LayerNormMLP(FusedModule):
         self._initialise(["fc1_"], self._init_methods[0])
         self._initialise(["fc2_"], self._init_methods[1])
 
-    @eager_while_calibrating
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the MLP.
 

@@ -24,7 +24,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import fused_weight, linear, plain_weight
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
+from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
@@ -298,7 +298,6 @@ class Linear(nn.Linear, TensorParallelGroup):
         super()._load_from_state_dict(*args, **kwargs)
         self._hook_shard()
 
-    @eager_while_calibrating
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:

@@ -15,7 +15,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import linear
 from float8lab.nn.linear import moved_in_place
-from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.nn.precision import Precision
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear", "sizes"]
@@ -56,7 +56,6 @@ class OtherLinear(nn.Module):
         """Size of the last dimension of the input."""
         return self.matrix(self).shape[1]
 
-    @eager_while_calibrating
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., in]``; returns ``[..., out]``."""
         weight = self.matrix(self)

@@ -7,12 +7,11 @@ and its backward uses what the forward was given.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,6 @@ __all__ = [
     "Precision",
     "W",
     "X",
-    "eager_while_calibrating",
     "precisions",
     "precisions_below",
 ]
@@ -292,8 +290,9 @@ class Precision:
         if type(x) is not Tensor:
             _refuse_dtensor(x)
         delayed = recipe.linear.delayed
+        record = delayed and (training or STATE.autocast.calibrating)
         return Call(
-            recipe, None, training and delayed, precision=self,
+            recipe, None, record, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
         )  # fmt: skip
@@ -366,7 +365,12 @@ class Precision:
 
     def calibrate(self, x: Tensor, weight: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
-        if not STATE.autocast.calibrating or STATE.autocast.enabled or in_backward():
+        if STATE.autocast.calibrating:
+            self._calibrate(x, weight)
+
+    @torch._disable_dynamo  # a graph cannot hold it
+    def _calibrate(self, x: Tensor, weight: Tensor) -> None:
+        if STATE.autocast.enabled or in_backward():
             return
         recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
         if self.pinned:
@@ -466,22 +470,6 @@ def precisions_below(model: nn.Module) -> Iterator[Precision]:
     for module in model.modules():
         for _, precision in precisions(module):
             yield precision
-
-
-_Forward = TypeVar("_Forward", bound=Callable[..., Any])
-
-
-def eager_while_calibrating(forward: _Forward) -> _Forward:
-    """Leave a module's ``forward`` out of graphs where it calibrates, which a graph cannot hold."""
-    in_eager = torch._disable_dynamo(forward)
-
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if STATE.autocast.calibrating and torch.compiler.is_compiling():
-            return in_eager(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return call  # type: ignore[return-value]  # forward's signature, by functools.wraps
 
 
 def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:

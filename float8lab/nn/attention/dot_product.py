@@ -50,7 +50,6 @@ from float8lab.nn.parallel import (
     check_context_group,
     check_parallel_arguments,
 )
-from float8lab.nn.precision import eager_while_calibrating
 from float8lab.recipes.region import STATE, in_backward
 
 __all__ = ["DotProductAttention"]
@@ -185,7 +184,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self._fp8.to(fn(torch.empty(0, device=self._fp8.handle.device)).device)
         return result
 
-    @eager_while_calibrating
     def forward(
         self,
         query_layer: Tensor,

@@ -48,7 +48,12 @@ class AttentionPrecision(Precision):
 
     def calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
-        if not STATE.autocast.calibrating or STATE.autocast.enabled or in_backward():
+        if STATE.autocast.calibrating:
+            self._calibrate_attention(q, k, v)
+
+    @torch._disable_dynamo  # a graph cannot hold it
+    def _calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if STATE.autocast.enabled or in_backward():
             return
         recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
         if not recipe.linear.delayed or not asks_for_fp8_attention(recipe):
