@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_module
-from float8lab.distributed.fsdp import (
+from float8lab.distributed.fsdp.shards import settle
+from float8lab.distributed.fsdp.weight import (
     cast_stored,
     layout_of,
     local_of,
     reduced_amaxes,
-    settle,
     shard_mesh,
 )
 from float8lab.tensor import Float8Tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_device, check_dtype, check_flags, check_input
-from float8lab.distributed.fsdp import Shardable
+from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
 from float8lab.nn.norm import check_norm, mark_sequence_parallel

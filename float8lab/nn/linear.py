@@ -19,7 +19,8 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
-from float8lab.distributed.fsdp import Shardable, WeightCast
+from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.linear_function import linear
 from float8lab.nn.operands import fused_weight, plain, plain_weight

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_dtype, check_flags, check_instance
-from float8lab.distributed.fsdp import layout_of, requantize_shards_
+from float8lab.distributed.fsdp.weight import layout_of, requantize_shards_
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks_, requantize_blocks

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab.arguments import check_instance, check_module, check_names, check_path, check_size
-from float8lab.distributed.fsdp import MasterShard, ShardedWeight
+from float8lab.distributed.fsdp.shards import MasterShard
+from float8lab.distributed.fsdp.weight import ShardedWeight
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
