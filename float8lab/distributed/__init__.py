@@ -5,7 +5,7 @@ FP8 all-gather of sharded weights, broadcast, checkpoints; recomputation, random
 
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
-from float8lab.distributed.fsdp import requantize_shards_
+from float8lab.distributed.fsdp.weight import requantize_shards_
 from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.distributed.fsdp.shards import reshard
 from float8lab.nn.convert import convert_to_float8, remove_region_hooks
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import Linear
@@ -224,9 +225,7 @@ def on_trial(model: nn.Module) -> Iterator[Trial]:
             _isolate(model)
             yield Trial(model, buffers, random)
     finally:
-        for module in model.modules():
-            if hasattr(module, "unshard") and hasattr(module, "reshard"):
-                module.reshard()  # type: ignore[operator]  # FSDP2's root stays gathered
+        reshard(model)  # FSDP2's root stays gathered
         for contents in (*modules, *owned):
             contents.restore()
         buffers.restore()

@@ -29,7 +29,7 @@ from float8lab.arguments import (
     check_module,
     check_names,
 )
-from float8lab.distributed.fsdp import (
+from float8lab.distributed.fsdp.shards import (
     is_sharded_plain,
     is_tensor_parallel,
     reshard,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_device, check_dtype, check_flags, check_input
-from float8lab.distributed.fsdp import store_shard
+from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import fused_weight
@@ -25,7 +25,7 @@ __all__ = ["FusedModule"]
 _Init = Callable[[Tensor], Any]
 
 
-class FusedModule(nn.Module, TensorParallelGroup):
+class FusedModule(Shardable, TensorParallelGroup):
     """A norm with parameters ``layer_norm_weight`` and ``layer_norm_bias``, and GEMMs."""
 
     layer_norm_weight: nn.Parameter
@@ -128,12 +128,6 @@ class FusedModule(nn.Module, TensorParallelGroup):
         if normed is not None:
             outputs.append(normed)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
-        if name.endswith("weight") and "_parameters" in self.__dict__:
-            store_shard(self, name, value)
-        super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):

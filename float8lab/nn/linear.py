@@ -19,7 +19,8 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
-from float8lab.distributed.fsdp import hook_shard, store_shard
+from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import fused_weight, linear, plain_weight
@@ -172,7 +173,7 @@ def normal_init(weight: Tensor) -> None:
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class Linear(nn.Linear, TensorParallelGroup):
+class Linear(Shardable, nn.Linear, TensorParallelGroup):
     """``y = x @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
     Shape: input ``[..., in_features]`` of any leading dimensions and any size, zero and multiples
@@ -282,21 +283,8 @@ class Linear(nn.Linear, TensorParallelGroup):
             return
         initialise(self, self._names, self._init_method, keep=self._keeps_initial_values)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
-        if name.endswith("weight") and "_parameters" in self.__dict__:
-            store_shard(self, name, value)
-        super().__setattr__(name, value)
-        if name == "weight" and "_fp8" in self.__dict__:
-            self._hook_shard()
-
-    def _hook_shard(self) -> None:
-        if self._split is None:
-            hook_shard(self._parameters.get("weight"), self._fp8.weight_gather)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._hook_shard()
+    def _weight_cast(self, name: str) -> WeightCast | None:
+        return self._fp8.weight_gather() if name == "weight" and self._split is None else None
 
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
         self, inp: Tensor, is_first_microbatch: bool | None = None
@@ -357,9 +345,7 @@ class Linear(nn.Linear, TensorParallelGroup):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):
-            result = super()._apply(fn, recurse)
-        self._hook_shard()
-        return result
+            return super()._apply(fn, recurse)
 
 
 def sizes_of_split(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Source, as_matrix
@@ -34,7 +35,6 @@ from float8lab.recipes.region import (
     in_backward,
     set_clock,
 )
-from float8lab.tensor.fsdp import MasterGather
 
 __all__ = [
     "DY",
@@ -210,7 +210,7 @@ class Precision:
             return self.recipe
         return autocast.recipe or self.recipe or DEFAULT_RECIPE
 
-    def weight_gather(self) -> MasterGather | None:
+    def weight_gather(self) -> WeightCast | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
         recipe = self.recipe
         if not self.fp8_all_gather or recipe is None:
@@ -219,7 +219,7 @@ class Precision:
         if not plan.fprop or not plan.dgrad:
             return None
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
-        return MasterGather(plan.w, amax_epsilon=plan.amax_epsilon, headroom=headroom)
+        return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
     def begin(
         self,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_dtype, check_flags, check_instance
-from float8lab.distributed.fsdp import requantize_shards_
+from float8lab.distributed.fsdp.weight import layout_of, requantize_shards_
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks_, requantize_blocks
@@ -406,9 +406,7 @@ def _shares_blocks(p: Any) -> bool:
         return False
     *copied, cut = p.placements
     by_rows = bool(cut.is_shard(0)) and all(c.is_replicate() for c in copied)
-    local: Any = _local(p)
-    spec = getattr(local, "_gather", local).spec
-    return by_rows and bool(spec.block[0] != 1)
+    return by_rows and layout_of(p).spec.block[0] != 1
 
 
 def _is_16_bit(x: Tensor) -> bool:

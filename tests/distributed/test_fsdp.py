@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import float8lab
-from float8lab.distributed.fsdp import MasterShard
+from float8lab.distributed.fsdp.shards import MasterShard
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
