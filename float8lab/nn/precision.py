@@ -1,4 +1,4 @@
-"""What one module needs to run in FP8: its recipe, delayed state, recomputation records.
+"""The FP8 state of one module: its recipe, delayed state, recomputation records.
 
 A module asks ``Precision.begin`` once, at the top of ``forward``; the answer is a ``Call`` (run in
 FP8, like this) or None (run in high precision). The call is handed down to the autograd function,

@@ -59,7 +59,7 @@ DEFAULT_RECIPE = DelayedScaling()
 
 
 class ModelInit:
-    """What an ``fp8_model_init`` block asks for."""
+    """The wishes of an ``fp8_model_init`` block."""
 
     __slots__ = ("preserve_high_precision_init_val", "recipe")
 
@@ -82,7 +82,7 @@ NO_BACKWARD = -1
 
 
 class Autocast(NamedTuple):
-    """What autocast regions have put in force on a thread. It is replaced whole."""
+    """The settings that autocast regions have put in force on a thread; replaced whole."""
 
     enabled: bool | None = None
     """None: no autocast is active."""
@@ -114,7 +114,7 @@ class _State(threading.local):
 
 
 class _Process:
-    """What all threads share."""
+    """The few values that all threads share."""
 
     __slots__ = ("clock", "observer", "watch")
 

@@ -117,7 +117,7 @@ class WeightCast(NamedTuple):
 
 
 class ShardedWeight:
-    """What a rank knows of a sharded weight, whichever tensor holds its shard.
+    """The layout and scales of a sharded weight, whichever tensor holds the shard of this rank.
 
     Args:
         layout: where the shard lies in the weight.

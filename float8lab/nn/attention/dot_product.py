@@ -245,10 +245,15 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         if STATE.onnx is not None:
             check_export(inference_params, qkv_format or self.qkv_format)
         request = self._resolve(
-            query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
-            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params,
-            cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            query_layer, key_layer, value_layer,
+            attention_mask=attention_mask, qkv_format=qkv_format,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type, window_size=window_size,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
+            inference_params=inference_params,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )  # fmt: skip
         q, k, v, problem = request[:4]
         if checkpoint_core_attention and torch.is_grad_enabled() and STATE.onnx is None:
@@ -357,6 +362,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
         attention_mask: MaskArgument = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
