@@ -306,6 +306,6 @@ def _write(rewrites: Sequence[_Rewrite]) -> None:
     for (*_, block), group in groups.items():
         values, scales, data = (list(tensors) for tensors in zip(*group, strict=True))
         # Each block of the shard lies in one block of the weight, and has its factor by now.
-        cast_many_op(values, scales, data, block)
+        cast_many_op(values, data, block, "encode", 0.0, [], [], scales)
         torch.autograd.graph.increment_version(data)
     torch._foreach_copy_(written, factors)

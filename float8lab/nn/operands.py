@@ -16,23 +16,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.in_graph import cast_in_graph, cast_pair_in_graph
+from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W
 from float8lab.ops import (
     Source,
-    cast_of_op,
-    cast_of_unrecorded_op,
     cast_op,
-    cast_pair_of_op,
-    cast_pair_op,
-    cast_unrecorded_op,
-    quantize_of_op,
-    quantize_op,
-    quantize_pair_of_op,
-    quantize_pair_op,
     round_up,
     scaled_mm_op,
-    transpose_after_op,
     transpose_op,
 )
 from float8lab.recipes.delayed import Factors
@@ -119,56 +109,51 @@ def cast(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Operan
 
 def cast_repeatable(x: Tensor | Source, spec: Float8Spec, index: int, call: Call) -> Repeatable:
     """``cast``, and what ``cast_again`` or ``cast_weight_again`` needs."""
-    plan = call.plan
-    if plan.delayed and torch.compiler.is_compiling():
-        q, scale, encode = cast_in_graph(x, index, call, spec.fp8_dtype, ALIGN)
-        return (q, scale), encode
-    how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN)
-    if isinstance(x, Source):
-        source = (x.kind, x.inputs, x.dtype, False)
-        if plan.delayed:
-            factors, slot = call.scale(index, _looked_at(x, index, call))
-            q = cast_of_op(*source, factors.encode, slot, spec.fp8_dtype, ALIGN)
-            return (q, factors.scale), factors.encode
-        known = x.known_amax if spec.per_tensor else None
-        q, scale, amax = quantize_of_op(*source, known, *how)
-        amax = amax if known is None else known
-    elif plan.delayed:
-        factors, slot = call.scale(index, x)
-        q = cast_op(x, factors.encode, slot, spec.fp8_dtype, spec.block, ALIGN)
-        return (q, factors.scale), factors.encode
-    else:
-        known = _amax_in_graph(x, spec, index) if torch.compiler.is_compiling() else None
-        q, scale, amax = quantize_op(x, *how, known)
-    return (q, scale), amax if spec.per_tensor else None
+    operand, _, _, factor = _cast(x, spec, index, call, transposed=False)
+    return operand, factor
 
 
 def cast_pair(
     x: Tensor | Source, spec: Float8Spec, index: int, call: Call, *, column_sum: bool = False
 ) -> tuple[Operand, Operand, Tensor]:
     """x and x transposed in FP8 from one read of x, and its column sums if asked."""
-    plan = call.plan
-    if plan.delayed and torch.compiler.is_compiling():
-        q, q_t, scale, total = cast_pair_in_graph(x, index, call, spec.fp8_dtype, ALIGN, column_sum)
-        return (q, scale), (q_t, scale), total
-    how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN, column_sum)
-    if isinstance(x, Source):
-        source = (x.kind, x.inputs, x.dtype)
-        if plan.delayed:
-            factors, slot = call.scale(index, _looked_at(x, index, call))
-            given = (factors.encode, slot, spec.fp8_dtype, ALIGN, column_sum)
-            q, q_t, total = cast_pair_of_op(*source, *given)
-            return (q, factors.scale), (q_t, factors.scale), total
-        q, scale, q_t, scale_t, total = quantize_pair_of_op(*source, *how)
-        return (q, scale), (q_t, scale_t), total
+    return _cast(x, spec, index, call, transposed=True, column_sum=column_sum)[:3]
+
+
+def _cast(
+    x: Tensor | Source,
+    spec: Float8Spec,
+    index: int,
+    call: Call,
+    *,
+    transposed: bool,
+    column_sum: bool = False,
+) -> tuple[Any, Any, Any, Tensor | None]:
+    """x in FP8, and transposed if asked, its column sums, and by what it can be cast again."""
+    plan, compiling = call.plan, torch.compiler.is_compiling()
+    matrix: tuple[Any, ...] = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
+    wanted = (ALIGN, True, transposed, column_sum)
+    if plan.delayed and compiling:
+        q, scale, encode, q_t, total = cast_in_graph(matrix, index, call, spec.fp8_dtype, *wanted)
+        return (q, scale), (q_t, scale), total, encode
     if plan.delayed:
-        factors, slot = call.scale(index, x)
-        given = (factors.encode, slot, spec.fp8_dtype, ALIGN, column_sum)
-        q, q_t, total = cast_pair_op(x, *given)
-        return (q, factors.scale), (q_t, factors.scale), total
-    amax = _amax_in_graph(x, spec, index) if torch.compiler.is_compiling() else None
-    q, scale, q_t, scale_t, total = quantize_pair_op(x, *how, amax)
-    return (q, scale), (q_t, scale_t), total
+        looked_at = _looked_at(x, index, call) if isinstance(x, Source) else x
+        factors, slot = call.scale(index, looked_at)
+        scale, encode = factors.scale, factors.encode
+        q, _, _, q_t, _, total = cast_op(
+            *matrix, spec.fp8_dtype, spec.block, "encode", 0.0, *wanted, encode, slot
+        )
+        return (q, scale), (q_t, scale), total, encode
+    known = None
+    if isinstance(x, Source):
+        known = x.known_amax if spec.per_tensor else None
+    elif compiling:
+        known = _amax_in_graph(x, spec, index)
+    q, scale, amax, q_t, scale_t, total = cast_op(
+        *matrix, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, *wanted, known
+    )
+    known = amax if known is None else known
+    return (q, scale), (q_t, scale_t), total, known if spec.per_tensor else None
 
 
 def _amax_in_graph(x: Tensor, spec: Float8Spec, index: int) -> Tensor | None:
@@ -205,14 +190,15 @@ def cast_again(
     transposed: bool,
 ) -> Operand:
     """In backward, what the forward has cast, by what ``cast_repeatable`` gave beside it."""
-    source, epsilon = (x.kind, x.inputs, x.dtype, transposed), call.plan.amax_epsilon
+    rule = "encode" if call.plan.delayed else spec.scale_rule
+    oriented = (ALIGN, not transposed, transposed, False)
+    q, own, _, q_t, own_t, _ = cast_op(
+        *x[:3], spec.fp8_dtype, spec.block, rule, call.plan.amax_epsilon, *oriented, factor
+    )
     if call.plan.delayed:
         assert scale is not None, "the forward has saved it"
-        return cast_of_unrecorded_op(*source, factor, spec.fp8_dtype, ALIGN), scale
-    q, own, _ = quantize_of_op(
-        *source, factor, spec.fp8_dtype, spec.block, spec.scale_rule, epsilon, ALIGN
-    )
-    return q, own
+        own = own_t = scale
+    return (q_t, own_t) if transposed else (q, own)
 
 
 def same_when_transposed(spec: Float8Spec) -> bool:
@@ -311,13 +297,13 @@ def lives_on(operand: Operand, weight: Tensor, call: Call) -> bool:
 
 def cast_weight_again(weight: Tensor, scale: Tensor, factor: Tensor | None, call: Call) -> Operand:
     """In backward, what the forward has cast, by what ``cast_weight_repeatable`` gave beside it."""
-    spec, plan = call.plan.w, call.plan
-    if plan.delayed:
-        q = cast_unrecorded_op(plain(weight), factor, spec.fp8_dtype, spec.block, ALIGN)
-        return q, scale
-    how = (spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, ALIGN)
-    q, own, _ = quantize_op(plain(weight), *how, factor)
-    return q, own
+    spec, plan, w = call.plan.w, call.plan, plain(weight)
+    rule = "encode" if plan.delayed else spec.scale_rule
+    oriented = (ALIGN, True, False, False)
+    q, own, *_ = cast_op(
+        "", (w,), w.dtype, spec.fp8_dtype, spec.block, rule, plan.amax_epsilon, *oriented, factor
+    )
+    return q, scale if plan.delayed else own
 
 
 def _find_or_cast_weight(weight: Tensor, call: Call) -> Repeatable:
@@ -377,9 +363,8 @@ def _transposed_weight(kept: Tensor | Operand, call: Call, dy_q: Operand) -> Ope
             observe_cast(w_t, operand, call.plan.w, W, call, only_in_backward=True)
         return operand
     # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
-    if torch.compiler.is_compiling():
-        return transpose_after_op(kept[0], 1, dy_q[1]), kept[1].t()
-    return transpose_op(kept[0], 1), kept[1].t()
+    event = dy_q[1] if torch.compiler.is_compiling() else None
+    return transpose_op(kept[0], 1, event), kept[1].t()
 
 
 # GEMMs.

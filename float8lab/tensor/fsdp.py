@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_op, cast_unrecorded_op, factors_from_amax
+from float8lab.ops import amax_of, cast_op, factors_from_amax
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -196,7 +196,7 @@ class MasterGather(WeightGather):
         return None if shard is None or shard.owner.is_inference() else shard.owner._version
 
     def shard_amax(self, shard: Tensor, block: tuple[int, ...]) -> Tensor:
-        return amax_op(shard, block)
+        return amax_of("", (shard,), shard.dtype, block)
 
     @property
     def rule(self) -> Any:
@@ -210,7 +210,7 @@ class MasterGather(WeightGather):
         return scale * self.headroom, encode / self.headroom
 
     def cast(self, rows: Tensor, factor: Tensor) -> Tensor:
-        return cast_unrecorded_op(rows, factor, self.spec.fp8_dtype, self.spec.block, 1)
+        return _cast(rows, self.spec, "encode", factor)
 
 
 class StoredGather(WeightGather):
@@ -256,7 +256,14 @@ class StoredGather(WeightGather):
         if self.spec.block[0] == 1 and rows.spec == self.spec:
             return rows.qdata  # no block is shared
         values = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-        return cast_unrecorded_op(values, factor, self.spec.fp8_dtype, self.spec.block, 1, True)
+        return _cast(values, self.spec, "decode", factor)
+
+
+def _cast(x: Tensor, spec: Float8Spec, rule: str, factor: Tensor) -> Tensor:
+    q, *_ = cast_op(
+        "", (x,), x.dtype, spec.fp8_dtype, spec.block, rule, 0.0, 1, True, False, False, factor
+    )
+    return q
 
 
 class _Batch:

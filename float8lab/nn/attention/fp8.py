@@ -24,7 +24,6 @@ from float8lab.ops import (
     fp8_attention_backward_op,
     fp8_attention_op,
     has_fp8_attention,
-    quantize_op,
 )
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, PROCESS, STATE, in_backward
@@ -96,14 +95,17 @@ def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Te
     first, second, third, size = laid_out.shape
     rows = laid_out.reshape(first * second, third * size)
     if plan.delayed and torch.compiler.is_compiling():
-        q, scale, _ = cast_in_graph(rows, index, call, fp8_dtype, 1)
+        q, scale, *_ = cast_in_graph(("", [rows], rows.dtype), index, call, fp8_dtype, 1)
     elif plan.delayed:
         factors, slot = call.scale(index, rows)
         scale = factors.scale
-        q = cast_op(rows, factors.encode, slot, fp8_dtype, (-1, -1), 1)
+        q, *_ = cast_op(
+            *("", (rows,), rows.dtype, fp8_dtype, (-1, -1), "encode", 0.0, 1),
+            *(True, False, False, factors.encode, slot),
+        )
     else:
-        q, scale, _ = quantize_op(
-            rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
+        q, scale, *_ = cast_op(
+            "", (rows,), rows.dtype, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon
         )
     # A cast in backward is a repetition, by activation checkpointing.
     if not torch.compiler.is_compiling() and PROCESS.observer is not None and not in_backward():
