@@ -89,7 +89,8 @@ def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 def _quantize(x: Tensor, spec: Float8Spec) -> tuple[Tensor, Tensor]:
-    q, scale, _ = ops.quantize_op(x, spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, ALIGN)
+    how = (spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, ALIGN)
+    q, scale, *_ = ops.cast_op("", [x], x.dtype, *how)
     return q, scale
 
 

@@ -40,7 +40,7 @@ ENVIRONMENT = {
 
 # Files that may import inside a function, and why.
 LOCAL_IMPORTS = {
-    "float8lab/ops/_register.py": "loads a kernel file, and so triton, on an op's first CUDA call",
+    "float8lab/ops/declare.py": "loads a kernel file, and so triton, on an op's first CUDA call",
     "float8lab/commands/terminal.py": "rich is optional, and loaded by the first terminal",
     "float8lab/nn/attention/backends.py": "FlexAttention loads sympy, on the first call of it",
     "float8lab/inspect/checkpoint/safetensors_source.py": "safetensors is optional",

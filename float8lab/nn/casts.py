@@ -80,11 +80,15 @@ def cast(
     spec = spec or transposed
     assert spec is not None, "one of the two"
     if plan.delayed and torch.compiler.is_compiling():
-        return cast_in_graph(x, index, call, spec.fp8_dtype, *wanted, align)
+        matrix = x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
+        q, scale, encode, q_t, total = cast_in_graph(
+            matrix, index, call, spec.fp8_dtype, align, *wanted
+        )
+        return q, scale, encode, q_t, scale, total
     if isinstance(x, Source):
         prologue, inputs, dtype, amax = x
     else:
-        prologue, inputs, dtype, amax = "", [x], x.dtype, None
+        prologue, inputs, dtype, amax = "", (x,), x.dtype, None
     if plan.delayed:
         factors, slot = call.known[index] or call.scale(index, x)
         q, _, _, q_t, _, total = cast_op(
@@ -137,7 +141,7 @@ def cast_again(
     factor under delayed scaling, else the amax of a matrix that is scaled as a whole; of others the
     cast finds it.
     """
-    source = x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
+    source = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
     rule = "encode" if call.plan.delayed else spec.scale_rule
     results = cast_op(
         *source, spec.fp8_dtype, spec.block, rule, call.plan.amax_epsilon, ALIGN,
@@ -161,13 +165,11 @@ def cast_input(
     them since, as a replayed CUDA graph does with its outputs. Delayed scaling does not share, for
     every layer has a scale of its own.
     """
-    plan, node = call.plan, x.grad_fn
-    own = plan.delayed or node is None or torch.compiler.is_compiling()
-    one = spec is None or transposed is None
-    if own or one or (x.is_cuda and capturing()):  # a replay needs all
+    plan, alone = call.plan, spec is None or transposed is None
+    node = None if alone or plan.delayed or torch.compiler.is_compiling() else x.grad_fn
+    if node is None or (x.is_cuda and capturing()):  # a replay needs all
         return cast(rows, spec, X, call, transposed=transposed)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-    assert node is not None, "asked before"
     key = (spec, transposed, plan.epsilon, x._version, node._sequence_nr(), stream)
     last = STATE.last_cast
     if last is not None and last[0]() is x and last[1] == key:

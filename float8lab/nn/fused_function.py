@@ -26,7 +26,7 @@ from float8lab.nn.gemm import (
 )
 from float8lab.nn.norm_function import NormKind, backward_of_norm, normalize, source_of_norm
 from float8lab.nn.precision import Call, X
-from float8lab.ops import Source, as_matrix, dequantize_op, quantize_op
+from float8lab.ops import Source, as_matrix, cast_op, dequantize_op
 from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -206,7 +206,7 @@ _BLOCK_OF_SAVED = (1, 128)
 
 def _quantized(h: Tensor) -> tuple[Tensor, Tensor]:
     """An activation's input as it is kept in one byte an element; rounded to 4 significant bits."""
-    q, scale, _ = quantize_op(h, E4M3, _BLOCK_OF_SAVED, "fp32", 0.0, 1)
+    q, scale, *_ = cast_op("", (h,), h.dtype, E4M3, _BLOCK_OF_SAVED, "fp32")
     return q, scale
 
 

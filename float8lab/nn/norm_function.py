@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op, norm_stats_op
+from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op
 from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -74,7 +74,7 @@ class _Norm(Float8Function):
         dtype: torch.dtype,
     ) -> Tensor:
         x2 = as_matrix(x)
-        y, mean, rstd = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
+        y, mean, rstd, _ = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
         ctx.save_for_backward(x2, weight, mean, rstd)
         ctx.kind, ctx.shape = kind, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -95,13 +95,15 @@ def backward_of_norm(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     kind: NormKind,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias in their dtypes."""
-    dx, dweight, dbias = norm_backward_op(dy, x, kind.gamma(weight), mean, rstd, kind.center)
+    dx, dweight, dbias = norm_backward_op(
+        dy, x, kind.gamma(weight), mean, rstd, kind.center, x.dtype
+    )
     return dx, dweight.to(weight.dtype), None if bias_dtype is None else dbias.to(bias_dtype)
 
 
@@ -111,10 +113,10 @@ def source_of_norm(
     bias: Tensor | None,
     kind: NormKind,
     dtype: torch.dtype,
-    stats: tuple[Tensor, Tensor] | None = None,
+    stats: tuple[Tensor | None, Tensor] | None = None,
     *,
     want_amax: bool = False,
-) -> tuple[Source, tuple[Tensor, Tensor]]:
+) -> tuple[Source, tuple[Tensor | None, Tensor]]:
     """The norm of a matrix, to be cast, and its statistics: mean and rstd, computed if not given.
 
     With ``want_amax`` the source knows its amax, which comes with the statistics.
@@ -122,10 +124,13 @@ def source_of_norm(
     gamma = kind.gamma(weight)
     amax = None
     if stats is None:
-        mean, rstd, amax = norm_stats_op(x, gamma, bias, kind.eps, kind.center, dtype, want_amax)
+        _, mean, rstd, amax = norm_op(
+            x, gamma, bias, kind.eps, kind.center, dtype, None, (), False, want_amax
+        )
         stats = mean, rstd
     mean, rstd = stats
     known = amax if want_amax else None
     if bias is None:
         return Source("rms_norm", [x, rstd, gamma], dtype, known), stats
+    assert mean is not None, "LayerNorm has one"
     return Source("layer_norm", [x, rstd, gamma, mean, bias], dtype, known), stats

@@ -13,27 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.ops import reference
-from float8lab.ops._register import register
+from float8lab.ops.declare import declare
 
-__all__ = ["capability_of", "has_fp8_gemm", "is_cublas_gemm", "scaled_bmm_op", "scaled_mm_op"]
-
-
-def _fake_scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+__all__ = ["capability_of", "has_fp8_gemm", "is_cublas_gemm", "scaled_mm_op"]
 
 
 def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -41,40 +26,16 @@ def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kw
     return 2 * math.prod(a) * b[-2]
 
 
-scaled_mm_op = register(
-    "scaled_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block,"
-    " Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+scaled_mm_op = declare(
+    reference.scaled_mm,
     cuda="gemm:scaled_mm",
-    reference=reference.scaled_mm,
-    fake=_fake_scaled_mm,
-    flops=_flops,
-)
-
-
-def _fake_scaled_bmm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
-
-
-scaled_bmm_op = register(
-    "scaled_bmm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block,"
-    " ScalarType out_dtype) -> Tensor",
-    cuda="gemm:scaled_bmm",
-    reference=reference.scaled_bmm,
-    fake=_fake_scaled_bmm,
+    outputs=lambda of: of.a.new_empty((*of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype),
     flops=_flops,
 )
 
 
 _BLOCKS = ((1, 128), (128, 128))
-"""Of each operand, that Hopper multiplies: cuBLASLt or, what it does not, a kernel of our own."""
+"""Blocks of an operand that Hopper multiplies, by cuBLASLt or by a kernel of our own."""
 
 
 def has_fp8_gemm(

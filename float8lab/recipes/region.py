@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.ops import NO_DATA, register_stateful
+from float8lab.ops import NO_DATA
+from float8lab.ops.declare import declare
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.recipes.recording import Recording
@@ -274,22 +275,19 @@ def _advance(clock: Tensor, groups: Sequence[str]) -> Tensor:
     region, STATE.in_graph = STATE.in_graph or Region(), None
     region.groups.update(dict.fromkeys(map(group_named, groups)))
     region.close()
-    return _nothing(clock)
-
-
-def _nothing(clock: Tensor, *_: Any) -> Tensor:
-    """An output, by whose device the compiler knows that a CUDA graph can hold the op."""
     return clock.new_empty(0)
 
 
+def _come_after(clock: Tensor, y: Tensor) -> Tensor:
+    return clock.new_empty(0)
+
+
+def _nothing(of: Any) -> Tensor:
+    """An output, by whose device the compiler knows that a CUDA graph can hold the op."""
+    nothing: Tensor = of.clock.new_empty(0)
+    return nothing
+
+
 # To the compiler both write the clock. Nothing reads it, or backward would have to save it.
-_come_after_op = register_stateful(
-    "come_after(Tensor(a!) clock, Tensor y) -> Tensor",
-    implementation=_nothing,
-    fake=_nothing,
-)
-_advance_op = register_stateful(
-    "advance(Tensor(a!) clock, str[] groups) -> Tensor",
-    implementation=_advance,
-    fake=_nothing,
-)
+_come_after_op = declare(_come_after, name="come_after", outputs=_nothing, mutates=("clock",))
+_advance_op = declare(_advance, name="advance", outputs=_nothing, mutates=("clock",))

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from float8lab.formats import Float8Spec
 from float8lab.ops import (
-    cast_unrecorded_op,
-    dequantize_after_op,
+    cast_many_op,
+    cast_op,
     dequantize_op,
     factors_from_amax,
-    quantize_many_op,
-    quantize_op,
 )
 
 __all__ = [
@@ -117,11 +115,14 @@ def quantize_blocks(
         return how(x, spec, scale, amax_epsilon)
     matrix = _as_matrix(x)
     if scale is None:
-        q, scale, amax = quantize_op(
-            matrix, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1
+        q, scale, amax, *_ = cast_op(
+            "", (matrix,), x.dtype, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon
         )
     else:
-        q = cast_unrecorded_op(matrix, _as_matrix(scale), spec.fp8_dtype, block, 1, True)
+        q, *_ = cast_op(
+            *("", (matrix,), x.dtype, spec.fp8_dtype, block, "decode", 0.0, 1),
+            *(True, False, False, _as_matrix(scale)),
+        )
         amax, scale = scale * spec.largest(), scale.clone()
     return q.reshape(shape), scale.reshape(scales), amax.reshape(scales)
 
@@ -216,7 +217,8 @@ def quantize_blocks_(
                 if matrix.data_ptr() != mine.data_ptr():
                     copies.append((mine, matrix))
     for (*_, block, rule), group in groups.items():
-        quantize_many_op(*map(list, zip(*group, strict=True)), block, rule, 0.0)
+        values, codes, scales, amaxes = map(list, zip(*group, strict=True))
+        cast_many_op(values, codes, block, rule, 0.0, scales, amaxes, [])
     for mine, matrix in copies:
         mine.copy_(matrix.view(mine.shape))
     # The op leaves version counters to its caller.
@@ -246,11 +248,7 @@ def dequantize_blocks(
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
     if q.ndim == 2 and all(size in _OP_SIZES for size in spec.block):
-        result: Tensor
-        if event is None:
-            result = dequantize_op(q, scale, spec.block, dtype)
-        else:
-            result = dequantize_after_op(q, scale, spec.block, dtype, event)
+        result: Tensor = dequantize_op(q, scale, spec.block, dtype, event)
         return result
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.ops import quantize_op, scaled_bmm_op, scaled_mm_op, transpose_op
+from float8lab.ops import cast_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
 from float8lab.tensor.dispatch import implements, run_fallback
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -52,7 +52,7 @@ def _rows_by_k(x: Any, partner: Float8Spec) -> tuple[Tensor, Tensor, tuple[int, 
     """An operand in [rows, K] form: contiguous data, scales as GEMMs read them, block."""
     if not isinstance(x, Float8Tensor):
         spec = _partner_spec(partner)
-        q, scale, _ = quantize_op(x, spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, 1)
+        q, scale, *_ = cast_op("", (x,), x.dtype, spec.fp8_dtype, spec.block, spec.scale_rule)
         return q, scale, spec.block
     q, scale, block = x.qdata, x.scale, _gemm_block(x.spec.block)
     if not q.is_contiguous():
@@ -127,7 +127,7 @@ def _batch(a: Any, b_t: Any) -> Tensor | None:
     if spec is None:
         return None
     operands = (*_batch_operand(a, spec), *_batch_operand(b_t, spec))
-    out: Tensor = scaled_bmm_op(*operands, a.dtype)
+    out: Tensor = scaled_mm_op(*operands, None, a.dtype, False)
     return out
 
 

@@ -190,5 +190,6 @@ def test_an_operand_may_be_cast_unlike_its_transpose():
         (layer.weight.grad, rounded(dy.t(), whole), rounded(x.t(), whole)),
     ):
         wanted = left.double() @ right.double().t()
-        bound = 64 * torch.finfo(torch.float32).eps * (left.abs().double() @ right.abs().double().t())
+        size = left.abs().double() @ right.abs().double().t()
+        bound = 64 * torch.finfo(torch.float32).eps * size
         assert ((got - wanted).abs() <= bound).all()

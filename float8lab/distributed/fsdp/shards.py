@@ -28,11 +28,11 @@ from float8lab.distributed.fsdp.weight import (
     Layout,
     ShardedWeight,
     WeightCast,
+    cast_by,
     cast_stored,
     local_of,
     shard_mesh,
 )
-from float8lab.ops import cast_op
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.views import cut
 
@@ -87,7 +87,7 @@ class Shard:
             if stored:
                 part = cast_stored(shard if len(layout.runs) == 1 else shard[rows], factor, spec)
             else:
-                part = cast_op(shard[rows], factor, None, spec.fp8_dtype, spec.block, 1)
+                part = cast_by(shard[rows], spec, "encode", factor)
             parts.append(part.view(torch.uint8))
         if layout.padding or not parts:
             size = (layout.padding, layout.shape[1])

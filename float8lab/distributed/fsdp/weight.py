@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_op, cast_many_op, cast_op, factors_from_amax
+from float8lab.ops import amax_of, cast_many_op, cast_op, factors_from_amax
 from float8lab.recipes.reduction import AmaxChannel, channel
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
@@ -35,6 +35,7 @@ __all__ = [
     "Layout",
     "ShardedWeight",
     "WeightCast",
+    "cast_by",
     "cast_stored",
     "layout_of",
     "local_of",
@@ -237,7 +238,9 @@ def reduced_amaxes(
         for rows, blocks in layout.runs:
             part, block = shard if whole else shard[rows], layout.spec.block
             targets.append(amax[blocks])
-            values.append(_largest_scales(part, block) if stored else amax_op(part, block))
+            values.append(
+                _largest_scales(part, block) if stored else amax_of("", (part,), part.dtype, block)
+            )
     if targets:
         torch._foreach_copy_(targets, values)
     if mesh.size() > 1:
@@ -257,7 +260,15 @@ def cast_stored(rows: Float8Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     if spec.block[0] == 1 and rows.spec == spec:
         return rows.qdata  # no block is shared
     values = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-    q: Tensor = cast_op(values, factor, None, spec.fp8_dtype, spec.block, 1, True)
+    return cast_by(values, spec, "decode", factor)
+
+
+def cast_by(rows: Tensor, spec: Float8Spec, rule: str, factor: Tensor) -> Tensor:
+    """FP8 data of some rows by factors that are known."""
+    q: Tensor = cast_op(
+        "", (rows,), rows.dtype, spec.fp8_dtype, spec.block, rule, 0.0, 1,
+        True, False, False, factor,
+    )[0]  # fmt: skip
     return q
 
 
@@ -304,6 +315,6 @@ def _write(each: Sequence[tuple[ShardedWeight, Any, Tensor]]) -> None:
     for (*_, block), group in groups.items():
         values, scales, data = (list(tensors) for tensors in zip(*group, strict=True))
         # Each block of the shard lies in one block of the weight, and has its factor by now.
-        cast_many_op(values, scales, data, block)
+        cast_many_op(values, data, block, "encode", 0.0, [], [], scales)
         torch.autograd.graph.increment_version(data)
     torch._foreach_copy_(written, factors)

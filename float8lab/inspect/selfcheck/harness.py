@@ -239,17 +239,19 @@ class Check:
 CHECKS: list[Check] = []
 """All checks, in the order of the report."""
 
-_LONG = ("scaled_mm", "quantize_many, cast_many", "cast_of, cast_of_unrecorded", "quantize_of",
-         "quantize_pair", "scaled_bmm", "value_of", "cast, cast_unrecorded")  # fmt: skip
+_LONG = ("scaled_mm", "cast_many", "cast_of", "quantize_of", "quantize_pair", "scaled_bmm",
+         "value_of", "cast")  # fmt: skip
 """Checks with the most kernels."""
 
 
 def checks(
-    group: str, against: str, *names: str
+    group: str, against: str, *names: str, name: str | None = None
 ) -> Callable[[Callable[[Cases], None]], Callable[[Cases], None]]:
+    """Make a check of a function, which compares these ops and is named after them or ``name``."""
+
     def add(run: Callable[[Cases], None]) -> Callable[[Cases], None]:
-        name = ", ".join(one.removesuffix("_op") for one in names)
-        CHECKS.append(Check(group, name, names, against, run))
+        title = name or ", ".join(one.removesuffix("_op") for one in names)
+        CHECKS.append(Check(group, title, names, against, run))
         return run
 
     return add

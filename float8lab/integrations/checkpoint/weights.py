@@ -20,7 +20,7 @@ from float8lab.nn.convert import matches
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.nn.report import is_unseen
-from float8lab.ops import cast_unrecorded_op
+from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float8Tensor
@@ -205,7 +205,10 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
             codes, scales = _cast(whole, precision, recipe)
         else:
             scales = given.to(whole.device).reshape(1, 1)
-            codes = cast_unrecorded_op(whole, scales, plan.w.fp8_dtype, plan.w.block, 1, True)
+            codes, *_ = cast_op(
+                *("", (whole,), whole.dtype, plan.w.fp8_dtype, plan.w.block, "decode", 0.0, 1),
+                *(True, False, False, scales),
+            )
         amaxes = block_amax(whole, plan.w.block) if amax else None
         return _split(Stored(codes, scales, amaxes), shapes, plan.w)
 

@@ -20,7 +20,7 @@ from float8lab.ops.kernels.pair import transpose
 from float8lab.ops.kernels.quantize import dequantize
 from float8lab.ops.reference import round_up
 
-__all__ = ["scaled_bmm", "scaled_mm"]
+__all__ = ["scaled_mm"]
 
 _ALIGN = 16
 """What K, N and pointers must be divisible by; M too (at least by 4) where scales are per block."""
@@ -42,6 +42,8 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
+    if a.ndim == 3:
+        return _each_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
     (M, K), N = a.shape, b.shape[0]
     if 0 in (M, N, K):
         out = a.new_zeros((M, N), dtype=out_dtype)
@@ -68,7 +70,7 @@ def scaled_mm(
     return out if out.shape == (M, N) else out[:M, :N].contiguous()
 
 
-def scaled_bmm(
+def _each_product(
     a: Tensor,
     a_scale: Tensor,
     a_block: Sequence[int],
@@ -77,7 +79,7 @@ def scaled_bmm(
     b_block: Sequence[int],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    # One GEMM a matrix: torch._scaled_grouped_mm has a scale a row and bfloat16 outputs only.
+    """The products of a batch. torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
     products = [
         scaled_mm(
             _by_row(x), x_scale, a_block, _by_row(y), y_scale, b_block, None, out_dtype, False

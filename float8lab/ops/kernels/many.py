@@ -35,7 +35,7 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.quantize import (
     TILE,
     block_tile,
-    cast,
+    cast_one,
     divides_a_tile,
     quantize,
     row_tile,
@@ -44,7 +44,7 @@ from float8lab.ops.kernels.quantize import (
     write_rows,
 )
 
-__all__ = ["cast_many_", "quantize_many_"]
+__all__ = ["cast_many_"]
 
 _ALIGNMENT = 16
 """Bytes of the widest access, and columns of a matrix whose every row allows them."""
@@ -294,38 +294,34 @@ class _Job(NamedTuple):
         return not (x.data_ptr() | q.data_ptr() | x.shape[1] | x.stride(0)) % _ALIGNMENT
 
 
-def quantize_many_(
-    xs: Sequence[Tensor],
-    qs: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    amaxes: Sequence[Tensor],
+def cast_many_(
+    x: Sequence[Tensor],
+    q: Sequence[Tensor],
     block: Sequence[int],
     rule: str,
     eps: float,
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    given: Sequence[Tensor],
 ) -> None:
-    """``reference.quantize_many_``: at most two launches, or six per tensor, for matrices alike.
+    """``reference.cast_many_``: at most two launches, or six per tensor, for matrices alike.
 
     Matrices that are not stored by rows, or not like the first one in dtypes and device, those
     without elements or with one column, and blocks without a kernel are done one by one.
     """
-    jobs = [_Job(*tensors) for tensors in zip(xs, qs, scales, amaxes, strict=True)]
-    shape = tuple(block)
-    if shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
+    tensors = zip(x, q, given or scale, given or amax, strict=True)
+    jobs, shape = [_Job(*one) for one in tensors], tuple(block)
+    if given:
+        jobs = _launch(jobs, partial(_launch_cast, block=block))
+    elif shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
         jobs = _launch(jobs, partial(_launch_quantize, block=shape, rule=rule, eps=eps))
-    for x, *outputs in jobs:
-        results = quantize(x, outputs[0].dtype, block, rule, eps, 1)
+    for one, *outputs in jobs:
+        if given:
+            outputs[0].copy_(cast_one(one, outputs[1], None, outputs[0].dtype, block, 1))
+            continue
+        results = quantize(one, outputs[0].dtype, block, rule, eps, 1)
         for output, result in zip(outputs, results, strict=True):
             output.copy_(result)
-
-
-def cast_many_(
-    xs: Sequence[Tensor], encodes: Sequence[Tensor], qs: Sequence[Tensor], block: Sequence[int]
-) -> None:
-    """``reference.cast_many_``: at most two launches, and one by one what those above are."""
-    tensors = zip(xs, qs, encodes, encodes, strict=True)
-    jobs = _launch([_Job(*one) for one in tensors], partial(_launch_cast, block=block))
-    for x, q, encode, _ in jobs:
-        q.copy_(cast(x, encode, None, q.dtype, block, 1))
 
 
 def _launch(jobs: list[_Job], launch: Callable[..., bool]) -> list[_Job]:

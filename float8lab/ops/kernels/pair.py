@@ -17,6 +17,7 @@ from torch import Tensor
 
 from float8lab.formats import largest
 from float8lab.ops import reference
+from float8lab.ops.cast import empty_scale
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
@@ -44,16 +45,22 @@ from float8lab.ops.kernels._rows import (
 from float8lab.ops.kernels.pair_blocks import quantize_blocks, takes_tiles
 from float8lab.ops.kernels.quantize import (
     PARTIALS,
-    cast,
+    cast_one,
     empty_output,
     partial_amax,
     quantize,
     scale_of_tensor,
 )
-from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import round_up
 
-__all__ = ["cast_pair", "quantize_pair", "scales_of_rows", "transpose", "transpose_scaled"]
+__all__ = [
+    "cast_pair",
+    "quantize_pair",
+    "scales_of_rows",
+    "sum_of",
+    "transpose",
+    "transpose_scaled",
+]
 
 _TILE = Tile(rows=128, columns=64, warps=4)
 """A column of it is 128 bytes of the transpose, a cache line."""
@@ -368,7 +375,6 @@ def _quantize_blocks_pair(
 # 3.6).
 
 
-@replayed
 def quantize_pair(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -382,7 +388,14 @@ def quantize_pair(
     shape = tuple(block)
     how = (fp8_dtype, block, rule, eps, align)
     if x.numel() == 0 or x.shape[1] == 1:
-        return reference.quantize_pair(x, *how, column_sum, known_amax)
+        q, scale, _, q_t, scale_t, _ = reference.cast(
+            "", [x], x.dtype, *how, True, True, False, known_amax
+        )
+        assert q is not None, "asked for"
+        assert q_t is not None, "asked for"
+        assert scale is not None, "the rule finds them"
+        assert scale_t is not None, "the rule finds them"
+        return q, scale, q_t, scale_t, sum_of(x, column_sum)
     if takes_tiles(x, shape, align):
         return quantize_blocks(x, fp8_dtype, shape, rule, eps, align, column_sum)
     if takes_words(x, shape, align):
@@ -391,7 +404,7 @@ def quantize_pair(
         if shape == (1, -1):
             return _quantize_rows_pair(x, fp8_dtype, rule, eps, align, column_sum)
         return _quantize_blocks_pair(x, *how, column_sum)
-    total = reference.sum_of_rows(x, column_sum)
+    total = sum_of(x, column_sum)
     q, scale, _ = quantize(x, *how, known_amax)
     if shape[0] == shape[1]:
         return q, scale, *transpose_scaled(q, scale), total
@@ -399,7 +412,6 @@ def quantize_pair(
     return q, scale, q_t, scale_t, total
 
 
-@replayed
 def cast_pair(
     x: Tensor,
     encode: Tensor,
@@ -409,10 +421,14 @@ def cast_pair(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0 or x.shape[1] == 1:
-        return reference.cast_pair(x, encode, amax_slot, fp8_dtype, align, column_sum)
+        rest = ("encode", 0.0, align, True, True, False, encode, amax_slot)
+        q, _, _, q_t, *_ = reference.cast("", [x], x.dtype, fp8_dtype, (-1, -1), *rest)
+        assert q is not None, "asked for"
+        assert q_t is not None, "asked for"
+        return q, q_t, sum_of(x, column_sum)
     if not has_words(x, align):
-        q = cast(x, encode, amax_slot, fp8_dtype, (-1, -1), align)
-        return q, transpose(q, 1), reference.sum_of_rows(x, column_sum)
+        q = cast_one(x, encode, amax_slot, fp8_dtype, (-1, -1), align)
+        return q, transpose(q, 1), sum_of(x, column_sum)
     return _cast_pair(x, encode, fp8_dtype, align, column_sum, slot=amax_slot)
 
 
@@ -444,7 +460,7 @@ def _transpose_kernel(
 
 
 @replayed
-def transpose(q: Tensor, align: int) -> Tensor:
+def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     tile = _BYTES
     rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)
     q_t = q.new_empty((columns, rows))
@@ -462,6 +478,11 @@ def transpose(q: Tensor, align: int) -> Tensor:
         num_warps=tile.warps,
     )
     return q_t
+
+
+def sum_of(x: Tensor, wanted: bool) -> Tensor:
+    """Sums over the rows, float32; empty if not wanted."""
+    return x.float().sum(0) if wanted else x.new_empty(0, dtype=torch.float32)
 
 
 def transpose_scaled(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from float8lab.formats import largest
+from float8lab.ops.cast import empty_scale
 from float8lab.ops.gemm import capability_of
 from float8lab.ops.kernels._common import (
     Tile,
@@ -32,8 +33,8 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.source import arguments_of, load_source, tile_of_program
-from float8lab.ops.quantize import empty_scale
-from float8lab.ops.reference import round_up, source_shape
+from float8lab.ops.reference import prologue_shape as source_shape
+from float8lab.ops.reference import round_up
 
 __all__ = ["has_tiles", "quantize_blocks", "quantize_blocks_of", "takes_tiles"]
 

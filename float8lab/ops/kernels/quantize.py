@@ -18,6 +18,7 @@ from torch import Tensor
 
 from float8lab.formats import largest
 from float8lab.ops import reference
+from float8lab.ops.cast import empty_scale
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
@@ -36,7 +37,6 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.quantize import empty_scale
 from float8lab.ops.reference import round_up
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "TILE",
     "amax",
     "block_tile",
-    "cast",
+    "cast_one",
     "dequantize",
     "divides_a_tile",
     "empty_output",
@@ -122,7 +122,6 @@ def partial_amax(x: Tensor) -> Tensor:
     return partial
 
 
-@replayed
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """``reference.amax``; only the per-tensor one has a kernel: no hot path asks for others."""
     if x.numel() == 0 or any(size != -1 for size in block):
@@ -439,7 +438,6 @@ def _quantize_blocks(
 # does a matrix of one column, for which ptxas crashes (CUDA 12.8's, in triton 3.6).
 
 
-@replayed
 def quantize(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -539,8 +537,7 @@ def _cast_kernel(
     )  # fmt: skip
 
 
-@replayed
-def cast(
+def cast_one(
     x: Tensor,
     factor: Tensor,
     amax_slot: Tensor | None,
@@ -551,7 +548,11 @@ def cast(
 ) -> Tensor:
     tile = TILE
     if x.numel() == 0 or x.shape[1] == 1:
-        return reference.cast(x, factor, amax_slot, fp8_dtype, block, align, divide)
+        rule = "decode" if divide else "encode"
+        one = (True, False, False, factor, amax_slot)
+        q, *_ = reference.cast("", [x], x.dtype, fp8_dtype, block, rule, 0.0, align, *one)
+        assert q is not None, "asked for"
+        return q
     q = empty_output(x, fp8_dtype, align)
     factor, block = broadcast_scale(factor, block)
     _cast_kernel[grid_of(q.shape, tile)](
@@ -611,7 +612,13 @@ def _dequantize_kernel(
 
 
 @replayed
-def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    event: Tensor | None = None,
+) -> Tensor:
     tile = TILE
     y = q.new_empty(q.shape, dtype=dtype)
     if q.numel() == 0:

@@ -27,7 +27,6 @@ from float8lab.ops.kernels._common import (
     total_of,
 )
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._rows import (
     has_words,
     largest_bits,
@@ -35,7 +34,8 @@ from float8lab.ops.kernels._rows import (
     store_by_scale,
     sum_of_rows,
 )
-from float8lab.ops.kernels.pair import transpose
+from float8lab.ops.kernels.pair import cast_pair, transpose
+from float8lab.ops.kernels.quantize import cast_one
 from float8lab.ops.kernels.source import (
     arguments_of,
     has_kernel,
@@ -44,7 +44,8 @@ from float8lab.ops.kernels.source import (
     tile_for,
     tile_of_program,
 )
-from float8lab.ops.reference import round_up, source_shape
+from float8lab.ops.reference import prologue_shape as source_shape
+from float8lab.ops.reference import round_up
 
 __all__ = ["Outputs", "cast_of", "cast_pair_of", "cast_source"]
 
@@ -179,7 +180,6 @@ def cast_source(
     )
 
 
-@replayed
 def cast_of(
     kind: str,
     inputs: Sequence[Tensor],
@@ -191,9 +191,9 @@ def cast_of(
     align: int,
 ) -> Tensor:
     if not has_kernel(kind, inputs, dtype):
-        return reference.cast_of(
-            kind, inputs, dtype, transposed, encode, amax_slot, fp8_dtype, align
-        )
+        value = reference.value_of(kind, inputs, dtype)
+        value = value.t() if transposed else value
+        return cast_one(value, encode, amax_slot, fp8_dtype, (-1, -1), align)
     by_words = transposed and has_words(inputs[0], align)
     tile = tile_for(kind, both=by_words)
     out = Outputs(
@@ -206,7 +206,6 @@ def cast_of(
     return transpose(out.q, 1) if transposed else out.q
 
 
-@replayed
 def cast_pair_of(
     kind: str,
     inputs: Sequence[Tensor],
@@ -218,9 +217,8 @@ def cast_pair_of(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not has_kernel(kind, inputs, dtype):
-        return reference.cast_pair_of(
-            kind, inputs, dtype, encode, amax_slot, fp8_dtype, align, column_sum
-        )
+        value = reference.value_of(kind, inputs, dtype)
+        return cast_pair(value, encode, amax_slot, fp8_dtype, align, column_sum)
     one_pass = has_words(inputs[0], align)
     tile = tile_for(kind, both=one_pass)
     out = Outputs(

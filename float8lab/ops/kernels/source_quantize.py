@@ -16,6 +16,7 @@ from torch import Tensor
 
 from float8lab.formats import largest
 from float8lab.ops import reference
+from float8lab.ops.cast import empty_scale
 from float8lab.ops.kernels._common import (
     Tile,
     abs_bits,
@@ -28,7 +29,6 @@ from float8lab.ops.kernels._common import (
     total_of,
 )
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._rows import store_by_block, sum_of_rows, takes_words
 from float8lab.ops.kernels.pair import quantize_pair, scales_of_rows, transpose_scaled
 from float8lab.ops.kernels.pair_blocks import has_tiles, quantize_blocks_of
@@ -44,7 +44,6 @@ from float8lab.ops.kernels.source import (
     value_of,
 )
 from float8lab.ops.kernels.source_cast import Outputs, cast_source
-from float8lab.ops.quantize import empty_scale
 
 __all__ = ["quantize_of", "quantize_pair_of"]
 
@@ -207,7 +206,6 @@ def _has_kernel_for(block: tuple[int, ...]) -> bool:
     return by_tile or block in ((-1, -1), (1, -1))
 
 
-@replayed
 def quantize_of(
     kind: str,
     inputs: Sequence[Tensor],
@@ -219,30 +217,28 @@ def quantize_of(
     rule: str,
     eps: float,
     align: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not has_kernel(kind, inputs, dtype):
-        return reference.quantize_of(
-            kind, inputs, dtype, transposed, known_amax, fp8_dtype, block, rule, eps, align
-        )
+) -> tuple[Tensor, Tensor, Tensor | None]:
     how = (fp8_dtype, tuple(block), rule, eps, align)
+    if not has_kernel(kind, inputs, dtype):
+        value = reference.value_of(kind, inputs, dtype)
+        q, scale, found = quantize(value.t() if transposed else value, *how, known_amax)
+        return q, scale, found if reference.has_amax(kind, block, known_amax) else None
     words = takes_words(inputs[0], block, align)
     turned_apart = transposed and not words and block[0] != block[1]
     if turned_apart or not _has_kernel_for(tuple(block)):
         value = value_of(kind, inputs, dtype)
         q, scale, _ = quantize(value.t() if transposed else value, *how)
-        return q, scale, scale.new_empty((0, 0))
+        return q, scale, None
     by_words = transposed and words
     q, scale, q_t, scale_t, _, amax = _quantize(
         kind, inputs, dtype, known_amax, *how,
         write=not by_words, transpose=by_words, column_sum=False,
     )  # fmt: skip
-    amax = scale.new_empty((0, 0)) if amax is None else amax
     if by_words:
         return q_t, scale_t, amax
     return (*transpose_scaled(q, scale), amax) if transposed else (q, scale, amax)
 
 
-@replayed
 def quantize_pair_of(
     kind: str,
     inputs: Sequence[Tensor],
@@ -255,9 +251,8 @@ def quantize_pair_of(
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not has_kernel(kind, inputs, dtype):
-        return reference.quantize_pair_of(
-            kind, inputs, dtype, fp8_dtype, block, rule, eps, align, column_sum
-        )
+        value = reference.value_of(kind, inputs, dtype)
+        return quantize_pair(value, fp8_dtype, block, rule, eps, align, column_sum)
     how = (fp8_dtype, tuple(block), rule, eps, align)
     words = takes_words(inputs[0], block, align)
     if (not words and block[0] != block[1]) or not _has_kernel_for(tuple(block)):

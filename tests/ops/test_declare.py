@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import float8lab
 from float8lab import ops, recipes
 from float8lab.formats import E4M3
-from float8lab.ops import _register
+from float8lab.ops import declare
 from float8lab.tensor import quantize
 from tests.recorder import Ops
 
@@ -75,7 +75,7 @@ def test_dynamo_traces_an_implementation_that_is_not_marked(library):
 
 
 def test_dynamo_does_not_trace_a_marked_implementation(library):
-    library.impl("shift", _register._untraced(_copied(_shift)), "CPU")
+    library.impl("shift", declare._untraced(_copied(_shift)), "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
         torch._dynamo.reset()
@@ -86,7 +86,7 @@ def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
     module = types.ModuleType("float8lab.ops.kernels.of_test")
     module.shift = _copied(_shift)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    library.impl("shift", _register._untraced(_register._lazy("of_test:shift")), "CPU")
+    library.impl("shift", declare._untraced(declare._lazy("of_test:shift")), "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
     assert SEEN == [False] * 4
@@ -95,7 +95,7 @@ def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
 def test_dynamo_does_not_trace_without_the_private_names(library, monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
     function = _copied(_shift)
-    marked = _register._untraced(function)
+    marked = declare._untraced(function)
     assert marked is not function
     library.impl("shift", marked, "CPU")
     assert _call_in_compiled().eq(2).all()
@@ -115,7 +115,7 @@ def _x() -> Tensor:
 
 
 def _cast(x: Tensor) -> Tensor:
-    return ops.cast_op(x, torch.ones(1), None, E4M3, (-1, -1), 16)
+    return ops.cast_op("", [x], x.dtype, E4M3, (-1, -1), "fp32", 0.0, 16)[0]
 
 
 @pytest.fixture
@@ -130,9 +130,7 @@ def dispatched(monkeypatch) -> list[Any]:
 
 
 def _twice() -> Callable[[Tensor], Tensor]:
-    return _register._direct(
-        torch.ops.float8lab_test.twice.default, lambda x: x * 2, lambda x: x * 2
-    )
+    return declare._direct(torch.ops.float8lab_test.twice.default, lambda x: x * 2, lambda x: x * 2)
 
 
 def test_plain_tensors_go_past_the_dispatcher(dispatched):
@@ -191,7 +189,7 @@ def test_a_compiled_function_has_the_op():
     x = _x()
     got = compiled(x)
     assert torch.equal(got.view(torch.uint8), _cast(x).view(torch.uint8))
-    assert ops.cast_op.overload in graphs[0]
+    assert torch.ops.float8lab.cast.pure in graphs[0]
 
 
 def _model() -> torch.nn.Module:

@@ -1,16 +1,33 @@
-"""Activation functions, gated and not, and their derivatives.
+"""Prologues: matrices that are computed while they are cast, and never written.  M rows, K columns.
 
-M rows, F features. All arithmetic is float32 (float64 for float64), rounded once by the caller.
-Those that involve an exponential are written as ``x * sigmoid(g(x))``, as the kernels compute them;
-only the exponential itself may differ between devices, in its last bits.
+- ``""``: no prologue, a matrix ``[M, K]`` itself;
+- ``"layer_norm"``: from x [M, K], rstd [M], weight [K], mean [M], bias [K];
+- ``"rms_norm"``: from x [M, K], rstd [M], weight [K];
+- an activation: from h [M, K], or [M, 2 K] if it gates;
+- an activation and ``"_backward"``: from h [M, K], dy [M, K], or [M, K / 2] if it gates.
+
+All arithmetic is float32 (float64 for float64), rounded once at the end. Functions that involve an
+exponential are written as ``x * sigmoid(g(x))``, as the kernels compute them; only the exponential
+itself may differ between devices, in its last bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "activate", "activate_backward", "is_gated"]
+__all__ = [
+    "ACTIVATIONS",
+    "activate",
+    "activate_backward",
+    "apply_norm",
+    "is_gated",
+    "prologue_shape",
+    "value_of",
+    "widen",
+]
 
 ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "gelu": ("gelu", False),
@@ -96,3 +113,40 @@ def activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
         return dy * _derivative(function, h)
     a, b = h.chunk(2, dim=1)
     return torch.cat((dy * b * _derivative(function, a), dy * _apply(function, a)), dim=1)
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in the dtype of the arithmetic: float32, or float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def apply_norm(
+    x: Tensor, rstd: Tensor, weight: Tensor, mean: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """``(x - mean) * rstd * weight + bias``, not rounded; without mean and bias for RMSNorm."""
+    wide = widen(x)
+    if mean is not None:
+        wide = wide - mean[:, None]
+    wide = wide * rstd[:, None] * weight.to(wide.dtype)
+    return wide if bias is None else wide + bias.to(wide.dtype)
+
+
+def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, int]:
+    """Rows and columns of what a prologue gives."""
+    rows, columns = inputs[0].shape
+    gathers = prologue and not prologue.endswith(("_norm", "_backward")) and is_gated(prologue)
+    return rows, columns // 2 if gathers else columns
+
+
+def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The values of a prologue, contiguous; it is not that of the matrix itself."""
+    if prologue.endswith("_norm"):
+        x, rstd, weight, *rest = inputs
+        mean, bias = rest or (None, None)
+        value = apply_norm(x, rstd, weight, mean, bias)
+    elif prologue.endswith("_backward"):
+        h, dy = inputs
+        value = activate_backward(prologue.removesuffix("_backward"), widen(h), widen(dy))
+    else:
+        value = activate(prologue, widen(inputs[0]))
+    return value.to(dtype).contiguous()
