@@ -24,7 +24,6 @@ from float8lab.nn.operands import (
 from float8lab.nn.precision import Call
 from float8lab.nn.shared_cast import cast_input
 from float8lab.ops import as_matrix
-from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["linear", "output_dtype"]
@@ -42,9 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor
     Returns:
         ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
-    if STATE.onnx is not None:
-        return STATE.onnx.linear(x, weight, bias, call)
-    result: Tensor = _Linear.apply(x, weight, bias, call)
+    result: Tensor = _Linear.run(x, weight, bias, call)
     return result
 
 

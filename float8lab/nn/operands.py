@@ -230,9 +230,7 @@ def compress(scale: Tensor, spec: Float8Spec) -> Tensor:
 
 def plain(weight: Tensor) -> Tensor:
     """A weight in high precision."""
-    if not isinstance(weight, Float8Tensor):
-        return weight
-    return weight.dequantize() if STATE.onnx is None else STATE.onnx.dequantized(weight)
+    return weight.dequantize() if isinstance(weight, Float8Tensor) else weight
 
 
 def _plain_in_backward(weight: Tensor, event: Tensor) -> Tensor:
@@ -539,7 +537,7 @@ def plain_weight(module: Any, weight: Tensor, first_microbatch: bool | None) -> 
     fused = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
-    found: Tensor = _IntoMainGrad.apply(plain(weight), fused, first_microbatch is True)
+    found: Tensor = _IntoMainGrad.run(plain(weight), fused, first_microbatch is True)
     return found
 
 

@@ -183,7 +183,7 @@ class Precision:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
-        if torch.compiler.is_compiling() and STATE.onnx is None:
+        if torch.compiler.is_compiling():
             return self._begin_in_graph(x, training=training)
         frame = _checkpoint_frame()
         if in_backward():
@@ -196,7 +196,7 @@ class Precision:
             slots, record = None, False
             if recipe.linear.delayed:
                 slots = self._slots(recipe, x.device)
-                record = (training or STATE.calibrating) and STATE.onnx is None
+                record = training or STATE.calibrating
             call = Call(recipe, slots, record)
             call.precision = self
             region = STATE.region

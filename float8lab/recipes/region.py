@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ __all__ = [
     "PROCESS",
     "STATE",
     "ModelInit",
-    "OnnxForm",
     "Region",
     "advance_in_graph",
     "advance_scales",
@@ -64,15 +63,6 @@ class ModelInit:
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
 
 
-class OnnxForm(NamedTuple):
-    """How ``onnx_export`` writes what FP8 has and ONNX calls by other names."""
-
-    linear: Callable[..., Tensor]
-    """As ``nn.linear_function.linear``."""
-    dequantized: Callable[[Any], Tensor]
-    """A Float8Tensor in high precision."""
-
-
 class _State(threading.local):
     """A thread's values; every thread begins with those of ``__init__``."""
 
@@ -90,7 +80,8 @@ class _State(threading.local):
         self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
         self.replay: Recording | None = None  # what the recomputation in progress repeats
-        self.onnx: OnnxForm | None = None  # while onnx_export is active
+        # While onnx_export is active: autograd functions, and what runs in place of each.
+        self.onnx: tuple[tuple[type, Callable[..., Any]], ...] | None = None
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
 
 
