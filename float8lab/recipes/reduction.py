@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ _Key = tuple[Any, ...]
 
 class AmaxChannel:
     """The slots whose amaxes a process group reduces together."""
+
+    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, AmaxChannel]] = weakref.WeakKeyDictionary()
+    """The channel of each process group that is alive."""
 
     def __init__(self) -> None:
         self._wire: dict[_Key, int] = {}  # agreed: number of slots of each key, in order
@@ -153,9 +156,6 @@ class AmaxChannel:
             self._wire.setdefault(key, key[2])
 
 
-_CHANNELS: weakref.WeakKeyDictionary[Any, AmaxChannel] = weakref.WeakKeyDictionary()
-
-
 def has_ranks() -> bool:
     """Whether there are process groups at all."""
     return dist.is_available() and dist.is_initialized()
@@ -171,7 +171,7 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
         return None
-    return group, _CHANNELS.setdefault(group, AmaxChannel())
+    return group, AmaxChannel.of_groups.setdefault(group, AmaxChannel())
 
 
 def name_of_group(group: Any) -> str:
