@@ -46,7 +46,7 @@ class onnx_export(ContextDecorator):
     All recipes export. Ask for ``opset_version`` 21 or higher: ONNX has blocks, which
     ``Float8BlockScaling`` and ``MXFP8BlockScaling`` need, since 21 and FP8 since 19. Scales of
     current recipes are computed in the graph; those of ``DelayedScaling`` are constants. Only the
-    forward is exported, and no state changes.
+    forward is exported: gradients are disabled inside, and no state changes.
 
     Args:
         enabled: False changes nothing.

@@ -53,7 +53,7 @@ def _attention(
     if aten._fused_sdp_choice(q, k, v, attn_mask, *how, **more) != _COMPOSITION:
         return NotImplemented  # torch's kernel, of the dequantized, with FP8 saved for backward
     tensors = tree_map_only(Float8Tensor, Float8Tensor.dequantize, (q, k, v, attn_mask))
-    return F.scaled_dot_product_attention(*tensors, *how, **more)
+    return aten.scaled_dot_product_attention(*tensors, *how, **more)
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:

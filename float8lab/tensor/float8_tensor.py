@@ -105,7 +105,7 @@ class Float8Tensor(Tensor):
         """``__new__`` has set all."""
 
     # Torch asks ``__torch_function__`` for every attribute of its own, this one is none of them.
-    dtype = property(operator.attrgetter("_dtype"))  # type: ignore[assignment]
+    dtype = property(operator.attrgetter("_dtype"))
     _dtype: torch.dtype
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -122,11 +122,11 @@ class Float8Tensor(Tensor):
         return x
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]  # torch's stub lacks the defaults
+    def __torch_function__(  # torch's stub lacks the defaults
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if len(types) > 1 and not all(issubclass(t, cls) or t is Tensor for t in types):
-            return NotImplemented
+        if len(types) > 1 and not all(issubclass(t, cls) or _has_no_own(t) for t in types):
+            return NotImplemented  # the other class's turn
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             whole = table.whole.get(function)
@@ -428,6 +428,12 @@ class Float8Tensor(Tensor):
         if self.requires_grad:
             facts.append("requires_grad=True")
         return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
+
+
+def _has_no_own(t: Any) -> bool:
+    """Whether a class has torch's ``__torch_function__``, as ``Tensor`` has."""
+    own, default = t.__torch_function__, Tensor.__torch_function__
+    return getattr(own, "__func__", own) is default.__func__
 
 
 _INDENT = ",\n             "  # between the lines of a repr
