@@ -223,7 +223,7 @@ def plain(weight: Tensor, event: Tensor | None = None) -> Tensor:
         return weight
     if event is not None and torch.compiler.is_compiling():
         return weight._decode(event)
-    return weight.dequantize() if STATE.onnx is None else STATE.onnx.dequantized(weight)
+    return weight.dequantize()
 
 
 def stored_as(weight: Tensor, spec: Float8Spec) -> TypeGuard[Float8Tensor]:

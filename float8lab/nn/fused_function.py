@@ -14,20 +14,17 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3
-from float8lab.nn.activation_function import activate
 from float8lab.nn.gemm import (
     PARTS,
     Gradient,
     backward,
     forward,
     forward_again,
-    linear,
     output_dtype,
 )
-from float8lab.nn.norm_function import NormKind, backward_of_norm, normalize, source_of_norm
+from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
 from float8lab.ops import Source, as_matrix, cast_op, dequantize_op
-from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["MlpCall", "NormLinearCall", "norm_linear", "norm_mlp"]
@@ -79,10 +76,7 @@ def norm_linear(
         ``[..., N]`` and ``[..., K]`` or None, in the dtype of torch.autocast if that is active,
         else of ``x``.
     """
-    if STATE.onnx is not None:
-        normed = normalize(x, norm_weight, norm_bias, how.norm, output_dtype(x))
-        return linear(normed, weight, bias, how.linear), normed if how.return_norm else None
-    result = _NormLinear.apply(x, norm_weight, norm_bias, weight, bias, how)
+    result = _NormLinear.run(x, norm_weight, norm_bias, weight, bias, how)
     return result if how.return_norm else (result, None)
 
 
@@ -106,12 +100,7 @@ def norm_mlp(
         Two ``[..., K]``, the second None if not asked for, in the dtype of torch.autocast if that
         is active, else of ``x``.
     """
-    if STATE.onnx is not None:
-        normed = normalize(x, *norm_parameters, how.norm, output_dtype(x))
-        h = linear(normed, *fc1, how.fc1)
-        y = linear(activate(h, how.activation), *fc2, how.fc2)
-        return y, normed if how.return_norm else None
-    result = _NormMlp.apply(x, *norm_parameters, *fc1, *fc2, how)
+    result = _NormMlp.run(x, *norm_parameters, *fc1, *fc2, how)
     return result if how.return_norm else (result, None)
 
 

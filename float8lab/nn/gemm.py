@@ -33,7 +33,6 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import Source, as_matrix, scaled_mm_op, transpose_op
-from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
@@ -371,7 +370,7 @@ def plain_weight(module: Any, weight: Tensor, first_microbatch: bool | None) -> 
     fused = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
-    found: Tensor = _IntoMainGrad.apply(plain(weight), fused, first_microbatch is True)
+    found: Tensor = _IntoMainGrad.run(plain(weight), fused, first_microbatch is True)
     return found
 
 
@@ -402,9 +401,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor
     Returns:
         ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
-    if STATE.onnx is not None:
-        return STATE.onnx.linear(x, weight, bias, call)
-    result: Tensor = _Linear.apply(x, weight, bias, call)
+    result: Tensor = _Linear.run(x, weight, bias, call)
     return result
 
 

@@ -18,7 +18,6 @@ from float8lab.nn.linear import store_in_fp8
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import check_parallel_arguments
 from float8lab.nn.precision import Precision, place_precisions
-from float8lab.recipes.region import STATE
 
 __all__ = ["LayerNormMLP"]
 
@@ -198,7 +197,7 @@ class LayerNormMLP(FusedModule):
                 self._fp8_fc1.end(fc1)
             if fc2.record:
                 self._fp8_fc2.end(fc2)
-        elif self.checkpoint and torch.is_grad_enabled() and STATE.onnx is None:
+        elif self.checkpoint and torch.is_grad_enabled():
             results = run_checkpointed(
                 self._forward_in_high_precision, x, added, is_first_microbatch,
                 use_reentrant=False, preserve_rng_state=False,

@@ -32,6 +32,9 @@ class OtherLinear(nn.Module):
     """
 
     original: ClassVar[type]
+    loaders: ClassVar[dict[str, Callable[[], type[OtherLinear]]]] = {}
+    """Functions that load the FP8 class of a linear layer, by the qualified name of the layer's
+    class; ``register_linear`` enters them."""
     _fp8: Precision
     weight: Tensor
     bias: Tensor | None
@@ -75,11 +78,6 @@ class OtherLinear(nn.Module):
             return super()._apply(fn, recurse)
 
 
-_LOADERS: dict[str, Callable[[], type[OtherLinear]]] = {}
-"""Functions that load the FP8 class of a linear layer, by the qualified name of the layer's
-class."""
-
-
 def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:
     """Make ``convert_to_float8`` convert layers of a class.
 
@@ -87,19 +85,19 @@ def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:
         name: module and name of the class, as in ``"transformers.pytorch_utils.Conv1D"``.
         load: returns its FP8 class. Called when a model has such a layer.
     """
-    _LOADERS[name] = load
+    OtherLinear.loaders[name] = load
 
 
 def known_linear(cls: type) -> Any:
     """The class of linear layers, torch's or a registered one, that ``cls`` is or derives from."""
     if issubclass(cls, nn.Linear):
         return nn.Linear
-    return next((base for base in cls.__mro__ if _name(base) in _LOADERS), None)
+    return next((base for base in cls.__mro__ if _name(base) in OtherLinear.loaders), None)
 
 
 def load_float8_class(known: type) -> type[OtherLinear]:
     """The FP8 class of a registered class."""
-    return _LOADERS[_name(known)]()
+    return OtherLinear.loaders[_name(known)]()
 
 
 def sizes(layer: Any) -> tuple[int, int]:

@@ -169,7 +169,7 @@ class Precision:
         self.handle = new_handle(self, torch.device("cpu"))  # stands for self in compiled graphs
         set_clock(torch.device("cpu"))
         self.warned_of_recast = False
-        self.weight_cast: Any = None  # kept over microbatches; belongs to linear_function
+        self.weight_cast: Any = None  # kept over microbatches; belongs to casts.py
         self._last: Call | None = None
         self._shared: Call | None = None  # for calls that have nothing of their own
         self._found: tuple[Any, ...] = (None, None, None, None)  # the last answer of _slots
@@ -240,7 +240,7 @@ class Precision:
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE
-        if torch.compiler.is_compiling() and state.onnx is None:
+        if torch.compiler.is_compiling():
             return self._begin_in_graph(x, training, first_microbatch, fused_weight)
         hooks = _saved_tensors_hooks(True)
         frame = None if hooks is None else _checkpoint_frame(hooks)
@@ -254,7 +254,7 @@ class Precision:
             region = state.autocast.region
             if recipe.linear.delayed:
                 slots = self._slots(recipe, x.device)
-                record = (training or state.autocast.calibrating) and state.onnx is None
+                record = training or state.autocast.calibrating
                 call = Call(
                     recipe, slots, record, precision=self,
                     first_microbatch=first_microbatch, fused_weight=fused_weight,

@@ -8,6 +8,7 @@ recipe's class.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -133,13 +134,15 @@ class Recipe:
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
         object.__setattr__(self, "linear", self._plan())
-        object.__setattr__(self, "number", _number_of(self))
+        object.__setattr__(self, "number", self._numbers.setdefault(self, len(self._numbers)))
 
     # Set once on each instance by __post_init__. Declared as ClassVar to keep them from being
     # dataclass fields: they take no part in __init__, fields() or replace().
     linear: ClassVar[LinearPlan]
     number: ClassVar[int]
     """Number of this recipe among all of this process, by which a compiled graph knows it."""
+    _numbers: ClassVar[dict[Recipe, int]] = {}
+    """The recipes of this process and their numbers, in this order; none is ever taken away."""
     _repr: ClassVar[str]
     _key: ClassVar[tuple[Any, ...]]
     _hash: ClassVar[int]
@@ -201,20 +204,9 @@ def check_recipe(name: str, value: Any) -> None:
     check_instance(name, value, Recipe, "one of float8lab.recipes", optional=True)
 
 
-_NUMBERS: dict[Recipe, int] = {}
-_NUMBERED: list[Recipe] = []
-
-
-def _number_of(recipe: Recipe) -> int:
-    if recipe not in _NUMBERS:
-        _NUMBERS[recipe] = len(_NUMBERED)
-        _NUMBERED.append(recipe)
-    return _NUMBERS[recipe]
-
-
 def recipe_numbered(number: int) -> Recipe:
     """The recipe, or one equal to it, whose ``number`` this is."""
-    return _NUMBERED[number]
+    return next(itertools.islice(Recipe._numbers, number, None))
 
 
 def _make(kind: type[Recipe], values: dict[str, Any]) -> Recipe:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ class AmaxChannel:
         filling: weights that FSDP2 gathers, and that will be reduced together; belongs to
             ``distributed/fsdp``.
     """
+
+    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, AmaxChannel]] = weakref.WeakKeyDictionary()
+    """The channel of each process group that is alive."""
 
     def __init__(self) -> None:
         self.filling: Any = None
@@ -160,12 +163,9 @@ class AmaxChannel:
             self._wire.setdefault(key, key[2])
 
 
-_CHANNELS: weakref.WeakKeyDictionary[Any, AmaxChannel] = weakref.WeakKeyDictionary()
-
-
 def channel(group: Any) -> AmaxChannel:
     """The channel of a process group."""
-    return _CHANNELS.setdefault(group, AmaxChannel())
+    return AmaxChannel.of_groups.setdefault(group, AmaxChannel())
 
 
 def has_ranks() -> bool:

@@ -42,7 +42,6 @@ __all__ = [
     "STATE",
     "Autocast",
     "ModelInit",
-    "OnnxForm",
     "Region",
     "advance_in_graph",
     "advance_scales",
@@ -67,15 +66,6 @@ class ModelInit:
     def __init__(self, recipe: Recipe, preserve_high_precision_init_val: bool) -> None:
         self.recipe = recipe
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
-
-
-class OnnxForm(NamedTuple):
-    """How ``onnx_export`` writes what FP8 has and ONNX calls by other names."""
-
-    linear: Callable[..., Tensor]
-    """As ``nn.linear_function.linear``."""
-    dequantized: Callable[[Any], Tensor]
-    """A Float8Tensor in high precision."""
 
 
 NO_BACKWARD = -1
@@ -110,7 +100,8 @@ class _State(threading.local):
         self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
         self.replay: Recording | None = None  # what the recomputation in progress repeats
-        self.onnx: OnnxForm | None = None  # while onnx_export is active
+        # While onnx_export is active: autograd functions, and what runs in place of each.
+        self.onnx: tuple[tuple[type, Callable[..., Any]], ...] | None = None
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
 
 

@@ -20,7 +20,7 @@ from float8lab import __main__ as command
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect.selfcheck import CHECKS, Cases, Check, casts, selfcheck
-from float8lab.inspect.selfcheck import harness as module
+from float8lab.inspect.selfcheck import running as module
 from tests.recorder import Ops
 
 ROOT = Path(__file__).parents[2]

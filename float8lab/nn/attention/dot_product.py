@@ -256,7 +256,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )  # fmt: skip
         q, k, v, problem = request[:4]
-        if checkpoint_core_attention and torch.is_grad_enabled() and STATE.onnx is None:
+        if checkpoint_core_attention and torch.is_grad_enabled():
             run = self._repeatable(problem)
             out = checkpoint(run, q, k, v, use_reentrant=False)
         else:
@@ -305,11 +305,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         call = self._fp8.begin(q, training=self.training) if why is None else None
         if why is not None:
             self._say_high_precision(why)
-        if call is not None and STATE.onnx is not None:
-            raise NotImplementedError(
-                "recipe must have fp8_dpa=False and fp8_mha=False inside onnx_export; got "
-                f"{call.recipe}. ONNX has no attention in FP8: export under a recipe without it."
-            )
         with self._dropout_context(problem.dropout):
             if call is None:
                 if why is None:
