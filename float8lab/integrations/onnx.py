@@ -23,7 +23,7 @@ from float8lab.nn.activation_function import activate
 from float8lab.nn.attention import fp8
 from float8lab.nn.casts import plain, stored_as
 from float8lab.nn.fused_function import NormLinearCall
-from float8lab.nn.gemm import linear, output_dtype
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.precision import Call, W, X
 from float8lab.ops import as_matrix, reference
@@ -125,15 +125,15 @@ def _norm_linear(
     how: NormLinearCall,
 ) -> Any:
     normed = normalize(x, norm_weight, norm_bias, how.norm, output_dtype(x))
-    y = linear(normed, weight, bias, how.linear)
+    y = _linear(normed, weight, bias, how.linear)
     return (y, normed) if how.return_norm else y
 
 
 def _norm_mlp(x: Tensor, *parameters_and_how: Any) -> Any:
     norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, how = parameters_and_how
     normed = normalize(x, norm_weight, norm_bias, how.norm, output_dtype(x))
-    h = linear(normed, fc1_weight, fc1_bias, how.fc1)
-    y = linear(activate(h, how.activation), fc2_weight, fc2_bias, how.fc2)
+    h = _linear(normed, fc1_weight, fc1_bias, how.fc1)
+    y = _linear(activate(h, how.activation), fc2_weight, fc2_bias, how.fc2)
     return (y, normed) if how.return_norm else y
 
 
@@ -150,7 +150,7 @@ def _refused_attention(*args: Any) -> Tensor:
 
 
 _TRANSLATIONS: tuple[tuple[type, Callable[..., Any]], ...] = (
-    (gemm._Linear, _linear),
+    (gemm.LinearFunction, _linear),
     (norm_function._Norm, _norm),
     (activation_function._Activation, _activation),
     (fused_function._NormLinear, _norm_linear),

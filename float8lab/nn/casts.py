@@ -96,15 +96,16 @@ def cast(
             *wanted, factors.encode, slot,
         )  # fmt: skip
         return q, factors.scale, factors.encode, q_t, factors.scale, total
-    if not spec.per_tensor:
+    whole = spec.block == (-1, -1)
+    if not whole:
         amax = None
     elif prologue == "" and torch.compiler.is_compiling():
         amax = _amax_in_graph(x, index)  # type: ignore[arg-type]  # no source
     q, scale, found, q_t, scale_t, total = cast_op(
-        prologue, inputs, dtype, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon,
+        prologue, inputs, dtype, spec.fp8_dtype, spec.block, spec.scale_rule, float(plan.epsilon),
         align, *wanted, amax,
     )  # fmt: skip
-    factor = (found if amax is None else amax) if spec.per_tensor else None
+    factor = (found if amax is None else amax) if whole else None
     return q, scale, factor, q_t, scale_t, total
 
 
@@ -276,11 +277,12 @@ def cast_weight(weight: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | No
     what lives on.
     """
     spec, factor = call.plan.w, None
-    if stored_as(weight, spec):
+    stored = isinstance(weight, Float8Tensor)
+    if stored and stored_as(weight, spec):
         q, scale = _stored(weight, spec)
     else:
         high = weight
-        if isinstance(weight, Float8Tensor):
+        if stored:
             if not torch.compiler.is_compiling():
                 _warn_of_recast(weight, call)  # a graph holds no warnings
             high = plain(weight)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     Operand,
     cast,
@@ -38,12 +37,12 @@ from float8lab.tensor.differentiation import Float8Function, once_differentiable
 __all__ = [
     "PARTS",
     "Gradient",
+    "LinearFunction",
     "Saved",
     "backward",
     "forward",
     "forward_again",
     "fused_weight",
-    "linear",
     "output_dtype",
     "plain_weight",
 ]
@@ -97,7 +96,7 @@ def forward(
     w_q: Any = None
     if source:
         value = x if inp is None else inp
-        keep = plan.x.per_tensor and (wgrad or (again and plan.fprop))
+        keep = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))
         if plan.fprop or keep:
             q, scale, factor, *_ = cast(value, plan.x, X, call)
             x_q = q, scale
@@ -117,7 +116,9 @@ def forward(
             elif call.watched and transposed:
                 show_cast(x.t(), (q_t, scale_t), transposed, X, call)
         if wgrad:
-            saved_x = (q_t, _compress(scale_t, wgrad.right), None)
+            # As e8m0 where that is exact: one byte each.
+            e8m0 = wgrad.right.scale_rule == "e8m0"
+            saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
         elif needs_dw:
             saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
     if plan.fprop or keep_w:
@@ -189,20 +190,10 @@ def _fprop(
     left, right, fast_accum = plan.fprop
     y: Tensor = scaled_mm_op(*x_q, left.block, w, w_scale, right.block, bias, dtype, fast_accum)
     rows = (x.inputs[0] if isinstance(x, Source) else x).shape[0]
-    return _crop(y, (rows, features)).contiguous()
-
-
-def _crop(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The part of a padded matrix that is not padding."""
-    # A compiled graph always slices: asking whether it must would fix the number of tokens.
-    if x.shape == shape and not torch.compiler.is_compiling():
-        return x
-    return x[: shape[0], : shape[1]]
-
-
-def _compress(scale: Tensor, spec: Float8Spec) -> Tensor:
-    """Scales as they are saved for backward: one byte each where that is exact."""
-    return scale.to(torch.float8_e8m0fnu) if spec.scale_rule == "e8m0" else scale
+    # A compiled graph always crops: asking whether it must would fix the number of tokens.
+    if torch.compiler.is_compiling() or y.shape != (rows, features):
+        y = y[:rows, :features]
+    return y.contiguous()
 
 
 class Gradient:
@@ -311,7 +302,9 @@ def _dgrad(
     if watched:
         show_gemm("dgrad", call, dy.q, w_t)
     dx = scaled_mm_op(*dy.q, left.block, *w_t, right.block, None, dtype, fast_accum)
-    return _crop(dx, shape)
+    if torch.compiler.is_compiling() or dx.shape != shape:
+        dx = dx[: shape[0], : shape[1]]
+    return dx
 
 
 def _wgrad(
@@ -344,7 +337,8 @@ def _wgrad(
         if call.watched:
             show_gemm("wgrad", call, dy.q_t, x_t)
         dw = scaled_mm_op(*dy.q_t, left.block, *x_t, right.block, None, dtype, fast_accum)
-        dw = _crop(dw, shape)
+        if torch.compiler.is_compiling() or dw.shape != shape:
+            dw = dw[: shape[0], : shape[1]]
     if fused is None:
         return dw
     _accumulate(fused, dw, overwrite=call.first_microbatch is True)
@@ -389,8 +383,16 @@ class _IntoMainGrad(Float8Function):
 # A linear layer, the plainest composition.
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward.
+def output_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of torch.autocast if that is active, else of ``x``."""
+    # torch.autocast does not know the meta device.
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+class LinearFunction(Float8Function):
+    """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward: ``run`` it.
 
     Args:
         x: ``[..., K]``.
@@ -401,19 +403,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor
     Returns:
         ``[..., N]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
-    result: Tensor = _Linear.run(x, weight, bias, call)
-    return result
 
-
-def output_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of torch.autocast if that is active, else of ``x``."""
-    # torch.autocast does not know the meta device.
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
-
-
-class _Linear(Float8Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         rows = x if x.ndim == 2 else as_matrix(x)

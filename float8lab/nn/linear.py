@@ -23,7 +23,7 @@ from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import fused_weight, linear, plain_weight
+from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
@@ -318,7 +318,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             high = plain_weight(self, weight, is_first_microbatch)
             y = self._forward_in_high_precision(x, high, added)
         else:
-            y = linear(x, weight, added, call)
+            y = LinearFunction.run(x, weight, added, call)
             if call.record:
                 self._fp8.end(call)
         return (y, bias) if self.return_bias else y

@@ -104,18 +104,11 @@ class ScalePack:
         self._live: Sequence[Tensor] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
 
-    def current(self, slot: int, *, shared: bool = True) -> Factors:
-        """The factors of a slot, unchanged by later updates.
-
-        ``shared``: other casts may get the same tensors.
-        """
-        live = self.live() if shared else None
-        if live is None:
-            return Factors.of(self.factors[:, slot].clone())
-        return Factors(live[2 * slot], live[2 * slot + 1])
-
     def live(self) -> Sequence[Tensor] | None:
-        """The decode scale and the encode factor of each slot in turn; None in a CUDA graph."""
+        """The decode scale and the encode factor of each slot in turn, unchanged by later updates.
+
+        None where a CUDA graph records: there each cast makes a copy of its own.
+        """
         if self._recorded or (self.factors.is_cuda and self.is_recorded()):
             return None
         if self._live is None:
@@ -231,18 +224,15 @@ class ScalePack:
 
         A pass inside it, of a reentrant checkpoint, is a part of it.
         """
-        if self._backward is not None and self._backward() is not None:
-            return
         if torch._C._current_graph_task_id() == _NO_TASK:
             return
-        self.settle()
+        if self._backward is not None:
+            if self._backward() is not None:
+                return
+            self.settle()
         backward = _Backward(self)
         self._backward = weakref.ref(backward)
         torch.autograd.Variable._execution_engine.queue_callback(backward)
-
-    def end_backward(self) -> None:
-        """Keep what gradients recorded: their backward pass has ended."""
-        self._backward = None
 
     def settle(self) -> None:
         """Forget what gradients recorded if their backward pass was interrupted."""
@@ -267,7 +257,7 @@ class _Backward:
         self._pack = pack
 
     def __call__(self) -> None:
-        self._pack.end_backward()
+        self._pack._backward = None  # what gradients recorded stays
 
 
 @contextmanager
@@ -422,7 +412,7 @@ class DelayedSlots:
             one: Known | None = None
             if self.forward[index] and self.seeded[index]:
                 if live is None:
-                    factors = pack.current(slot)
+                    factors = Factors.of(pack.factors[:, slot].clone())
                 else:
                     factors = Factors(live[2 * slot], live[2 * slot + 1])
                 one = factors, pack.amaxes[slot] if record else None
@@ -446,7 +436,12 @@ class DelayedSlots:
             if x.numel():
                 self._sow(index, factors)
         pack = self.pack
-        return pack.current(slot, shared=shared), pack.amaxes[slot] if record else None
+        live = pack.live() if shared else None
+        if live is None:
+            factors = Factors.of(pack.factors[:, slot].clone())
+        else:
+            factors = Factors(live[2 * slot], live[2 * slot + 1])
+        return factors, pack.amaxes[slot] if record else None
 
     def scale_again(self, index: int) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""
