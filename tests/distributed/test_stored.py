@@ -161,6 +161,25 @@ def check_a_module_that_knows_nothing_of_fp8(ranks: Ranks) -> None:
                 layer.reshard()
 
 
+def check_a_moved_shard_sends_the_same(ranks: Ranks) -> None:
+    # With CPU offload, FSDP2 asks a copy on the device, and keeps the shard.
+    mesh = ranks.mesh()
+    for recipe in RECIPES:
+        stored = make_model(ranks, recipe)
+        master = nn.Sequential(nn.Linear(64, 300, device=ranks.device))
+        float8lab.convert_to_float8(master, recipe)
+        for layer in (shard(stored, ranks)[0], shard(master, ranks)[0]):
+            shard_ = layer.weight._local_tensor
+            moved = shard_.to(ranks.device, copy=True)
+            assert type(moved) is type(shard_)
+            asked = (mesh, layer.weight.shape, layer.weight.stride(), layer, None)
+            (mine,), scales = shard_.fsdp_pre_all_gather(*asked)
+            (other,), same = moved.fsdp_pre_all_gather(*asked)
+            assert torch.equal(mine, other)
+            assert all(torch.equal(a, b) for a, b in zip(scales, same, strict=True))
+            assert shard_.weight.shard() is shard_
+
+
 def check_copies_of_a_shard(ranks: Ranks) -> None:
     for recipe in RECIPES:
         model = shard(make_model(ranks, recipe), ranks)
