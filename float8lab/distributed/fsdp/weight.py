@@ -72,13 +72,13 @@ def shard_mesh(parameter: Any) -> Any:
 class Layout(NamedTuple):
     """The rows of a weight ``[N, K]`` that are a rank's shard, by the rule of ``torch.chunk``."""
 
-    spec: Float8Spec  # of the whole weight
-    shape: tuple[int, int]  # likewise
-    blocks: tuple[int, ...]  # shape of its scales
-    numbers: int  # of floats from its scales to those of the next weight, so that all are aligned
-    start: int  # first row of the shard in the weight
-    rows: int  # of the shard
-    padding: int  # rows that it sends besides, for other ranks have so many more
+    spec: Float8Spec  # the format, blocks and scale rule of the whole weight
+    shape: tuple[int, int]  # the shape of the whole weight
+    blocks: tuple[int, ...]  # the shape of the weight's scales
+    numbers: int  # floats from these scales to the next weight's, so that all are aligned
+    start: int  # the first row of the shard in the weight
+    rows: int  # how many rows the shard has
+    padding: int  # rows that it sends besides, where the shards of other ranks have more
     runs: tuple[tuple[slice, slice], ...]
     """Runs of rows of the shard that lie on the weight's blocks, each with its block rows.
 
@@ -133,7 +133,7 @@ class WeightCast(NamedTuple):
 
 
 class ShardedWeight:
-    """What a rank knows of a sharded weight, whichever tensor holds its shard.
+    """A sharded weight, as one rank knows it, whichever tensor holds the shard.
 
     Args:
         layout: where the shard lies in the weight.
@@ -145,8 +145,8 @@ class ShardedWeight:
 
     shard: weakref.ref[Any]  # the local tensor of the sharded parameter
     scale: Tensor  # decode scales of the whole weight, since the last reduction
-    factor: Tensor  # what a cast takes for these
-    amax: Tensor  # from which they were made
+    factor: Tensor  # the factors that a cast takes for these scales
+    amax: Tensor  # the amaxes from which they were made
 
     def __init__(self, layout: Layout, cast: WeightCast | None = None) -> None:
         self.layout = layout
@@ -157,7 +157,7 @@ class ShardedWeight:
             if cast is None
             else (spec.fp8_dtype, spec.scale_rule, cast.amax_epsilon, cast.headroom)
         )
-        self.version: int | None = None  # of the shard, at the last reduction
+        self.version: int | None = None  # the shard's, at the last reduction
         self.batch: _Batch | None = None
         self.index = 0  # in the batch
 
