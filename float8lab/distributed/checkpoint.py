@@ -21,6 +21,7 @@ from float8lab.distributed.fsdp.weight import (
     local_of,
     reduced_amaxes,
     shard_mesh,
+    with_local,
 )
 from float8lab.tensor import Float8Tensor
 
@@ -95,21 +96,15 @@ class _Stored:
 
     def bytes_under(self, scale: Tensor) -> Any:
         """The FP8 data for these scales, as uint8; a shard is cast to them."""
-        local, value = self.local, self.value
+        local = self.local
         if self.mesh is None:
             return local.qdata.view(torch.uint8)
         parts = [
             cast_stored(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
             for rows, blocks in self.layout.runs
         ]
-        return type(value).from_local(
-            torch.cat(parts) if parts else local.qdata.view(torch.uint8),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        qdata = torch.cat(parts) if parts else local.qdata.view(torch.uint8)
+        return with_local(self.value, qdata)
 
     def load(self, qdata: Any, scale: Tensor, amax: Tensor) -> None:
         """Take over bytes, scales and amaxes."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_of, cast_many_op, cast_op, factors_from_amax
+from float8lab.ops import amax_of, cast_many_op, cast_op, factors_from_amax, round_up
 from float8lab.recipes.reduction import AmaxChannel, channel
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
@@ -42,13 +42,26 @@ __all__ = [
     "reduced_amaxes",
     "requantize_shards_",
     "shard_mesh",
+    "with_local",
 ]
+
+_ALIGNED = 4
+"""Floats. A GEMM on a GPU copies scales that do not begin at a multiple of 16 bytes."""
 
 
 def local_of(x: Any) -> Any:
     """A DTensor's shard on this rank; any other tensor itself."""
     # This is an attribute of a DTensor; importing its class would double our own import time.
     return getattr(x, "_local_tensor", x)
+
+
+def with_local(x: Any, local: Tensor) -> Any:
+    """``local``, as a DTensor of the shape and placements of ``x`` if that is one."""
+    if local_of(x) is x:
+        return local
+    return type(x).from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
 
 
 def shard_mesh(parameter: Any) -> Any:
@@ -60,12 +73,13 @@ def shard_mesh(parameter: Any) -> Any:
 class Layout(NamedTuple):
     """The rows of a weight ``[N, K]`` that are a rank's shard, by the rule of ``torch.chunk``."""
 
-    spec: Float8Spec  # of the whole weight
-    shape: tuple[int, int]  # likewise
-    blocks: tuple[int, ...]  # shape of its scales
-    start: int  # first row of the shard in the weight
-    rows: int  # of the shard
-    padding: int  # rows that it sends besides, for other ranks have so many more
+    spec: Float8Spec  # the format, blocks and scale rule of the whole weight
+    shape: tuple[int, int]  # the shape of the whole weight
+    blocks: tuple[int, ...]  # the shape of the weight's scales
+    numbers: int  # floats from these scales to the next weight's, so that all are aligned
+    start: int  # the first row of the shard in the weight
+    rows: int  # how many rows the shard has
+    padding: int  # rows that it sends besides, where the shards of other ranks have more
     runs: tuple[tuple[slice, slice], ...]
     """Runs of rows of the shard that lie on the weight's blocks, each with its block rows.
 
@@ -86,7 +100,9 @@ class Layout(NamedTuple):
             for low, high in ((0, head), (head, rows))
             if low < high
         )
-        return Layout(spec, (N, K), spec.scale_shape((N, K)), start, rows, chunk - rows, runs)
+        blocks = spec.scale_shape((N, K))
+        numbers = round_up(math.prod(blocks), _ALIGNED)
+        return Layout(spec, (N, K), blocks, numbers, start, rows, chunk - rows, runs)
 
     def block_rows(self, size: int, device: torch.device) -> slice | Tensor:
         """The weight's block rows in which the shard's blocks, of ``size`` rows each, begin."""
@@ -118,7 +134,7 @@ class WeightCast(NamedTuple):
 
 
 class ShardedWeight:
-    """The layout and scales of a sharded weight, whichever tensor holds the shard of this rank.
+    """A sharded weight, as one rank knows it, whichever tensor holds the shard.
 
     Args:
         layout: where the shard lies in the weight.
@@ -130,8 +146,8 @@ class ShardedWeight:
 
     shard: weakref.ref[Any]  # the local tensor of the sharded parameter
     scale: Tensor  # decode scales of the whole weight, since the last reduction
-    factor: Tensor  # what a cast takes for these
-    amax: Tensor  # from which they were made
+    factor: Tensor  # the factors that a cast takes for these scales
+    amax: Tensor  # the amaxes from which they were made
 
     def __init__(self, layout: Layout, cast: WeightCast | None = None) -> None:
         self.layout = layout
@@ -142,7 +158,7 @@ class ShardedWeight:
             if cast is None
             else (spec.fp8_dtype, spec.scale_rule, cast.amax_epsilon, cast.headroom)
         )
-        self.version: int | None = None  # of the shard, at the last reduction
+        self.version: int | None = None  # the shard's, at the last reduction
         self.batch: _Batch | None = None
         self.index = 0  # in the batch
 
@@ -202,7 +218,7 @@ def _set_scales(
     made: dict[Any, list[tuple[Tensor, ...]]] = {}
     with torch.inference_mode(False), torch.no_grad():
         every, amaxes = reduced_amaxes([w.layout for w in weights], shards, device, mesh)
-        counts = [amax.numel() for amax in amaxes]
+        sizes = [weight.layout.numbers for weight in weights]
         for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
             if weight.rule not in made:
                 scale, factor = every, every
@@ -211,22 +227,26 @@ def _set_scales(
                     scale, factor = factors_from_amax(every, fp8_dtype, scale_rule, epsilon)
                     if headroom != 1.0:
                         scale, factor = scale * headroom, factor / headroom
-                made[weight.rule] = [scale.split(counts), factor.split(counts)]
-            weight.scale, weight.factor = (one[i].view(amax.shape) for one in made[weight.rule])
+                made[weight.rule] = [scale.split(sizes), factor.split(sizes)]
+            weight.scale, weight.factor = (
+                parts[i][: amax.numel()].view(amax.shape) for parts in made[weight.rule]
+            )
             weight.amax = amax
 
 
 def reduced_amaxes(
     layouts: Sequence[Layout], shards: Sequence[Any], device: torch.device, mesh: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    """The amaxes of the blocks of whole weights, in a row and by weight: one all-reduce.
+    """The amaxes of the blocks of whole weights, in a row and of each weight: one all-reduce.
 
     The amax of a block that is stored in FP8 is the largest scale that a rank has for it.
     """
-    counts = [math.prod(layout.blocks) for layout in layouts]
-    every = torch.zeros(sum(counts), dtype=torch.float32, device=device)
-    parts = zip(every.split(counts), layouts, strict=True)
-    amaxes = [part.view(layout.blocks) for part, layout in parts]
+    sizes = [layout.numbers for layout in layouts]
+    every = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    amaxes = [
+        part[: math.prod(layout.blocks)].view(layout.blocks)
+        for part, layout in zip(every.split(sizes), layouts, strict=True)
+    ]
     targets, values = [], []
     for amax, layout, shard in zip(amaxes, layouts, shards, strict=True):
         if shard is None:
@@ -298,23 +318,20 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
 
 def _write(each: Sequence[tuple[ShardedWeight, Any, Tensor]]) -> None:
     """Cast by the scales of the whole weights, one op for each kind of shard, and write them."""
-    encodes: list[Tensor] = []
-    factors: list[Tensor] = []
-    written: list[Tensor] = []
+    scales, amaxes = [x.scale for _, x, _ in each], [x.amax for _, x, _ in each]
+    rows = [w.layout.block_rows(x.spec.block[0], x.device) for w, x, _ in each]
     groups: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for weight, local, value in each:
-        rows = weight.layout.block_rows(local.spec.block[0], local.device)
-        encodes.append(weight.factor[rows])
-        factors += [weight.scale[rows], weight.amax[rows]]
-        written += [local.scale, local.amax]
+    for _, local, value in each:
         kind = (value.dtype, local.qdata.dtype, local.spec.block)
         groups.setdefault(kind, []).append((value, local.scale, local.qdata))
     # The encode factors go where the scales will be, since the op keeps its table of addresses for
     # memory that stays.
-    torch._foreach_copy_(written[::2], encodes)
+    torch._foreach_copy_(scales, [w.factor[r] for (w, *_), r in zip(each, rows, strict=True)])
     for (*_, block), group in groups.items():
-        values, scales, data = (list(tensors) for tensors in zip(*group, strict=True))
+        values, encodes, data = (list(tensors) for tensors in zip(*group, strict=True))
         # Each block of the shard lies in one block of the weight, and has its factor by now.
-        cast_many_op(values, data, block, "encode", 0.0, [], [], scales)
+        cast_many_op(values, data, block, "encode", 0.0, [], [], encodes)
         torch.autograd.graph.increment_version(data)
-    torch._foreach_copy_(written, factors)
+    new = [w.scale[r] for (w, *_), r in zip(each, rows, strict=True)]
+    new += [w.amax[r] for (w, *_), r in zip(each, rows, strict=True)]
+    torch._foreach_copy_(scales + amaxes, new)
