@@ -432,8 +432,8 @@ class Float8Tensor(Tensor):
 
 def _has_no_own(t: Any) -> bool:
     """Whether a class has torch's ``__torch_function__``, as ``Tensor`` has."""
-    own, default = t.__torch_function__, Tensor.__torch_function__
-    return getattr(own, "__func__", own) is default.__func__
+    own, default = (getattr(c.__torch_function__, "__func__", None) for c in (t, Tensor))
+    return own is default
 
 
 _INDENT = ",\n             "  # between the lines of a repr
