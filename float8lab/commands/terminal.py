@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from float8lab.inspect.text import Grid, printable
+from float8lab.arguments import printable
+from float8lab.inspect.text import Grid
 
 __all__ = ["fail", "progress_bar", "show"]
 

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from float8lab.arguments import check_instance, check_size
-from float8lab.inspect.optional import needs
+from float8lab.arguments import check_instance, check_size, needs, printable
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "aligned", "bars", "bytes_text", "printable", "summary", "table"]
+__all__ = ["Grid", "aligned", "bars", "bytes_text", "summary", "table"]
 
 
 class Grid(NamedTuple):
@@ -114,19 +113,6 @@ def bytes_text(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.{digits}f} {unit}"
     return f"{size} B" if size else "-"
-
-
-def printable(text: str) -> str:
-    r"""Text from outside, such as a tensor's name, with its control characters escaped.
-
-    >>> from float8lab.inspect.text import printable
-    >>> print(printable("w\x1b[31m\n"))
-    w\x1b[31m\n
-    """
-    if text.isprintable():
-        return text
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_callables, check_names, check_path
-from float8lab.inspect.checkpoint.layout import Item, recognize
-from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
-from float8lab.inspect.checkpoint.opening import open_checkpoint
+from float8lab.arguments import check_callables, check_names, check_path, printable
+from float8lab.checkpoints.layouts import Item, recognize
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.source import Box, CheckpointError, Source, boxes
 from float8lab.inspect.checkpoint.report import Progress, counted, finite, named
-from float8lab.inspect.checkpoint.source import Box, CheckpointError, Source, boxes
-from float8lab.inspect.text import Grid, printable
+from float8lab.inspect.text import Grid
 
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
 
@@ -253,7 +252,7 @@ def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
         return replace(row, status="differs" if row.a_format != row.b_format else "equal")
     alike = _bits(a) == _bits(b)
     # A box starts at whole blocks of both; -1 is no constraint.
-    align = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(_align(a), _align(b), strict=True)]
+    align = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
     same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
     changed, changed_scales, unlike = 0, 0, 0
     signal = noise = worst = element_noise = 0.0
@@ -264,9 +263,9 @@ def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
             changed += _changed(_raw(a, box), _raw(b, box))
         if same_blocks:
             changed_scales += _changed(
-                read_scale(a, box).view(torch.int32), read_scale(b, box).view(torch.int32)
+                a.scales(box).view(torch.int32), b.scales(box).view(torch.int32)
             )
-        x, y = decode(a, box), decode(b, box)
+        x, y = a.values(box), b.values(box)
         reference = y if reference_is_b else x
         finite_both = x.isfinite() & y.isfinite()
         error = (y - x).abs().masked_fill_(~finite_both, 0.0)
@@ -304,12 +303,8 @@ def _bits(item: Item) -> torch.dtype | None:
     return item.entry.dtype if item.spec is None else item.spec.fp8_dtype
 
 
-def _align(item: Item) -> tuple[int, ...]:
-    return (1,) * len(item.entry.shape) if item.spec is None else item.spec.block
-
-
 def _raw(item: Item, box: Box) -> Tensor:
-    return read_codes(item, box) if item.fp8 else item.entry.read(box)
+    return item.codes(box) if item.fp8 else item.entry.read(box)
 
 
 def _changed(x: Tensor, y: Tensor) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
+from float8lab.arguments import printable
 from float8lab.inspect.checkpoint.report import CheckpointReport
 from float8lab.inspect.html import exponent_bars
-from float8lab.inspect.text import Grid, printable
+from float8lab.inspect.text import Grid
 
 __all__ = ["page"]
 

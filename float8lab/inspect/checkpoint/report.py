@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from float8lab.arguments import check_callables, check_names, check_path
-from float8lab.inspect.checkpoint.layout import Finding, Item, recognize
+from float8lab.arguments import check_callables, check_names, check_path, printable
+from float8lab.checkpoints.layouts import Finding, Item, recognize
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.source import CheckpointError, Source
 from float8lab.inspect.checkpoint.measure import Measured, measure
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.source import CheckpointError, Source
-from float8lab.inspect.text import Grid, printable
+from float8lab.inspect.text import Grid
 
 __all__ = [
     "CheckpointReport",

@@ -7,9 +7,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from float8lab.arguments import check_instance, check_path
-from float8lab.inspect.optional import needs
-from float8lab.inspect.replacing import replacing
+from float8lab.arguments import check_instance, check_path, needs
+from float8lab.checkpoints.replacing import replacing
 from float8lab.inspect.report.data import embed
 from float8lab.inspect.watch.records import Log
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from float8lab.inspect.optional import needs
+from float8lab.arguments import needs
 from float8lab.inspect.watch.records import Log, Record
 
 __all__ = ["table", "to_pandas", "to_tensorboard"]

@@ -14,14 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_flags, check_module, check_path
+from float8lab.arguments import check_flags, check_module, check_path, printable
+from float8lab.checkpoints.layouts import Item, recognize
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.replacing import leftovers
+from float8lab.checkpoints.source import CheckpointError, Source, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.inspect.checkpoint.layout import Item, recognize
-from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.source import CheckpointError, Source, boxes
-from float8lab.inspect.replacing import leftovers
-from float8lab.inspect.text import printable
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.precision import Precision, W, X
@@ -282,14 +280,14 @@ def _damage(item: Item) -> list[str]:
     assert item.spec is not None
     if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
-    scale = read_scale(item, item.entry.whole)
+    scale = item.scales()
     bad = int((~scale.isfinite() | (scale < 0)).sum())
     return [f"{item.name}: {bad} scales NaN, infinite or negative"] if bad else []
 
 
 def _input_scale(item: Item, damage: list[str]) -> float:
     entry = item.entry
-    value = entry.read(entry.whole).float().reshape(-1) if entry.dtype is not None else None
+    value = entry.read().float().reshape(-1) if entry.dtype is not None else None
     if value is None or value.numel() != 1 or not bool((value > 0) & value.isfinite()):
         damage.append(f"{item.name} is not one positive number")
         return 1.0
@@ -329,12 +327,12 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     spec, device = item.spec, _place_of(target)
     assert spec is not None
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
-    for box in boxes(item.entry.shape, spec.block):
-        data[box] = read_codes(item, box).to(device)
-    scale = read_scale(item, item.entry.whole).to(device)
+    for box in boxes(item.entry.shape, item.block):
+        data[box] = item.codes(box).to(device)
+    scale = item.scales().to(device)
     amaxes = [other for other in item.others if other.name.endswith(".amax")]
     fits = amaxes and amaxes[0].shape == tuple(scale.shape)
-    amax = amaxes[0].read(amaxes[0].whole).to(device) if fits else scale * spec.largest()
+    amax = amaxes[0].read().to(device) if fits else scale * spec.largest()
     dtype = target.dtype
     return nn.Parameter(
         Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, dtype), requires_grad=False
@@ -353,13 +351,12 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
         target = made
     into = target.detach()
     if isinstance(into, Float8Tensor):
-        whole = decode(item, item.entry.whole)
+        whole = item.values()
         into.requantize_(whole.to(into.device))
         return
-    align = item.spec.block if item.spec is not None else (1,) * target.ndim
     exact = item.entry.dtype is not None and not item.entry.dtype.is_floating_point
-    for box in boxes(item.entry.shape, align):
-        into[box] = (item.entry.read(box) if exact and not item.fp8 else decode(item, box)).to(
+    for box in boxes(item.entry.shape, item.block):
+        into[box] = (item.entry.read(box) if exact and not item.fp8 else item.values(box)).to(
             into.device
         )
 
@@ -433,7 +430,7 @@ def _set_input_scale(
     if not found or not isinstance(precision.recipe, DelayedScaling):
         return False
     # The largest scale covers the weight, should it be cast again.
-    read = [read_scale(items[n], items[n].entry.whole) for n in names if n in items]
+    read = [items[n].scales() for n in names if n in items]
     weight = max(float(scale.max()) for scale in read)
     for (recipe, _), slots in precision.slots.items():
         if recipe == precision.recipe:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
 from float8lab.nn.convert import matches
 from float8lab.nn.operands import cast
@@ -26,17 +27,7 @@ from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import block_amax
 
-__all__ = ["Product", "Stored", "Weight", "find_weights", "products"]
-
-
-class Stored(NamedTuple):
-    """A matrix in FP8."""
-
-    codes: Tensor
-    scale: Tensor
-    """float32, one for each block."""
-    amax: Tensor | None = None
-    """Only where it was asked for."""
+__all__ = ["Product", "find_weights", "products"]
 
 
 class Product(NamedTuple):
@@ -54,26 +45,6 @@ class Product(NamedTuple):
     def paths(self) -> tuple[str, ...]:
         """Qualified names of the parameters."""
         return tuple(f"{self.name}.{p}" if self.name else p for p in self.parameters)
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight to store in FP8: one parameter, or several that are cast as one matrix."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    module: str
-    spec: Float8Spec
-    activations: Float8Spec | None
-    """How the recipe casts the input; None if it is not known."""
-    make: Callable[..., list[Stored]]
-    """``make(scale, amax=...)`` returns a part for each parameter. ``scale`` is a scale per tensor
-    to use in place of its own, or None; ``amax`` says whether amaxes, which take a pass of their
-    own, are wanted."""
-    input_scale: Tensor | None = None
-    """Scale of the input under a calibrated recipe, ``[1]``."""
-    stored: bool = False
-    """Whether the parameter is stored in FP8."""
 
 
 def products(model: nn.Module) -> list[Product]:

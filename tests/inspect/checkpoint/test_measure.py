@@ -17,11 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import float8lab
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.source import boxes
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint import difference, measure
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.source import boxes
 
 ROOT = Path(__file__).parents[3]
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 import float8lab
 from float8lab import __main__ as command
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.safetensors import SPECS_KEY
 from float8lab.inspect import checkpoint
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.safetensors_source import SPECS_KEY
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -265,6 +265,16 @@ def test_blocks_of_other_dimensions(tmp_path, capsys):
     tensor = torch.ones(4, 2, 8).to(torch.float8_e4m3fn)
     safetensors.save_file({"a": tensor}, tmp_path / "a.safetensors", {SPECS_KEY: specs})
     refused(tmp_path / "a.safetensors", capsys, "one block size for each dimension of a, (4, 2, 8)")
+
+
+@pytest.mark.parametrize("size", [2**40, 10**400])
+def test_a_block_larger_than_memory_is_the_whole_dimension(tmp_path, size):
+    specs = json.dumps({"a": ["float8_e4m3fn", [size, -1], "fp32"]})
+    tensors = {"a.qdata": torch.ones(4, 8).to(torch.float8_e4m3fn), "a.scale": torch.ones(1, 1)}
+    safetensors.save_file(tensors, tmp_path / "a.safetensors", {SPECS_KEY: specs})
+    (row,) = checkpoint(tmp_path / "a.safetensors").rows
+    assert row.measured.stats.amax == 1.0
+    assert float8lab.inspect.diff(tmp_path, tmp_path).identical
 
 
 def test_too_many_dimensions(tmp_path, capsys):
