@@ -327,7 +327,8 @@ def _write_files(
     folder: Path, groups: Sequence[Group], config: Mapping[str, Any], max_shard_size: int
 ) -> list[str]:
     shards = _shards(groups, max_shard_size)
-    files, where = [], {}
+    files: list[str] = []
+    where: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         several = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         files.append(f"model{several}.safetensors")

@@ -115,18 +115,23 @@ def bytes_text(size: int) -> str:
     return f"{size} B" if size else "-"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def aligned(
+    rows: Sequence[Sequence[str]], left: int = 1, *, left_out: int = 0, of: str = ""
+) -> list[str]:
     """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
+
+    A last line says that so many were left out, and in which attribute all are.
 
     >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
     layer    us
     0      1200
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
+    lines = [
         "  ".join(
             cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
+    return [*lines, f"and {left_out} more in {of}"] if left_out > 0 else lines

@@ -6,9 +6,11 @@ all that this has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +22,17 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.precision import precisions, precisions_below
 from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from float8lab.recipes.region import DEFAULT_RECIPE, STATE
+from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
+from float8lab.tensor import Float8Tensor
 
 __all__ = [
     "LossFn",
     "Trial",
+    "as_before",
     "call",
     "loss_of",
     "on_trial",
+    "own_loss",
     "refuse_dtensors",
     "tensors_in",
     "without_reduction",
@@ -59,7 +64,7 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     Raises:
         ValueError: the loss is not one number that requires a gradient.
     """
-    loss = _own_loss(call(model, batch)) if loss_fn is None else loss_fn(model, batch)
+    loss = _default_loss(call(model, batch)) if loss_fn is None else loss_fn(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
@@ -69,8 +74,13 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
-def _own_loss(output: Any) -> Any:
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+def own_loss(output: Any) -> Any:
+    """The ``loss`` that an output has, as a key or an attribute; None if it has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _default_loss(output: Any) -> Any:
+    found = own_loss(output)
     if found is not None:
         return found
     tensors = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
@@ -123,18 +133,56 @@ class _Contents:
                 container.update(copy)
 
 
-class _Buffers:
-    """The values of a model's buffers."""
+class _Values:
+    """The values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        local = [getattr(x, "_local_tensor", x) for x in tensors]
+        parts = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
+        self.kept = [(x, x.detach().clone()) for found in parts for x in found]
 
     @torch.no_grad()
     def restore(self) -> None:
         # Versions tell nothing, since batch_norm does not count its writes. By .data these writes
         # are not counted either: a graph that the caller has in progress stays valid.
-        for buffer, copy in self.kept:
-            buffer.data.copy_(copy)
+        for x, copy in self.kept:
+            x.data.copy_(copy)
+
+
+class _Scaling:
+    """The delayed scales of a model, and what the end of the region around it will advance."""
+
+    def __init__(self, model: nn.Module) -> None:
+        owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
+        self.kept = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
+        self.region = STATE.region
+        self.packs = {} if self.region is None else dict(self.region.packs)
+
+    def restore(self) -> None:
+        for slots, tensors in self.kept:
+            slots.load(tensors)
+        if self.region is not None:
+            self.region.packs = self.packs
+
+
+class _Training:
+    """What a training step changes beside buffers: gradients, parameters, an optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.gradients = [(p, p.grad) for p in model.parameters()]
+        changed = [p.main_grad for p, _ in self.gradients if hasattr(p, "main_grad")]
+        self.optimizer = optimizer
+        if optimizer is not None:
+            changed += list(model.parameters())
+            self.state = deepcopy(optimizer.state_dict())
+        self.values = _Values(changed)
+
+    def restore(self) -> None:
+        self.values.restore()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(self.state)
 
 
 class _Random:
@@ -162,15 +210,53 @@ class Trial:
 
     Attributes:
         model: the model, which runs as it was given until ``convert`` is called.
+        parameters: those whose gradients ``step`` returns.
         layers: after ``convert``, the layers that can run in FP8, by name.
         skipped: the candidates that cannot run in FP8, by name, and why.
     """
 
-    def __init__(self, model: nn.Module, buffers: _Buffers, random: _Random) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, start: Sequence[Any]
+    ) -> None:
+        self.model, self.batch, self.loss_fn = model, batch, loss_fn
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers: dict[str, Linear | FusedModule] = {}
         self.skipped: dict[str, str] = {}
-        self._buffers, self._random = buffers, random
+        self._start = start
+
+    def forward(self) -> Any:
+        """The model's output."""
+        return call(self.model, self.batch)
+
+    def loss(self) -> Tensor:
+        """The loss, by ``loss_of``."""
+        return loss_of(self.model, self.batch, self.loss_fn)
+
+    def step(self) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and the gradients of ``parameters``, in a forward and a backward pass."""
+        loss = self.loss()
+        if not self.parameters:
+            return loss, []
+        # Not backward: it would write grad, and call what hooks there.
+        return loss, [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
+
+    @contextmanager
+    def looking(self, look: Callable[[str, Any, Tensor, Tensor], None]) -> Iterator[None]:
+        """Call ``look`` with the name, the layer, its input and output after each call of a layer.
+
+        Calls that only compute an activation again are passed over.
+        """
+
+        def hook(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not in_backward():
+                y = output[0] if isinstance(output, tuple) else output
+                look(name, layer, args[0] if args else kwargs["inp"], y)
+
+        with ExitStack() as stack:
+            for name, layer in self.layers.items():
+                handle = layer.register_forward_hook(partial(hook, name), with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
 
     def convert(
         self, filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str]
@@ -201,36 +287,51 @@ class Trial:
 
     def rewind(self) -> None:
         """Put buffers and random streams back to what every run starts from."""
-        self._buffers.restore()
-        self._random.restore()
+        for state in self._start:
+            state.restore()
 
 
 @contextmanager
-def on_trial(model: nn.Module) -> Iterator[Trial]:
-    """Run a model without a trace.
+def on_trial(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> Iterator[Trial]:
+    """Run a model without a trace, cut off from the state and the regions around it.
 
-    At the end, also after an exception, classes, attributes, hooks, training modes, buffers,
-    delayed-scaling state and random streams are put back. Parameters and their gradients are not
-    written, as long as the block takes gradients by ``torch.autograd.grad``. Inside, delayed
-    scaling starts anew and does not communicate.
+    ``as_before`` puts everything back. Parameters and their gradients are not written, as long as
+    the block takes gradients by ``torch.autograd.grad``. Inside, delayed scaling starts anew and
+    does not communicate.
+    """
+    with _kept(model) as start, torch.inference_mode(False), torch.enable_grad():
+        _isolate(model)
+        yield Trial(model, batch, loss_fn, start)
+
+
+@contextmanager
+def as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Put back after the block whatever training steps change, parameters and optimizer too."""
+    with _kept(model, lambda: [_Scaling(model), _Training(model, optimizer)]):
+        yield
+
+
+@contextmanager
+def _kept(
+    model: nn.Module, more: Callable[[], Sequence[Any]] = lambda: ()
+) -> Iterator[Sequence[Any]]:
+    """Put back at the end, also after an exception, what a run changes; yield what a run starts by.
+
+    That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
     devices = sorted({t.device.index for t in _all_tensors(model) if t.is_cuda})
     state = {name: getattr(STATE, name) for name in _ISOLATED}
-    buffers, random = _Buffers(model), _Random(model, devices)
-    modules = [_Contents(module) for module in model.modules()]
-    owned = [_Contents(precision) for precision in precisions_below(model)]
+    start = [_Values(model.buffers()), _Random(model, devices)]
+    owners = [*model.modules(), *precisions_below(model)]
+    kept = [*map(_Contents, owners), *more(), *start]
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            _isolate(model)
-            yield Trial(model, buffers, random)
+        yield start
     finally:
         for module in model.modules():
             if hasattr(module, "unshard") and hasattr(module, "reshard"):
                 module.reshard()  # type: ignore[operator]  # FSDP2's root stays gathered
-        for contents in (*modules, *owned):
-            contents.restore()
-        buffers.restore()
-        random.restore()
+        for part in kept:
+            part.restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])
 
