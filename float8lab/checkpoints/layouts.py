@@ -43,7 +43,17 @@ from float8lab.recipes.recipe import (
 )
 from float8lab.tensor.blocks import expand_scale
 
-__all__ = ["FORMATS", "Finding", "Format", "Item", "Stored", "Weight", "place_of", "recognize"]
+__all__ = [
+    "FORMATS",
+    "Finding",
+    "Format",
+    "Item",
+    "Stored",
+    "Weight",
+    "place_of",
+    "recognize",
+    "sizes",
+]
 
 _BLOCK = (128, 128)
 _SCALES = {
@@ -265,7 +275,7 @@ def _with_scale(
         return replace(item, others=(scale,), findings=(wrong,))
     block = _block(entry.shape, scale.shape, wanted)
     if block is None:
-        text = f"scale of shape {_shape(scale.shape)} fits no blocks of {_shape(entry.shape)}"
+        text = f"scale of shape {sizes(scale.shape)} fits no blocks of {sizes(entry.shape)}"
         return replace(item, others=(scale,), findings=(Finding("scale-shape", text),))
     rule = "e8m0" if scale.dtype in (torch.float8_e8m0fnu, torch.uint8) else "fp32"
     item = replace(item, scale=scale, spec=Float8Spec(dtype, block, rule))
@@ -353,7 +363,8 @@ def _module(name: str) -> str:
     return name[: name.rfind(".") + 1]
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def sizes(shape: Sequence[int]) -> str:
+    """``(300, 200)`` -> ``300x200``."""
     return "x".join(map(str, shape)) or "()"
 
 

@@ -11,7 +11,7 @@ from float8lab.arguments import check_instance, check_size, needs, printable
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "aligned", "bars", "bytes_text", "summary", "table"]
+__all__ = ["Grid", "Printed", "aligned", "bars", "bytes_text", "summary", "table"]
 
 
 class Grid(NamedTuple):
@@ -40,6 +40,23 @@ class Grid(NamedTuple):
     def __str__(self) -> str:
         lines = aligned([self.columns, *self.rows], left=len(self.columns))
         return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
+
+
+class Printed:
+    """A result that prints as its summary and its tables."""
+
+    def summary(self) -> str:
+        """The result in a few lines."""
+        raise NotImplementedError
+
+    def tables(self) -> list[Grid]:
+        """The tables of the result, each cut to its first rows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.summary(), *map(str, self.tables())])
+
+    __repr__ = __str__
 
 
 def bars(found: Histogram, width: int = 40) -> str:
