@@ -125,11 +125,11 @@ class Item:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """Sizes of blocks, -1 where one holds the whole dimension, however large the spec's is."""
+        """Sizes of blocks, none larger than its dimension: a spec may name any."""
         if self.spec is None:
             return (1,) * len(self.entry.shape)
-        sizes = zip(self.spec.block, self.entry.shape, strict=True)
-        return tuple(-1 if block >= size else block for block, size in sizes)
+        pairs = zip(self.spec.block, self.entry.shape, strict=True)
+        return tuple(min(block, max(size, 1)) for block, size in pairs)
 
     def codes(self, box: Box) -> Tensor:
         """The bytes of the codes of a box, uint8."""
