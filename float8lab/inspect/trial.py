@@ -108,101 +108,94 @@ def refuse_dtensors(model: nn.Module, name: str) -> None:
         )
 
 
-class _Contents:
-    """The state of a module: its class, its attributes, and what its dicts, lists and sets hold."""
+# Each of these keeps something as it is now, and returns a function that puts it back.
 
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.cls = owner, type(owner)
-        self.attributes = dict(vars(owner))
-        self.containers = [
-            (value, value.copy())
-            for value in self.attributes.values()
-            if isinstance(value, (dict, list, set))
-        ]
+_Restore = Callable[[], None]
 
-    def restore(self) -> None:
-        if type(self.owner) is not self.cls:
-            self.owner.__class__ = self.cls
-        vars(self.owner).clear()
-        vars(self.owner).update(self.attributes)
-        for container, copy in self.containers:
+
+def _keep_contents(owner: Any) -> _Restore:
+    """Keep an object's class, its attributes, and what its dicts, lists and sets hold."""
+    cls, attributes = type(owner), dict(vars(owner))
+    held = [(v, v.copy()) for v in attributes.values() if isinstance(v, (dict, list, set))]
+
+    def restore() -> None:
+        if type(owner) is not cls:
+            owner.__class__ = cls
+        vars(owner).clear()
+        vars(owner).update(attributes)
+        for container, copy in held:
             container.clear()
-            if isinstance(container, list):
-                container.extend(copy)
-            else:
-                container.update(copy)
+            (container.extend if isinstance(container, list) else container.update)(copy)
+
+    return restore
 
 
-class _Values:
-    """The values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
-
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        local = [getattr(x, "_local_tensor", x) for x in tensors]
-        parts = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
-        self.kept = [(x, x.detach().clone()) for found in parts for x in found]
+def _keep_values(tensors: Iterable[Any]) -> _Restore:
+    """Keep the values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
+    local = [getattr(x, "_local_tensor", x) for x in tensors]
+    parts = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
+    kept = [(x, x.detach().clone()) for found in parts for x in found]
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore() -> None:
         # Versions tell nothing, since batch_norm does not count its writes. By .data these writes
         # are not counted either: a graph that the caller has in progress stays valid.
-        for x, copy in self.kept:
+        for x, copy in kept:
             x.data.copy_(copy)
 
-
-class _Scaling:
-    """The delayed scales of a model, and what the end of the region around it will advance."""
-
-    def __init__(self, model: nn.Module) -> None:
-        owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
-        self.kept = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
-        self.region = STATE.region
-        self.packs = {} if self.region is None else dict(self.region.packs)
-
-    def restore(self) -> None:
-        for slots, tensors in self.kept:
-            slots.load(tensors)
-        if self.region is not None:
-            self.region.packs = self.packs
+    return restore
 
 
-class _Training:
-    """What a training step changes beside buffers: gradients, parameters, an optimizer."""
+def _keep_random(model: nn.Module) -> _Restore:
+    """Keep the random streams that a model draws from."""
+    tensors = (*model.parameters(), *model.buffers())
+    devices = sorted({t.device.index for t in tensors if t.is_cuda})
+    getters = [getattr(m, "get_rng_state_tracker", None) for m in model.modules()]
+    trackers = {id(t): t for t in (getter() for getter in getters if callable(getter))}
+    states = [(t, t.get_states()) for t in trackers.values() if hasattr(t, "set_states")]
+    cpu, cuda = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.gradients = [(p, p.grad) for p in model.parameters()]
-        changed = [p.main_grad for p, _ in self.gradients if hasattr(p, "main_grad")]
-        self.optimizer = optimizer
-        if optimizer is not None:
-            changed += list(model.parameters())
-            self.state = deepcopy(optimizer.state_dict())
-        self.values = _Values(changed)
-
-    def restore(self) -> None:
-        self.values.restore()
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(self.state)
-
-
-class _Random:
-    """The random streams that a model draws from."""
-
-    def __init__(self, model: nn.Module, devices: Sequence[int]) -> None:
-        self.devices = devices
-        getters = [getattr(m, "get_rng_state_tracker", None) for m in model.modules()]
-        trackers = {id(t): t for t in (getter() for getter in getters if callable(getter))}
-        self.trackers = [t for t in trackers.values() if hasattr(t, "set_states")]
-        self.states = [t.get_states() for t in self.trackers]
-        self.cpu = torch.random.get_rng_state()
-        self.cuda = [torch.cuda.get_rng_state(d) for d in devices]
-
-    def restore(self) -> None:
-        torch.random.set_rng_state(self.cpu)
-        for device, state in zip(self.devices, self.cuda, strict=True):
+    def restore() -> None:
+        torch.random.set_rng_state(cpu)
+        for device, state in zip(devices, cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
-        for tracker, states in zip(self.trackers, self.states, strict=True):
-            tracker.set_states(states)
+        for tracker, found in states:
+            tracker.set_states(found)
+
+    return restore
+
+
+def _keep_scaling(model: nn.Module) -> _Restore:
+    """Keep delayed scales, and what the end of the region around the call will advance."""
+    owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
+    kept = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
+    region = STATE.region
+    packs = {} if region is None else dict(region.packs)
+
+    def restore() -> None:
+        for slots, tensors in kept:
+            slots.load(tensors)
+        if region is not None:
+            region.packs = packs
+
+    return restore
+
+
+def _keep_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Restore:
+    """Keep gradients and, as an optimizer changes them, parameters and its own state."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    changed = [p.main_grad for p, _ in gradients if hasattr(p, "main_grad")]
+    values = _keep_values(changed if optimizer is None else [*changed, *model.parameters()])
+    state = None if optimizer is None else deepcopy(optimizer.state_dict())
+
+    def restore() -> None:
+        values()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
+
+    return restore
 
 
 class Trial:
@@ -216,7 +209,7 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, start: Sequence[Any]
+        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, start: Sequence[_Restore]
     ) -> None:
         self.model, self.batch, self.loss_fn = model, batch, loss_fn
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -287,8 +280,8 @@ class Trial:
 
     def rewind(self) -> None:
         """Put buffers and random streams back to what every run starts from."""
-        for state in self._start:
-            state.restore()
+        for restore in self._start:
+            restore()
 
 
 @contextmanager
@@ -307,31 +300,30 @@ def on_trial(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None)
 @contextmanager
 def as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Put back after the block whatever training steps change, parameters and optimizer too."""
-    with _kept(model, lambda: [_Scaling(model), _Training(model, optimizer)]):
+    with _kept(model, lambda: [_keep_scaling(model), _keep_training(model, optimizer)]):
         yield
 
 
 @contextmanager
 def _kept(
-    model: nn.Module, more: Callable[[], Sequence[Any]] = lambda: ()
-) -> Iterator[Sequence[Any]]:
+    model: nn.Module, more: Callable[[], Sequence[_Restore]] = lambda: ()
+) -> Iterator[Sequence[_Restore]]:
     """Put back at the end, also after an exception, what a run changes; yield what a run starts by.
 
     That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
-    devices = sorted({t.device.index for t in _all_tensors(model) if t.is_cuda})
     state = {name: getattr(STATE, name) for name in _ISOLATED}
-    start = [_Values(model.buffers()), _Random(model, devices)]
+    start = [_keep_values(model.buffers()), _keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
-    kept = [*map(_Contents, owners), *more(), *start]
+    kept = [*map(_keep_contents, owners), *more(), *start]
     try:
         yield start
     finally:
         for module in model.modules():
             if hasattr(module, "unshard") and hasattr(module, "reshard"):
                 module.reshard()  # type: ignore[operator]  # FSDP2's root stays gathered
-        for part in kept:
-            part.restore()
+        for restore in kept:
+            restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])
 
@@ -355,8 +347,3 @@ def _isolate(model: nn.Module) -> None:
     STATE.recipe = without_reduction(STATE.recipe)
     STATE.calibrating = False
     STATE.region = STATE.in_graph = STATE.last_cast = None
-
-
-def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
