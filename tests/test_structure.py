@@ -48,7 +48,7 @@ LOCAL_IMPORTS = {
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
-    "float8lab/inspect/watch/views.py": "rich and pandas are optional, and loaded by their views",
+    "float8lab/inspect/watch/views.py": "pandas is optional, and loaded by its view",
 }
 
 # Never imported by `import float8lab`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from float8lab.arguments import check_instance, check_size, needs, printable
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "Printed", "aligned", "bars", "bytes_text", "summary", "table"]
+__all__ = ["Grid", "Printed", "aligned", "bars", "bytes_text", "rich_table", "summary", "table"]
 
 
 class Grid(NamedTuple):
@@ -95,19 +95,48 @@ def table(x: Tensor) -> Any:
     Raises:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
     """
-    with needs("table", "rich", '"float8lab[inspect]"', "print summary(x)"):
-        from rich.box import SIMPLE
-        from rich.console import Group
+    found = stats(x, local=True)
+    rows = [(n, (text, "bold red" if n in ("nan", "inf") else "")) for n, text in found.rows()]
+    result = rich_table(rows, title="Float8Tensor", otherwise="print summary(x)")
+    drawn = bars(found.histogram("exponent"))
+    if not drawn:
+        return result
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(result, Text(drawn, style="cyan"))
+
+
+def rich_table(
+    rows: Iterable[Sequence[str | tuple[str, str]]],
+    columns: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    styles: Sequence[str] = (),
+    otherwise: str = "",
+    **how: Any,
+) -> Any:
+    """A table for rich to print.
+
+    Args:
+        rows: of cells, each a text, or a text and its style.
+        columns: how each column is shown, by its heading; None for a table without headings.
+        styles: of each row; empty for none.
+        otherwise: a way that works without rich.
+        how: arguments of rich's Table.
+    """
+    with needs("table", "rich", '"float8lab[inspect]"', otherwise):
+        from rich.box import SIMPLE, SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
 
-    found = stats(x, local=True)
-    result = Table(show_header=False, box=SIMPLE, title="Float8Tensor", title_justify="left")
-    for name, value in found.rows():
-        alarming = name in ("nan", "inf")
-        result.add_row(Text(name), Text(value, style="bold red" if alarming else ""))
-    drawn = bars(found.histogram("exponent"))
-    return Group(result, Text(drawn, style="cyan")) if drawn else result
+    box = SIMPLE_HEAD if columns else SIMPLE
+    result = Table(show_header=bool(columns), box=box, title_justify="left", **how)
+    for name, options in (columns or {}).items():
+        result.add_column(name, overflow="fold", **options)
+    for i, cells in enumerate(rows):
+        drawn = (Text(*((cell,) if isinstance(cell, str) else cell)) for cell in cells)
+        result.add_row(*drawn, style=styles[i] if styles else None)
+    return result
 
 
 def _trimmed(found: Histogram) -> list[tuple[str, int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from float8lab.arguments import needs
+from float8lab.inspect.text import rich_table
 from float8lab.inspect.watch.records import Log, Record
 
 __all__ = ["table", "to_pandas", "to_tensorboard"]
@@ -24,11 +26,6 @@ def table(log: Log, step: int | None = None) -> Any:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
         ValueError: nothing was recorded in the step.
     """
-    with needs("table", "rich", '"float8lab[inspect]"', "look at log.records"):
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
     watched = list(dict.fromkeys(record.step for record in log.records))
     if step is None and watched:
         step = watched[-1]
@@ -40,23 +37,21 @@ def table(log: Log, step: int | None = None) -> Any:
     found = next((s for s in log.steps if s.step == step), None)
     loss = "" if found is None or found.loss is None else f", loss {found.loss:.6g}"
     title = f"step {step}{loss}"
-    result = Table(title=title, title_justify="left", caption=log.recipe, box=SIMPLE_HEAD)
-    result.padding = (0, 1, 0, 0)
-    left = ("layer", "", "GEMMs")
-    for name in ("layer", "", *_COLUMNS, "GEMMs"):
-        result.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    rows = [record for record in log.records if record.step == step]
-    for layer, group in groupby(rows, key=lambda record: record.layer):
+    rows: list[Sequence[str | tuple[str, str]]] = []
+    here = [record for record in log.records if record.step == step]
+    for layer, group in groupby(here, key=lambda record: record.layer):
         records = list(group)
         counts = {} if found is None else found.gemms.get(layer, {})
         gemms = [kind if n == 1 else f"{kind} x{n}" for kind, n in counts.items()]
         for i, record in enumerate(records):
-            cells = [Text(text, style=style) for text, style in _cells(record)]
             # One kind of GEMM beside each operand, and what is left beside the last one.
             beside = gemms[i : i + 1] if record is not records[-1] else gemms[i:]
             name = layer if i == 0 else ""
-            result.add_row(Text(name), Text(record.operand), *cells, Text("\n".join(beside)))
-    return result
+            rows.append((name, record.operand, *_cells(record), "\n".join(beside)))
+    how = {"title": title, "caption": log.recipe, "padding": (0, 1, 0, 0)}
+    right = {name: {"justify": "right"} for name in _COLUMNS}
+    columns = {"layer": {}, "": {}, **right, "GEMMs": {}}
+    return rich_table(rows, columns, otherwise="look at log.records", **how)
 
 
 _COLUMNS = ("amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale", "NaN", "inf")
