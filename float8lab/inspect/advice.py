@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from float8lab.inspect.trial import (
     Trial,
     on_trial,
     refuse_dtensors,
+    start_anew,
     without_reduction,
 )
 from float8lab.nn.convert import unambiguous
@@ -42,7 +44,6 @@ from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.other_linear import sizes
-from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import MODES, Parts, Prediction, Times, choose, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region
@@ -419,11 +420,8 @@ def _break_even(times: Callable[[int], tuple[Times | Parts, Times | Parts]]) -> 
         most *= 2
         if most > _MOST_TOKENS:
             return None
-    least = most // 2
-    while most - least > 1:
-        middle = (most + least) // 2
-        least, most = (least, middle) if pays(middle) else (middle, most)
-    return most
+    between = range(most // 2 + 1, most)
+    return between.start + bisect_left(between, True, key=pays)
 
 
 def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
@@ -458,8 +456,7 @@ class _Bench:
         self.count = max(1, min(_COPIES, _COPIED_ELEMENTS // max(elements, 1)))
         self.layers: list[Any] = [copy.deepcopy(case.layer) for _ in range(self.count)]
         for layer in self.layers:
-            for _, precision in precisions(layer):
-                precision.recipe, precision.pinned, precision.slots = self.recipe, True, {}
+            start_anew(layer, recipe)
         device = next(case.layer.parameters()).device
         self.inputs = [
             torch.randn(case.shape, device=device, dtype=case.dtype).requires_grad_(case.needs_dx)
@@ -556,20 +553,9 @@ class _Recorded(TorchDispatchMode):
 def _row(
     name: str, made: Sequence[_Case], cases: Mapping[_Case, _Times], saved: int
 ) -> LayerAdvice:
-    first = made[0]
     found = [cases[case] for case in made]
-    N, K = first.weights[0]
-    return LayerAdvice(
-        name=name,
-        M=first.tokens,
-        K=K,
-        N=N,
-        calls=len(made),
-        high_gpu=sum(times.high.gpu for times in found),
-        high_cpu=sum(times.high.cpu for times in found),
-        quantize=sum(times.fp8.quantize for times in found),
-        gemm=sum(times.fp8.gemm for times in found),
-        cpu=sum(times.fp8.cpu for times in found),
-        break_even=found[0].break_even,
-        saved=saved,
-    )
+    N, K = made[0].weights[0]
+    high = [sum(t.high.gpu for t in found), sum(t.high.cpu for t in found)]
+    fp8 = map(sum, zip(*(t.fp8 for t in found), strict=True))
+    sizes = made[0].tokens, K, N, len(made)
+    return LayerAdvice(name, *sizes, *high, *fp8, found[0].break_even, saved)

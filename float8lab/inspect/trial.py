@@ -34,6 +34,7 @@ __all__ = [
     "on_trial",
     "own_loss",
     "refuse_dtensors",
+    "start_anew",
     "tensors_in",
     "without_reduction",
 ]
@@ -45,6 +46,13 @@ LossFn = Callable[[Any, Any], Tensor]
 def without_reduction(recipe: Recipe | None) -> Recipe | None:
     """The recipe without communication between ranks, which a trial must not take part in."""
     return replace(recipe, reduce_amax=False) if isinstance(recipe, DelayedScaling) else recipe
+
+
+def start_anew(module: nn.Module, recipe: Recipe | None) -> None:
+    """Make a module, without its children, run by a recipe; its delayed scales start anew."""
+    for _, precision in precisions(module):
+        precision.recipe, precision.pinned = without_reduction(recipe), True
+        precision.slots, precision.weight_cast = {}, None
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -273,10 +281,7 @@ class Trial:
         """Run these layers by these recipes, and all else in high precision."""
         chosen = {id(self.layers[name]): recipe for name, recipe in recipes.items()}
         for module in self.model.modules():
-            recipe = without_reduction(chosen.get(id(module)))
-            for _, precision in precisions(module):
-                precision.recipe, precision.pinned = recipe, True
-                precision.slots, precision.weight_cast = {}, None
+            start_anew(module, chosen.get(id(module)))
 
     def rewind(self) -> None:
         """Put buffers and random streams back to what every run starts from."""

@@ -20,12 +20,7 @@ _SCALARS = (
 
 
 def table(log: Log, step: int | None = None) -> Any:
-    """A rich table of one step, by default the last one with records. Needs rich.
-
-    Raises:
-        ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
-        ValueError: nothing was recorded in the step.
-    """
+    """``watch.table``."""
     watched = list(dict.fromkeys(record.step for record in log.records))
     if step is None and watched:
         step = watched[-1]
@@ -79,11 +74,7 @@ def _short(value: float) -> str:
 
 
 def to_pandas(log: Log) -> Any:
-    """A DataFrame with a row for each record, and its step's loss. Needs pandas.
-
-    Raises:
-        ModuleNotFoundError: pandas is not installed (``pip install pandas``).
-    """
+    """``watch.to_pandas``: each row has its step's loss."""
     with needs("to_pandas", "pandas", "pandas", "write to_jsonl(path)"):
         import pandas
 
@@ -94,13 +85,7 @@ def to_pandas(log: Log) -> Any:
 
 
 def to_tensorboard(log: Log, writer: Any) -> None:
-    """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``.
-
-    Args:
-        log: all of it is written.
-        writer: a ``torch.utils.tensorboard.SummaryWriter``, or another object with its
-            ``add_scalar(tag, value, step)``.
-    """
+    """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``."""
     for record in log.records:
         for name in _SCALARS:
             value = getattr(record, name)

@@ -15,7 +15,7 @@ in its checkpoints.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,14 +192,8 @@ def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
 # Scales.
 
 
-@dataclass(frozen=True)
-class _Column:
-    """The saved state of a product's input, weight and output gradient."""
-
-    scale: Tensor
-    """``[3]``, encode factors."""
-    histories: tuple[Tensor, ...]
-    """Amax histories of the three, each ``[length]``."""
+_Column = Sequence[tuple[Tensor, Tensor]]
+"""Encode factor and amax history of a product's input, weight and output gradient."""
 
 
 def _columns(name: str, state: Mapping[str, Any], count: int) -> list[_Column] | None:
@@ -221,19 +215,15 @@ def _columns(name: str, state: Mapping[str, Any], count: int) -> list[_Column] |
                 f"{name}.{_KEY} must have a positive scale for each history; got {sizes[0]} scales "
                 f"and {sizes[1]} histories. It is damaged."
             )
-    forward, backward = parts["scale_fwd"], parts["scale_bwd"]
-    fits = forward.numel() == _FORWARD * count and backward.numel() == _BACKWARD * count
-    if not count or not fits:
+    sizes = parts["scale_fwd"].numel(), parts["scale_bwd"].numel()
+    if not count or sizes != (_FORWARD * count, _BACKWARD * count):
         return None
+
+    def pair(way: str, at: int) -> tuple[Tensor, Tensor]:
+        return parts[f"scale_{way}"][at], parts[f"amax_history_{way}"][:, at]
+
     return [
-        _Column(
-            torch.stack([forward[3 * i], forward[3 * i + 1], backward[2 * i]]),
-            (
-                parts["amax_history_fwd"][:, 3 * i],
-                parts["amax_history_fwd"][:, 3 * i + 1],
-                parts["amax_history_bwd"][:, 2 * i],
-            ),
-        )
+        [pair("fwd", _FORWARD * i), pair("fwd", _FORWARD * i + 1), pair("bwd", _BACKWARD * i)]
         for i in range(count)
     ]
 
@@ -259,7 +249,7 @@ def _converted(column: _Column, slots: DelayedSlots) -> dict[str, Tensor]:
         name: slots.tensors()[name].clone()
         for name in ("history", "amax", "scale", "encode", "seeded", "steps")
     }
-    for slot, encode, history in zip((X, W, DY), column.scale, column.histories, strict=True):
+    for slot, (encode, history) in zip((X, W, DY), column, strict=True):
         if float(encode) == 1.0 and not bool(history.any()):
             continue  # never used
         past = history[1:].flip(0)[: values["history"].shape[0]]
