@@ -254,7 +254,7 @@ def advise_by(
     prediction: list[Prediction] = [
         {
             None: Times(layer.high_gpu, layer.high_cpu),
-            recipe: Parts(layer.quantize, layer.gemm, layer.cpu),
+            recipe: Times(layer.quantize + layer.gemm, layer.cpu),
         }
         for layer in layers
     ]
@@ -555,7 +555,7 @@ def _row(
 ) -> LayerAdvice:
     found = [cases[case] for case in made]
     N, K = made[0].weights[0]
-    high = [sum(t.high.gpu for t in found), sum(t.high.cpu for t in found)]
-    fp8 = map(sum, zip(*(t.fp8 for t in found), strict=True))
+    high = sum(t.high.gpu for t in found), sum(t.high.cpu for t in found)
+    fp8 = Parts(*map(sum, zip(*(t.fp8 for t in found), strict=True)))
     sizes = made[0].tokens, K, N, len(made)
     return LayerAdvice(name, *sizes, *high, *fp8, found[0].break_even, saved)

@@ -102,7 +102,7 @@ class Parts(NamedTuple):
         return self.quantize + self.gemm
 
 
-Prediction = Mapping[Recipe | None, Times | Parts]
+Prediction = Mapping[Recipe | None, Times]
 """Times of one layer in high precision (None) and by recipe, best numerics first."""
 
 

@@ -212,11 +212,16 @@ def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float],
     first = a or b
     assert first is not None, "one of them has it"
     status = "only in A" if b is None else "only in B" if a is None else "shape"
-    formats = ["" if item is None else item.describe() for item in (a, b)]
-    shapes = [None if item is None else item.entry.shape for item in (a, b)]
-    numel = math.prod(first.entry.shape)
-    nbytes = sum(item.nbytes for item in (a, b) if item is not None)
-    row = DiffRow(name, status, *formats, *shapes, numel=numel, nbytes=nbytes)
+    row = DiffRow(
+        name,
+        status,
+        a_format=a.describe() if a is not None else "",
+        b_format=b.describe() if b is not None else "",
+        a_shape=a.entry.shape if a is not None else None,
+        b_shape=b.entry.shape if b is not None else None,
+        numel=math.prod(first.entry.shape),
+        nbytes=sum(item.nbytes for item in (a, b) if item is not None),
+    )
     if a is None or b is None or a.entry.shape != b.entry.shape:
         return row
     if a.entry.dtype is None or b.entry.dtype is None:

@@ -37,6 +37,12 @@ ROWS = 20
 """Rows of a table, unless all are asked for."""
 
 
+_TOLD = ("name", "fp8", "convention", "format", "shape", "nbytes", "file", "severity")
+_TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
+_TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
+_KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
+
+
 @dataclass(frozen=True)
 class CheckpointRow:
     """One tensor of a checkpoint; the scales of an FP8 weight are in its row."""
@@ -69,18 +75,14 @@ class CheckpointRow:
     def to_json(self) -> dict[str, Any]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         found = self.measured
-        names = ("name", "fp8", "convention", "format", "shape", "nbytes", "file", "severity")
-        result: dict[str, Any] = {name: getattr(self, name) for name in names}
+        result: dict[str, Any] = {name: getattr(self, name) for name in _TOLD}
         result["findings"] = [asdict(finding) for finding in self.findings]
         stats = found.stats
         if stats is not None:
-            names = ("numel", "amax", "scale_min", "scale_max", "exponents")
-            kinds = ("saturated", "zero", "subnormal", "nan", "inf")
-            blocks = ("blocks", "saturated_blocks", "idle_blocks")
             result["stats"] = {
-                **{name: getattr(stats, name) for name in names},
-                **{kind: stats.count(kind) for kind in kinds},
-                **{name: getattr(found, name) for name in blocks},
+                **{name: getattr(stats, name) for name in _TOLD_OF_CODES},
+                **{kind: stats.count(kind) for kind in _KINDS},
+                **{name: getattr(found, name) for name in _TOLD_OF_BLOCKS},
             }
         if found.scale is not None:
             result["scale"] = asdict(found.scale)

@@ -43,7 +43,7 @@ def table(log: Log, step: int | None = None) -> Any:
             beside = gemms[i : i + 1] if record is not records[-1] else gemms[i:]
             name = layer if i == 0 else ""
             rows.append((name, record.operand, *_cells(record), "\n".join(beside)))
-    how = {"title": title, "caption": log.recipe, "padding": (0, 1, 0, 0)}
+    how: dict[str, Any] = {"title": title, "caption": log.recipe, "padding": (0, 1, 0, 0)}
     right = {name: {"justify": "right"} for name in _COLUMNS}
     columns = {"layer": {}, "": {}, **right, "GEMMs": {}}
     return rich_table(rows, columns, otherwise="look at log.records", **how)

@@ -133,7 +133,8 @@ def load_fp8(
     plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
     with torch.no_grad():
         for item, names in plan.fp8:
-            targets.replace(names, _stored(item, targets.tensor(names[0])))
+            target = targets.state[names[0]]
+            targets.replace(target, _stored(item, target))
         for item, name in plan.values:
             _load_values(item, name, targets)
     notes = [] if dequantize else _run_in_fp8(model, plan)
@@ -194,19 +195,17 @@ class _Targets:
             path: product for product in products(model) for path in product.paths
         }
 
-    def tensor(self, name: str) -> Tensor:
-        return self.state[name]
-
     def linear(self, name: str) -> bool:
         """Whether a parameter is nothing but the weight of linear layers."""
-        users = {id(module) for module, _ in self.places.get(id(self.state[name]), ())}
-        names = self.names[id(self.state[name])]
+        target = id(self.state[name])
+        users = {id(module) for module, _ in self.places.get(target, ())}
+        names = self.names[target]
         found = {id(self.products[n].module) for n in names if n in self.products}
         return bool(users) and users == found
 
-    def replace(self, names: Sequence[str], value: nn.Parameter) -> None:
-        """Put a parameter in every place of the tensor that these names mean."""
-        for module, local in self.places[id(self.state[names[0]])]:
+    def replace(self, target: Tensor, value: Tensor) -> None:
+        """Put a tensor in every place of another."""
+        for module, local in self.places[id(target)]:
             setattr(module, local, value)
 
 
@@ -241,7 +240,7 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
             if not name.endswith(_COMPUTED):
                 plan.unexpected.append(name)
             continue
-        target = targets.tensor(name)
+        target = targets.state[name]
         problem = _problem(item, target)
         if problem:
             problems.append(problem)
@@ -333,32 +332,28 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     amaxes = [other for other in item.others if other.name.endswith(".amax")]
     fits = amaxes and amaxes[0].shape == tuple(scale.shape)
     amax = amaxes[0].read().to(device) if fits else scale * spec.largest()
-    dtype = target.dtype
-    return nn.Parameter(
-        Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, dtype), requires_grad=False
-    )
+    stored = Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, target.dtype)
+    return nn.Parameter(stored, requires_grad=False)
 
 
 def _load_values(item: Item, name: str, targets: _Targets) -> None:
     """Load the values of a tensor, in the dtype that the model has."""
-    target = targets.tensor(name)
+    target = targets.state[name]
     if target.is_meta:
         made = torch.empty(target.shape, dtype=target.dtype, device=_place_of(target))
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
-        for module, local in targets.places[id(target)]:
-            setattr(module, local, made)
+        targets.replace(target, made)
         target = made
     into = target.detach()
     if isinstance(into, Float8Tensor):
-        whole = item.values()
-        into.requantize_(whole.to(into.device))
+        into.requantize_(item.values().to(into.device))
         return
-    exact = item.entry.dtype is not None and not item.entry.dtype.is_floating_point
+    dtype = item.entry.dtype
+    exact = dtype is not None and not dtype.is_floating_point and not item.fp8
     for box in boxes(item.entry.shape, item.block):
-        into[box] = (item.entry.read(box) if exact and not item.fp8 else item.values(box)).to(
-            into.device
-        )
+        value = item.entry.read(box) if exact else item.values(box)
+        into[box] = value.to(into.device)
 
 
 def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
