@@ -268,9 +268,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._offset + self._at)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        count: int = self._file.readinto(buffer[: max(0, self._length - self._at)])
+        self._at += count
+        return count

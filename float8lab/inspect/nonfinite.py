@@ -15,7 +15,7 @@ values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,7 +212,7 @@ class _Look:
                 ]
                 for own, parameter in module.named_parameters(recurse=False):
                     if parameter.requires_grad:
-                        hook = self._gradient_hook(name, f"gradient of {own}")
+                        hook = self._gradient_hook((name, f"gradient of {own}"))
                         handles.append(parameter.register_hook(hook))
                 for handle in handles:
                     stack.callback(handle.remove)
@@ -270,8 +270,9 @@ class _Look:
         frame = _Frame(module, clears=self.suspect is None)
         self._stack.append(frame)
         name = self.names[module]
+        inputs = [*_named_tensors(args), *_named_tensors(kwargs)]
         if not in_backward():  # a recomputation gives what the forward gave
-            for index, x in _named_inputs(args, kwargs):
+            for index, x in inputs:
                 where, what = name, f"input {index}"
                 if caller is not None:
                     where = self.names[caller]
@@ -281,7 +282,7 @@ class _Look:
         if not torch.is_grad_enabled():
             return None
         # Gradients of the module's own use of its inputs, which others may use as well.
-        found = iter([index for index, _ in _named_inputs(args, kwargs)])
+        found = iter([index for index, _ in inputs])
 
         def own(x: Any) -> Any:
             if not _is_number(x):
@@ -290,7 +291,7 @@ class _Look:
             if not x.requires_grad or type(x) is not Tensor:
                 return x
             alias = x.view_as(x)
-            alias.register_hook(self._gradient_hook(name, f"gradient of input {index}"))
+            alias.register_hook(self._gradient_hook((name, f"gradient of input {index}")))
             return alias
 
         return tree_map(own, args), tree_map(own, kwargs)
@@ -326,21 +327,18 @@ class _Look:
             return
         label = list(where)
         self._labels[x] = x.grad_fn, label
-        x.register_hook(lambda gradient: self._at_gradient(gradient, *label))
+        x.register_hook(self._gradient_hook(label))
 
-    def _at_gradient(self, gradient: Tensor, module: str, tensor: str) -> None:
-        self.at(gradient, module, tensor, phase="backward")
+    def _gradient_hook(self, label: Sequence[str]) -> Callable[[Tensor], None]:
+        """A hook that looks at a gradient by the names of a module and a tensor at that time."""
 
-    def _gradient_hook(self, module: str, tensor: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self._at_gradient(gradient, module, tensor)
+        def hook(gradient: Tensor) -> None:
+            self.at(gradient, *label, phase="backward")
+
+        return hook
 
     def _child(self, module: nn.Module) -> str:
         return self.names[module] or "(model)"
-
-
-def _named_inputs(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    yield from _named_tensors(args)
-    yield from _named_tensors(kwargs)
 
 
 def _local(x: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a path holds: every container, whole, in parts, damaged, or something else altogether."""
+"""Every container that a path may hold: whole, in parts, damaged, or something else altogether."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_no_permission(tmp_path, capsys, name):
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "dcp"])
 def test_a_file_that_may_not_be_read(tmp_path, capsys, monkeypatch, name):
-    """As above, for root too."""
+    """The same for root, who may read all."""
     state = fp8_state()
     if name == "dcp":
         dcp_save(state, tmp_path / name)
@@ -376,7 +376,7 @@ def test_no_tensors(tmp_path, capsys):
 
 
 class Code:
-    """What runs when it is unpickled."""
+    """Runs a function when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

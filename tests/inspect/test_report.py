@@ -36,7 +36,7 @@ def scripts(page):
 
 
 class Page:
-    """What a browser would read from the file."""
+    """The parts of the file, as a browser would read them."""
 
     def __init__(self, log, path, **options):
         report(log, path, **options)

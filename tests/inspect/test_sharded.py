@@ -1,4 +1,4 @@
-"""What looks at sharded models: statistics of all ranks and of one, watch, find_nan, memory."""
+"""Looks at sharded models: statistics of all ranks and of one, watch, find_nan, memory."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_a_file_larger_than_memory(tmp_path):
 
 
 def test_a_torch_save_that_cannot_be_mapped_as_if_to_write(tmp_path, monkeypatch):
-    """As of a file that is larger than the memory."""
+    """So it is with a file that is larger than the memory."""
     path = tmp_path / "large.pt"
     torch.save({"a": torch.arange(6.0).view(2, 3)}, path)
     content = path.read_bytes()
