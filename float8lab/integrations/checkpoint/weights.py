@@ -148,18 +148,17 @@ def _as_stored(product: Product, index: int) -> Weight:
             f"{weight.dtype}. Exclude it."
         )
 
-    def make(given: None = None, *, amax: bool = False) -> list[Stored]:
+    def make(*, amax: bool = False) -> list[Stored]:
         own: Any = weight.detach()
         return [Stored(own.qdata, own.scale, own.amax)]
 
-    spec, shape = weight.spec, tuple(weight.shape)
-    names = (product.paths[index],)
-    recipe = None if product.precision is None else product.precision.recipe
-    activations, scale = None, None
-    if recipe is not None and product.precision is not None:
-        activations = recipe.linear.x
-        scale = _input_scale(product.precision, recipe)
-    return Weight(names, (shape,), product.name, spec, activations, make, scale, stored=True)
+    precision = product.precision
+    activations = scale = None
+    if precision is not None and precision.recipe is not None:
+        activations = precision.recipe.linear.x
+        scale = _input_scale(precision, precision.recipe)
+    what = (product.paths[index],), (tuple(weight.shape),), product.name, weight.spec
+    return Weight(*what, activations, make, scale, stored=True)
 
 
 def _as_cast(product: Product, recipe: Recipe) -> Weight:
@@ -267,9 +266,7 @@ def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[W
     return result
 
 
-def _with_scale(
-    weight: Weight, scale: Callable[[], Tensor], given: None = None, *, amax: bool = False
-) -> list[Stored]:
+def _with_scale(weight: Weight, scale: Callable[[], Tensor], *, amax: bool = False) -> list[Stored]:
     return weight.make(scale(), amax=amax)
 
 
