@@ -1,8 +1,8 @@
 """The layouts of FP8 weights in checkpoints: which tensors they are, found and written.
 
 A scale is the decode factor in each of these conventions, ``x ~= codes.float() * scale``; so it is
-in DeepSeek's, which calls it the inverse. In three of them, the formats, ``export`` writes, with
-float32 scales.
+in DeepSeek's, which calls it the inverse. ``export`` writes three of them, called formats, with
+scales in float32.
 
 =================== ================ =================================== ==========================
 convention          codes            scales                              format, and what it holds
@@ -230,11 +230,6 @@ def _configured(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return pairs.pop() if len(pairs) == 1 else None
 
 
-def _stem(name: str) -> str:
-    """The name of a module, with a dot at its end, from the name of its weight."""
-    return name[: name.rfind(".") + 1]
-
-
 def _stored(entry: Entry, entries: Mapping[str, Entry]) -> Item:
     """A weight as float8lab stores it."""
     name = entry.name.removesuffix(".qdata")
@@ -294,16 +289,15 @@ def _block(
     >>> _block((300, 256), (3, 2), None), _block((300, 256), (300,), None)
     ((128, 128), (1, -1))
     """
-    if not shape or math.prod(scales) == 1:
-        blocks = _leading(wanted, shape) if wanted else (-1,) * len(shape)
-        fits = wanted is not None and _fits(shape, scales, blocks)
-        return blocks if fits else (-1,) * len(shape) if math.prod(scales) == 1 else None
-    for pair in filter(None, (wanted, *_BLOCKS)):
+    one = math.prod(scales) == 1
+    for pair in filter(None, (wanted, *(() if one else _BLOCKS))):
         block = _leading(pair, shape)
         if _fits(shape, scales, block):
             return block
+    if one:
+        return (-1,) * len(shape)
     padded = scales + (1,) * (len(shape) - len(scales))
-    if len(padded) != len(shape):
+    if not shape or len(padded) != len(shape):
         return None
     result = []
     for size, count in zip(shape, padded, strict=True):
