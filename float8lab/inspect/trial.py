@@ -317,6 +317,7 @@ def _kept(
 
     That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
+    _reshard(model)  # what is kept are the shards
     state = {name: getattr(STATE, name) for name in _ISOLATED}
     start = [_keep_values(model.buffers()), _keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
@@ -324,13 +325,18 @@ def _kept(
     try:
         yield start
     finally:
-        for module in model.modules():
-            if hasattr(module, "unshard") and hasattr(module, "reshard"):
-                module.reshard()  # type: ignore[operator]  # FSDP2's root stays gathered
+        _reshard(model)
         for restore in kept:
             restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP2 has gathered; its root stays gathered after a forward."""
+    for module in model.modules():
+        if hasattr(module, "unshard") and hasattr(module, "reshard"):
+            module.reshard()  # type: ignore[operator]
 
 
 _ISOLATED = ("enabled", "recipe", "calibrating", "region", "in_graph", "last_cast")

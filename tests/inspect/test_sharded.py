@@ -198,6 +198,19 @@ def check_find_nan_on_one_rank(ranks: Ranks) -> None:
         assert torch.equal(old, parameter.to_local())
 
 
+def check_a_model_that_is_gathered_still_trains(ranks: Ranks) -> None:
+    for look in (find_nan, inspect.memory_report):
+        model = make(ranks.device)
+        fully_shard(model)
+        x = torch.randn(8, 64, device=ranks.device)
+        with torch.no_grad():
+            model(x)  # after which FSDP2's root stays gathered
+        look(model, x)
+        assert all(p.to_local().isfinite().all() for p in model.state_dict().values())
+        model(x).square().mean().backward()
+        assert all(p.grad is not None and hasattr(p, "placements") for p in model.parameters())
+
+
 def check_shards_count_as_what_the_rank_holds(ranks: Ranks) -> None:
     layers = [nn.Linear(64, 64, bias=False, device=ranks.device) for _ in range(2)]
     model = nn.Sequential(*layers)
