@@ -9,12 +9,10 @@ import os
 import struct
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import float8lab
 from float8lab.checkpoints.opening import open_checkpoint
@@ -22,6 +20,7 @@ from float8lab.checkpoints.source import boxes
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint import difference, measure
+from tests.checkpoints.test_opening import dcp_save
 
 ROOT = Path(__file__).parents[3]
 
@@ -324,9 +323,3 @@ def test_a_torch_save_that_cannot_be_mapped_as_if_to_write(tmp_path, monkeypatch
     assert part.tolist() == [[1, 2], [4, 5]]
     part.fill_(7)
     assert path.read_bytes() == content
-
-
-def dcp_save(state, path):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=path, no_dist=True)
