@@ -27,6 +27,7 @@ LAYERS = (
     "distributed",
     "nn",
     "optim",
+    "checkpoints",
     "inspect",
     "integrations",
     "commands",
@@ -47,11 +48,11 @@ LOCAL_IMPORTS = {
     "float8lab/ops/declare.py": "loads a kernel file, and so triton, on an op's first CUDA call",
     "float8lab/commands/terminal.py": "rich is optional, and loaded by the first terminal",
     "float8lab/nn/attention/backends.py": "FlexAttention loads sympy, on the first call of it",
-    "float8lab/inspect/checkpoint/safetensors_source.py": "safetensors is optional",
+    "float8lab/checkpoints/safetensors.py": "safetensors is optional",
     "float8lab/inspect/plot.py": "matplotlib is optional, and loaded by the first plot",
     "float8lab/inspect/report/page.py": "plotly is optional, and loaded by the first report",
     "float8lab/inspect/text.py": "rich is optional, and loaded by the first table",
-    "float8lab/inspect/watch/views.py": "rich and pandas are optional, and loaded by their views",
+    "float8lab/inspect/watch/views.py": "pandas is optional, and loaded by its view",
 }
 
 # Never imported by `import float8lab`.

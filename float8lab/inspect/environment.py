@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from float8lab.formats import E4M3, Float8Spec
+from float8lab.inspect.text import aligned
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
 from float8lab.ops.gemm import capability_of, has_fp8_gemm
@@ -145,11 +146,8 @@ class Environment:
         ]
         lines: list[str] = []
         for title, table in sections:
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
             lines.append(title)
-            for row in table:
-                cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-                lines.append("  " + "  ".join(cells).rstrip())
+            lines += [f"  {line}" for line in aligned(table, left=len(table[0]))]
         return "\n".join(lines)
 
 

@@ -199,7 +199,7 @@ def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 def _delayed_scale(x: Tensor, index: int, call: Call) -> Tensor:
     assert call.precision is not None, "every call of a module has one"
-    slots = call.precision.slots.get((call.recipe, STATE.group))
+    slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
     if slots is None or not slots.seeded[index]:
         raise ValueError(
             "model must have the scales of its delayed recipe before it is exported; got a layer "

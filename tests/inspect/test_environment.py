@@ -1,4 +1,4 @@
-"""What `float8lab env` says, here and on GPUs that are pretended."""
+"""`float8lab env` says what is native, here and on GPUs that are pretended."""
 
 from __future__ import annotations
 
