@@ -101,12 +101,7 @@ def gemms_of_recipe(recipe: Recipe | None) -> dict[str, Gemm] | None:
     plan = recipe.linear
     if plan.x.scale_rule == "e8m0":
         return None
-    operands = {"fprop": (plan.x, plan.w), "dgrad": (plan.dy, plan.w), "wgrad": (plan.dy, plan.x)}
-    wanted = (plan.fprop, plan.dgrad, plan.wgrad)
-    return {
-        name: Gemm(*pair, fast) if fp8 else BF16
-        for (name, pair), fp8, fast in zip(operands.items(), wanted, plan.fast_accum, strict=True)
-    }
+    return {name: BF16 if gemm is None else Gemm(*gemm) for name, gemm in plan.gemms().items()}
 
 
 def read_passes(recipe: Recipe) -> int:

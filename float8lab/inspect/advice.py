@@ -352,7 +352,8 @@ def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[st
     """The calls of each layer, and the bytes that FP8 saves by layer and in all."""
     calls: dict[str, list[_Case]] = {name: [] for name in trial.layers}
     last: list[tuple[Any, int]] = []
-    shares = not recipe.linear.delayed and recipe.linear.fprop and recipe.linear.wgrad
+    plan = recipe.linear
+    shares = not plan.delayed and plan.fprop is not None and plan.wgrad is not None
 
     def look(name: str, layer: nn.Module, x: Tensor, y: Tensor) -> None:
         shared = False

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.distributed.fsdp import reshard
+from float8lab.distributed.fsdp.shards import reshard
 from float8lab.nn.convert import convert_to_float8, remove_region_hooks
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import Linear

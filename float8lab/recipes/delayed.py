@@ -426,15 +426,15 @@ class DelayedSlots:
             self.pack.await_backward()
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
-            factors = self._own_factors(index, x)
+            own = self._own_factors(index, x)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
             pack = self.pack
-            factors = torch.where(pack.has_scale()[slot], pack.factors[:, slot], factors)
+            own = torch.where(pack.has_scale()[slot], pack.factors[:, slot], own)
             if not record:
-                return Factors.of(factors), None
+                return Factors.of(own), None
             if x.numel():
-                self._sow(index, factors)
+                self._sow(index, own)
         pack = self.pack
         live = pack.live() if shared else None
         if live is None:
