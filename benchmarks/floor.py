@@ -21,7 +21,7 @@ from benchmarks.common import Timing
 from benchmarks.shapes import LinearShape
 from float8lab import ops
 from float8lab.formats import E4M3, Float8Spec
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.recipes import Recipe
 
 __all__ = ["BF16", "Floor", "Gemm", "GemmOperands", "cast_bytes", "gemms_of_recipe", "read_passes"]
@@ -190,7 +190,7 @@ class Floor:
         if gemm.a is None or gemm.b is None:
             return True
         dtypes = {"a_dtype": gemm.a.fp8_dtype, "b_dtype": gemm.b.fp8_dtype}
-        return has_fp8_gemm(gemm.a.block, gemm.b.block, self.device, **dtypes)
+        return may_multiply(gemm.a.block, gemm.b.block, self.device, **dtypes)
 
     def describe(self) -> dict[str, str]:
         """For the header of a benchmark."""

@@ -145,7 +145,7 @@ def cast_again(
     source = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
     rule = "encode" if call.plan.delayed else spec.scale_rule
     results = cast_op(
-        *source, spec.fp8_dtype, spec.block, rule, call.plan.amax_epsilon, ALIGN,
+        *source, spec.fp8_dtype, spec.block, rule, float(call.plan.epsilon), ALIGN,
         not transposed, transposed, False, factor,
     )  # fmt: skip
     q, own = results[3:5] if transposed else results[:2]

@@ -122,10 +122,6 @@ def _wants_amax(call: Call, *, needs_dw: bool, return_norm: bool) -> bool:
     return not plan.delayed or (call.slots is not None and call.asks_for_values(X))
 
 
-def _dtype(x: Tensor | None) -> torch.dtype | None:
-    return None if x is None else x.dtype
-
-
 class _NormLinear(Float8Function):
     @staticmethod
     def forward(
@@ -154,7 +150,10 @@ class _NormLinear(Float8Function):
         ctx.save_for_backward(*kept, *saved)
         ctx.how, ctx.dtype = how, source.dtype
         ctx.meta = (x.shape, (x2.shape[0], N, K))
-        ctx.dtypes = (_dtype(norm_bias), (source.dtype, weight.dtype, _dtype(bias)))
+        ctx.dtypes = (
+            None if norm_bias is None else norm_bias.dtype,
+            (source.dtype, weight.dtype, None if bias is None else bias.dtype),
+        )
         # Not views: an in-place op on a view of an autograd function's output is refused.
         out = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], N))
         if normed is None:
@@ -250,9 +249,9 @@ class _NormMlp(Float8Function):
         ctx.how, ctx.dtype = how, dtype
         ctx.meta = (x.shape, (x2.shape[0], N, K), (x2.shape[0], K, F))
         ctx.dtypes = (
-            _dtype(norm_bias),
-            (dtype, fc1_weight.dtype, _dtype(fc1_bias)),
-            (dtype, fc2_weight.dtype, _dtype(fc2_bias)),
+            None if norm_bias is None else norm_bias.dtype,
+            (dtype, fc1_weight.dtype, None if fc1_bias is None else fc1_bias.dtype),
+            (dtype, fc2_weight.dtype, None if fc2_bias is None else fc2_bias.dtype),
         )
         out = torch.ops.aten._unsafe_view.default(y, x.shape)
         if normed is None:

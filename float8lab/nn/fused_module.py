@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_device, check_dtype, check_flags, check_input
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_input,
+)
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
@@ -99,7 +105,9 @@ class FusedModule(Shardable, TensorParallelGroup):
     def _checked(self, inp: Tensor, weight: Tensor, argument: str) -> Tensor:
         """The input in high precision; raises if norm and weight are of another size."""
         features = weight.shape[1]
-        check_input("inp", inp, (features,), argument)
+        dtype = inp.dtype if isinstance(inp, Tensor) else None
+        if dtype not in PARAMETER_DTYPES or inp.shape[-1:] != weight.shape[1:]:
+            check_input("inp", inp, (features,), argument)
         if self.layer_norm_weight.shape != (features,):
             raise ValueError(
                 f"layer_norm_weight must have the {features} features of the weight ({argument}); "

@@ -32,6 +32,7 @@ from float8lab.nn.casts import (
 )
 from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import Source, as_matrix, scaled_mm_op, transpose_op
+from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
@@ -160,7 +161,8 @@ def _saved_weight(saved: Saved, call: Call) -> Operand | None:
     if w_q is not None:
         return w_q, scale
     assert weight is not None, "kept for this"
-    return cast_again(plain(weight), call.plan.w, scale, factor, call)
+    high = plain(weight) if isinstance(weight, Float8Tensor) else weight
+    return cast_again(high, call.plan.w, scale, factor, call)
 
 
 def _fprop(

@@ -84,7 +84,13 @@ def backward_of_norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias in their dtypes."""
     dx, dweight, dbias = norm_backward_op(
-        dy, x, kind.gamma(weight), mean, rstd, kind.center, x.dtype
+        dy,
+        x,
+        kind.gamma(weight) if kind.zero_centered else weight,
+        mean,
+        rstd,
+        kind.center,
+        x.dtype,
     )
     return dx, dweight.to(weight.dtype), None if bias_dtype is None else dbias.to(bias_dtype)
 
@@ -103,7 +109,7 @@ def source_of_norm(
 
     With ``want_amax`` the source knows its amax, which comes with the statistics.
     """
-    gamma = kind.gamma(weight)
+    gamma = kind.gamma(weight) if kind.zero_centered else weight
     amax = None
     if stats is None:
         _, mean, rstd, amax = norm_op(

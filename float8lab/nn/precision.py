@@ -117,7 +117,8 @@ class Call:
         if found is None:
             if isinstance(x, Source):  # looked at for its values, or as empty as it is
                 first = x.inputs[0]
-                x = x.amax() if first.numel() and self.asks_for_values(index) else first
+                unseen = self.slots is not None and not self.slots.seeded[index]
+                x = x.amax() if unseen and first.numel() else first
             assert self.slots is not None, "asked for under a delayed recipe only"
             found = self.slots.scale_for(index, x, record=self.record)
             if self.slots.forward[index]:

@@ -25,7 +25,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.other_linear import known_linear, sizes
 from float8lab.nn.precision import precisions
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.recipe import LinearPlan, Recipe
 
 __all__ = [
@@ -319,7 +319,7 @@ def emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
         name
         for name, gemm in plan.gemms().items()
         if gemm is not None
-        and not has_fp8_gemm(
+        and not may_multiply(
             gemm.left.block, gemm.right.block, device,
             a_dtype=gemm.left.fp8_dtype, b_dtype=gemm.right.fp8_dtype,
         )

@@ -147,12 +147,13 @@ class ScalePack:
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
-        self.settle()
+        if self._backward is not None:
+            self.settle()
         self.sown.clear()
         if self.keeps_previous:
             self.previous.copy_(self.factors)
         self.advanced = True
-        self.forget_live()
+        self._copy = self._live = None
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
         else:

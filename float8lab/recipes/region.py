@@ -210,7 +210,8 @@ def advance_scales(
             theirs.
         agree: every rank knows that some rank has new modules (see ``reduction.py``).
     """
-    due = dict.fromkeys(merge_packs(packs))
+    each = list(packs)
+    due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.formats import HIGH_PRECISION_DTYPES, product_of
 from float8lab.ops import cast_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
 from float8lab.tensor.dispatch import implements, implements_whole, run_fallback
@@ -23,16 +23,6 @@ from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
 __all__: list[str] = []
 
 aten = torch.ops.aten
-
-# Blocks of two operands in [rows, K] form that one FP8 GEMM takes: scales constant along K, or
-# blocks of equal length along it.
-_WHOLE = ((-1, -1), (1, -1))
-_BLOCKS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
-    (1, 128): ((1, 128), (128, 128)),
-    (128, 128): ((1, 128),),
-    (1, 32): ((1, 32),),
-}
-
 
 _Block = tuple[int, int]
 
@@ -63,8 +53,7 @@ def _gemm_blocks(a: Any, b: Any, turned: bool) -> tuple[_Block, _Block] | None:
     assert partner is not None, "one operand at least is a Float8Tensor"
     partner = (1, 128) if partner == (128, 128) else partner
     first, second = block_a or partner, block_b or partner
-    together = first in _WHOLE and second in _WHOLE
-    return (first, second) if together or second in _BLOCKS.get(first, ()) else None
+    return None if product_of(first, second) is None else (first, second)
 
 
 def _rows_by_k(x: Any, block: _Block, partner: Any, turned: bool) -> tuple[Tensor, Tensor, _Block]:

@@ -42,7 +42,7 @@ from float8lab.nn.convert import matches
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.nn.report import conversion_report, was_converted
 from float8lab.ops import Source
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
@@ -437,7 +437,7 @@ def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool
     gemm = call.plan.gemms().get(kind, call.plan.fprop)
     assert gemm is not None, "it has operands"
     left, right, _ = gemm
-    return has_fp8_gemm(
+    return may_multiply(
         left.block, right.block, a[0].device, a_dtype=left.fp8_dtype, b_dtype=right.fp8_dtype
     )
 
