@@ -83,15 +83,8 @@ def backward_of_norm(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias in their dtypes."""
-    dx, dweight, dbias = norm_backward_op(
-        dy,
-        x,
-        kind.gamma(weight) if kind.zero_centered else weight,
-        mean,
-        rstd,
-        kind.center,
-        x.dtype,
-    )
+    gamma = kind.gamma(weight) if kind.zero_centered else weight
+    dx, dweight, dbias = norm_backward_op(dy, x, gamma, mean, rstd, kind.center, x.dtype)
     return dx, dweight.to(weight.dtype), None if bias_dtype is None else dbias.to(bias_dtype)
 
 

@@ -71,25 +71,25 @@ cast_op = declare(
 cast_many_op = declare(
     reference.cast_many_,
     name="cast.many_",
-    cuda="many:cast_many_",
+    cuda="cast_many:cast_many_",
     outputs=lambda of: None,
     mutates=("q", "scale", "amax"),
 )
 value_of_op = declare(
     reference.value_of,
-    cuda="source:value_of",
+    cuda="prologue:value_of",
     outputs=lambda of: of.inputs[0].new_empty(
         reference.prologue_shape(of.prologue, of.inputs), dtype=of.dtype
     ),
 )
 transpose_op = declare(
     reference.transpose,
-    cuda="pair:transpose",
+    cuda="cast:transpose",
     outputs=lambda of: of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]]),
 )
 dequantize_op = declare(
     reference.dequantize,
-    cuda="quantize:dequantize",
+    cuda="cast:dequantize",
     outputs=lambda of: of.q.new_empty(of.q.shape, dtype=of.dtype),
 )
 

@@ -44,7 +44,8 @@ def may_multiply(
 ) -> bool:
     """Whether the product runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
-    ``formats.product_of`` has the table of blocks. No GPU multiplies e5m2 by e5m2. A device other than CUDA answers as a Hopper GPU would: it runs the reference of that.
+    ``formats.product_of`` has the table of blocks; no GPU multiplies e5m2 by e5m2. A device other
+    than CUDA answers as a Hopper GPU would: it runs the reference of that.
 
     >>> may_multiply((1, 128), (128, 128), torch.device("cpu"))
     True

@@ -17,9 +17,8 @@ from triton.runtime import interpreter
 from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.inspect.selfcheck import forms
 from float8lab.ops import Source, reference
-from float8lab.ops.kernels import attention, many, norm, pair, rotary, scaling, source
-from float8lab.ops.kernels import quantize as kernels
-from float8lab.ops.kernels.cast import cast
+from float8lab.ops.kernels import attention, cast_many, norm, prologue, rotary, scaling
+from float8lab.ops.kernels.cast import cast, dequantize, transpose
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -131,7 +130,7 @@ def check_quantize_many() -> None:
         want = [reference.quantize(x, fp8_dtype, block, rule, eps, 1) for x in xs]
         got = [tuple(surrounded(tensor) for tensor in tensors) for tensors in want]
         q, scale, amax = map(list, zip(*got, strict=True))
-        many.cast_many_(xs, q, block, rule, eps, scale, amax, [])
+        cast_many.cast_many_(xs, q, block, rule, eps, scale, amax, [])
         for tensors, wanted in zip(got, want, strict=True):
             all_same(tensors, wanted)
             assert all(map(is_untouched_around, tensors))
@@ -147,7 +146,7 @@ def check_cast_many() -> None:
             for x, one in zip(xs, factors, strict=True)
         ]
         got = [surrounded(q) for q in want]
-        many.cast_many_(xs, got, block, "encode", 0.0, [], [], factors)
+        cast_many.cast_many_(xs, got, block, "encode", 0.0, [], [], factors)
         all_same(got, want)
         assert all(map(is_untouched_around, got))
 
@@ -262,7 +261,7 @@ def check_transpose_and_dequantize() -> None:
     q = torch.randint(0, 127, (70, 135), dtype=torch.uint8).clamp(max=120).view(E4M3)
     for one in (q, q.t(), q[:, ::2], q[:0]):
         for align in (1, 16):
-            got, want = pair.transpose(one, align), reference.transpose(one, align)
+            got, want = transpose(one, align), reference.transpose(one, align)
             same(got.view(torch.uint8), want.view(torch.uint8))
     scales = [
         (torch.tensor(0.3), (-1, -1)),
@@ -276,12 +275,12 @@ def check_transpose_and_dequantize() -> None:
     for scale, block in scales:
         for dtype in (FP32, torch.float16):
             arguments = (scale, block, dtype)
-            same(kernels.dequantize(q, *arguments), reference.dequantize(q, *arguments))
+            same(dequantize(q, *arguments), reference.dequantize(q, *arguments))
     arguments = (torch.rand(1, 70), (-1, 1), FP32)
-    same(kernels.dequantize(q.t(), *arguments), reference.dequantize(q.t(), *arguments))
+    same(dequantize(q.t(), *arguments), reference.dequantize(q.t(), *arguments))
     # The interpreter truncates to bfloat16, so only values that need no rounding can be compared.
     arguments = (torch.rand(70, 1).log2().round().exp2(), (1, -1), BF16)
-    same(kernels.dequantize(q, *arguments), reference.dequantize(q, *arguments))
+    same(dequantize(q, *arguments), reference.dequantize(q, *arguments))
 
 
 def check_update_scales() -> None:
@@ -401,7 +400,7 @@ def check_sources() -> None:
     for kind, inputs in sources():
         computed = Source(kind, inputs, FP32)
         known = forms.amax(reference.cast, computed)
-        same(source.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32))
+        same(prologue.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32))
         same(forms.amax(cast, computed), known)
         # The interpreter does not saturate.
         encode = (400 / known).clamp(max=1e3).view(1)
@@ -443,7 +442,10 @@ def check_activations() -> None:
         h = torch.randn(9, 20) * 4
         dy = torch.randn(9, 10 if gated else 20)
         for kind, inputs in ((name, [h]), (f"{name}_backward", [h, dy])):
-            got, want = source.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32)
+            got, want = (
+                prologue.value_of(kind, inputs, FP32),
+                reference.value_of(kind, inputs, FP32),
+            )
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 

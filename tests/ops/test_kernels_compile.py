@@ -35,17 +35,15 @@ from float8lab.ops.kernels import (
     _launch,
     attention,
     block_gemm,
-    many,
+    cast_hopper,
+    cast_many,
     norm,
-    pair,
-    pair_blocks,
-    quantize,
+    prologue,
     rotary,
     scaling,
-    source,
 )
 from float8lab.ops.kernels._launch import Launched
-from float8lab.ops.kernels.cast import cast
+from float8lab.ops.kernels.cast import cast, dequantize, transpose
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -85,7 +83,7 @@ def many_quantized(
         xs = [torch.zeros(256, columns, dtype=dtype), torch.zeros(64, columns, dtype=dtype)]
         outputs = [reference.quantize(y, fp8_dtype, block, rule) for y in xs]
         q, scale, amax = map(list, zip(*outputs, strict=True))
-        many.cast_many_(xs, q, block, rule, 0.0, scale, amax, [])
+        cast_many.cast_many_(xs, q, block, rule, 0.0, scale, amax, [])
 
     return call
 
@@ -94,7 +92,7 @@ def many_cast(block: tuple[int, int], columns: int = 512) -> Any:
     def call() -> None:
         xs = [torch.zeros(256, columns), torch.zeros(64, columns)]
         scales = [torch.ones(scale_shape(tuple(y.shape), block)) for y in xs]
-        many.cast_many_(xs, [y.to(E4M3) for y in xs], block, "encode", 0.0, [], [], scales)
+        cast_many.cast_many_(xs, [y.to(E4M3) for y in xs], block, "encode", 0.0, [], [], scales)
 
     return call
 
@@ -108,8 +106,16 @@ def both(
     return lambda: forms.quantize_pair(cast, x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
 
 
-def tiles(rule: str = "fp32", size: int = 128, column_sum: bool = False) -> Any:
-    return lambda: pair_blocks.quantize_blocks(x, E4M3, (1, size), rule, 0.0, 16, column_sum)
+def tiles(
+    matrix: Source,
+    rule: str = "fp32",
+    size: int = 128,
+    fp8_dtype: torch.dtype = E4M3,
+    write: bool = True,
+    column_sum: bool = False,
+) -> Any:
+    how = (matrix[:3], fp8_dtype, (1, size), rule, 0.0, 16)
+    return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
 
 
 def given(
@@ -126,7 +132,7 @@ def cast_both(column_sum: bool, fp8_dtype: torch.dtype = E4M3) -> Any:
 
 
 def dequantized(scale: torch.Tensor, block: tuple[int, int]) -> Any:
-    return lambda: quantize.dequantize(x.to(E4M3), scale, block, torch.bfloat16)
+    return lambda: dequantize(x.to(E4M3), scale, block, torch.bfloat16)
 
 
 vector, rows_of = torch.ones(512), torch.ones(256)
@@ -139,6 +145,7 @@ INPUTS: dict[str, list[torch.Tensor]] = {
     "geglu_backward": [x, x[:, :256].contiguous()],
 }
 SOURCES = {name: Source(name, inputs, torch.bfloat16) for name, inputs in INPUTS.items()}
+PLAIN, HALF = Source("", [x], x.dtype), Source("", [x.half()], torch.float16)
 WIDE = Source("geglu_backward", [x.float(), x[:, :256].float()], torch.float32)
 
 
@@ -160,11 +167,6 @@ def quantized_of(
 
 def both_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
     return lambda: forms.quantize_pair(cast, SOURCES[name], E4M3, block, rule, 0.0, 16, True)
-
-
-def tiles_of(name: str, write: bool = True, column_sum: bool = False) -> Any:
-    arguments = (*SOURCES[name][:3], E4M3, (1, 128), "fp32", 0.0, 16)
-    return lambda: pair_blocks.quantize_blocks_of(*arguments, write=write, column_sum=column_sum)
 
 
 def normed(center: bool, columns: int) -> Any:
@@ -227,22 +229,16 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "row-both-sum": both((1, -1), column_sum=True),
     "1x128": quantized((1, 128)),
     "1x128-both": both((1, 128)),
-    "1x128-both-pow2-sum": both((1, 128), "pow2", column_sum=True),
-    "1x128-both-float16": both((1, 128), dtype=torch.float16),
     "1x128-both-float32": both((1, 128), dtype=torch.float32),
-    "1x32-e8m0-both-float32": both((1, 32), "e8m0", dtype=torch.float32),
-    "tiles": tiles(),
-    "tiles-pow2-sum": tiles("pow2", column_sum=True),
-    "tiles-float16": lambda: pair_blocks.quantize_blocks(
-        x.half(), E5M2, (1, 128), "fp32", 0.0, 16, True
-    ),
-    "tiles-1x32-e8m0": tiles("e8m0", size=32),
-    "tiles-1x8-sum": tiles(size=8, column_sum=True),
+    "tiles": tiles(PLAIN),
+    "tiles-pow2-sum": tiles(PLAIN, "pow2", column_sum=True),
+    "tiles-float16": tiles(HALF, fp8_dtype=E5M2, column_sum=True),
+    "tiles-1x32-e8m0": tiles(PLAIN, "e8m0", size=32),
+    "tiles-1x8-sum": tiles(PLAIN, size=8, column_sum=True),
     "row-both-float32": both((1, -1), dtype=torch.float32),
     "128x128": quantized((128, 128)),
     "128x128-both": both((128, 128)),
     "1x32-e8m0": quantized((1, 32), "e8m0"),
-    "1x32-e8m0-both-sum": both((1, 32), "e8m0", column_sum=True),
     "32x32-both": both((32, 32)),
     "many-tensors": many_quantized((-1, -1)),
     "many-tensors-e5m2-pow2": many_quantized((-1, -1), "pow2", E5M2, torch.bfloat16),
@@ -269,7 +265,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "cast-both": cast_both(column_sum=False),
     "cast-both-sum": cast_both(column_sum=True),
     "cast-both-e5m2": cast_both(column_sum=False, fp8_dtype=E5M2),
-    "transpose": lambda: pair.transpose(x.to(E4M3), 16),
+    "transpose": lambda: transpose(x.to(E4M3), 16),
     "dequantize": dequantized(one, (-1, -1)),
     "dequantize-row": dequantized(torch.ones(256, 1), (1, -1)),
     "dequantize-1x32": dequantized(torch.ones(256, 16), (1, 32)),
@@ -286,8 +282,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "layer-norm-backward-of-tensor": fp8_norm_backward(True, 4096, one, (-1, -1)),
     "layer-norm-backward-of-1x128": fp8_norm_backward(True, 8192, torch.ones(16, 64), (1, 128)),
     "rms-norm-backward-of-row": fp8_norm_backward(False, 512, torch.ones(256, 1), (1, -1)),
-    "value-of-swiglu": lambda: source.value_of(*SOURCES["swiglu"][:3]),
-    "value-of-geglu-backward": lambda: source.value_of(
+    "value-of-swiglu": lambda: prologue.value_of(*SOURCES["swiglu"][:3]),
+    "value-of-geglu-backward": lambda: prologue.value_of(
         *SOURCES["geglu_backward"][:2], torch.float32
     ),
     "cast-of-layer-norm": cast_of("layer_norm", slot=one),
@@ -301,12 +297,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "row-of-layer-norm": quantized_of("layer_norm", (1, -1)),
     "row-of-swiglu-transposed": quantized_of("swiglu", (1, -1), transposed=True),
     "row-both-of-geglu-backward": both_of("geglu_backward", (1, -1)),
-    "1x128-of-layer-norm-transposed": quantized_of("layer_norm", (1, 128), transposed=True),
-    "1x128-both-of-geglu-backward": both_of("geglu_backward", (1, 128)),
-    "1x32-e8m0-both-of-swiglu-backward": both_of("swiglu_backward", (1, 32), "e8m0"),
-    **{f"tiles-of-{name.replace('_', '-')}": tiles_of(name) for name in SOURCES},
-    "tiles-of-layer-norm-transposed": tiles_of("layer_norm", write=False),
-    "tiles-of-swiglu-backward-sum": tiles_of("swiglu_backward", column_sum=True),
+    **{f"tiles-of-{name.replace('_', '-')}": tiles(computed) for name, computed in SOURCES.items()},
+    "tiles-of-layer-norm-transposed": tiles(SOURCES["layer_norm"], write=False),
+    "tiles-of-swiglu-backward-sum": tiles(SOURCES["swiglu_backward"], column_sum=True),
     "update-scales": lambda: scaling.update_scales_(
         torch.zeros(1024, 8), slots, factors, slots.int(), slots, 0, 1, False, True
     ),
@@ -390,8 +383,10 @@ def compile_launch(launch: Launch, capability: int) -> Any:
         elif isinstance(value, TensorDescriptor):
             tile = f"{POINTER[value.base.dtype][1:]}{value.block_shape}"
             signature[parameter.name] = f"tensordesc<{tile},{value.layout!r}>"
-        elif parameter.is_constexpr or (
-            type(value) is int and value == 1 and not parameter.do_not_specialize
+        elif (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and not parameter.do_not_specialize)
         ):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
@@ -538,10 +533,8 @@ def test_pointers_from_a_table_allow_wide_accesses(name: str) -> None:
 BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {
     "cast": cast_both(column_sum=True),
     "row": both((1, -1)),
-    "1x128-float32": both((1, 128), dtype=torch.float32),
     "layer-norm": pair_of("layer_norm"),
     "float32-geglu-backward": LAUNCHES["cast-both-of-float32"],
-    "1x128-of-geglu-backward": both_of("geglu_backward", (1, 128)),
 }
 
 

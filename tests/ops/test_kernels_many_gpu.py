@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
 from float8lab.inspect.selfcheck import forms
-from float8lab.ops.kernels import many
+from float8lab.ops.kernels import cast_many as many
 
 pytestmark = pytest.mark.gpu
 

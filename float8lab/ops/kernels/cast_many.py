@@ -32,17 +32,16 @@ from float8lab.ops.kernels._common import (
     triton_dtype,
 )
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels.quantize import (
-    TILE,
+from float8lab.ops.kernels.cast import (
     block_tile,
-    cast_one,
+    cast,
     divides_a_tile,
-    quantize,
     row_tile,
     write_blocks,
     write_cast,
     write_rows,
 )
+from float8lab.ops.kernels.prologue import TILE
 
 __all__ = ["cast_many_"]
 
@@ -83,11 +82,11 @@ def _look_up(row_ptr, X: tl.constexpr, Q: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _indices(tile, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """Rows and columns of a matrix's tile."""
+    """Where a matrix's tile is, counted in tiles, and its rows and columns."""
     tiles_k = tl.cdiv(K, TILE_K)
-    rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    columns = (tile % tiles_k).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
-    return rows, columns
+    tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
+    rows, columns = tile_m * TILE_M + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K)
+    return tile_m, tile_k, rows, columns
 
 
 # Per tensor: the amaxes of all, then the casts.
@@ -108,7 +107,8 @@ def _amax_many_kernel(
     matrix = _find(table_ptr, matrices, tile)
     row_ptr = table_ptr + matrix * _WIDTH
     x_ptr, _, _, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
-    rows, columns = _indices(tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32), K, TILE_M, TILE_K)
+    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    _, _, rows, columns = _indices(tile, K, TILE_M, TILE_K)
     x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
     record_amax(slots_ptr + matrix, abs_bits(x))
 
@@ -133,7 +133,7 @@ def _quantize_tensors_kernel(
     row_ptr = table_ptr + matrix * _WIDTH
     x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
     tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
-    rows, columns = _indices(tile, K, TILE_M, TILE_K)
+    _, _, rows, columns = _indices(tile, K, TILE_M, TILE_K)
     x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
     amax = tl.load(slots_ptr + matrix)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
@@ -190,9 +190,11 @@ def _quantize_blocks_of_many_kernel(
     x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
     stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
     tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    tile_m, tile_k, rows, columns = _indices(tile, K, TILE_M, TILE_K)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
     write_blocks(
-        x_ptr, q_ptr, scale_ptr, amax_ptr, tile, M, K, M, K, stride_xm, 1,
-        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, TILE_M, TILE_K,
+        x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
+        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, True,
     )  # fmt: skip
 
 
@@ -218,9 +220,11 @@ def _cast_many_kernel(
     tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
     factor_rows = tl.cdiv(M, BM) if BM else 1
     factor_columns = tl.cdiv(K, BK) if BK else 1
+    tile_m, tile_k, rows, columns = _indices(tile, K, TILE_M, TILE_K)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
     write_cast(
-        x_ptr, encode_ptr, encode_ptr, q_ptr, tile, M, K, M, K, factor_rows, factor_columns,
-        stride_xm, 1, stride_em, stride_ek, BM, BK, False, False, TILE_M, TILE_K,
+        x, tile_m, tile_k, rows, columns, encode_ptr, encode_ptr, q_ptr, M, K,
+        factor_rows, factor_columns, stride_em, stride_ek, BM, BK, False, False, TILE_M, TILE_K,
     )  # fmt: skip
 
 
@@ -316,12 +320,11 @@ def cast_many_(
     elif shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
         jobs = _launch(jobs, partial(_launch_quantize, block=shape, rule=rule, eps=eps))
     for one, *outputs in jobs:
-        if given:
-            outputs[0].copy_(cast_one(one, outputs[1], None, outputs[0].dtype, block, 1))
-            continue
-        results = quantize(one, outputs[0].dtype, block, rule, eps, 1)
-        for output, result in zip(outputs, results, strict=True):
-            output.copy_(result)
+        how = ("encode", 0.0, 1, True, False, False, outputs[1]) if given else (rule, eps)
+        results = cast("", [one], one.dtype, outputs[0].dtype, shape, *how)
+        for output, result in zip(outputs, results, strict=False):
+            if result is not None:
+                output.copy_(result)
 
 
 def _launch(jobs: list[_Job], launch: Callable[..., bool]) -> list[_Job]:

@@ -1,12 +1,11 @@
-"""Both orientations in blocks of one row, of a matrix or a source, from shared memory.
+"""Both orientations in blocks of one row, of a matrix or a prologue, from shared memory.
 
 M rows, K columns; ROWS, COLUMNS the same after padding to the alignment. A program keeps its tile
 of 128 x 128 values of two bytes in shared memory and reads it by rows for the matrix and by columns
 for the transpose. So a thread holds few values at a time, many threads share a multiprocessor, and
 amaxes hardly leave a warp; which takes layouts of our choice, so this is Gluon. A register holds a
 pair, two neighbours in a row, whose amaxes are taken at once, by an instruction that came with
-Hopper. For older GPUs and for float32, ``pair.py`` and ``source_quantize.py`` do the same by
-``_rows.py``, which takes 1.2 to 2.4 times as long.
+Hopper. On older GPUs, and for float32, each orientation is cast on its own.
 """
 
 from __future__ import annotations
@@ -28,20 +27,17 @@ from float8lab.ops.kernels._common import (
     grid_of,
     pack,
     scale_from_amax,
-    total_of,
-    triton_dtype,
 )
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels.source import arguments_of, load_source, tile_of_program
-from float8lab.ops.reference import prologue_shape as source_shape
-from float8lab.ops.reference import round_up
+from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program
+from float8lab.ops.reference import prologue_shape, round_up
 
-__all__ = ["has_tiles", "quantize_blocks", "quantize_blocks_of", "takes_tiles"]
+__all__ = ["cast_tiles", "has_tiles", "takes_tiles"]
 
 _WARPS = 8
 _TILE = Tile(rows=128, columns=128, warps=_WARPS)
-_ROWS_OF_SOURCE = 32
-"""Which are computed at a time: inputs take registers, up to three for one of the source."""
+_ROWS_OF_PROLOGUE = 32
+"""Which are computed at a time: inputs take registers, up to three for one value."""
 _REGISTERS = 80
 """Of a thread, so that three programs of 256 threads share a multiprocessor."""
 
@@ -242,7 +238,7 @@ def _quantize_blocks_kernel(
         columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
         for first in gl.static_range(0, 128, AT_ONCE):
             rows = tile_m * 128 + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
-            y = load_source(
+            y = load(
                 a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
                 rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
             )  # fmt: skip
@@ -264,52 +260,26 @@ def _quantize_blocks_kernel(
     )  # fmt: skip
 
 
-def has_tiles(device: torch.device, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
-    """Whether a source of such values is quantized here, in such blocks."""
+def has_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
+    """Whether a prologue of such values, on the device of ``x``, is cast here in such blocks."""
     return (
         block[0] == 1
         and block[1] in (8, 16, 32, 64, 128)
         and align % 16 == 0
         and dtype in (torch.bfloat16, torch.float16)
-        and device.type == "cuda"
-        and capability_of(device) >= (9, 0)
+        and x.is_cuda
+        and capability_of(x.device) >= (9, 0)
     )
 
 
-def takes_tiles(x: Tensor, block: Sequence[int], align: int) -> bool:
-    """Whether a matrix is. Its rows are read by 16 bytes."""
+def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
+    """Whether a matrix is, whose rows are read by 16 bytes."""
     fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
-    return fits and x.data_ptr() % 16 == 0 and has_tiles(x.device, x.dtype, block, align)
+    return fits and x.data_ptr() % 16 == 0 and has_tiles(x, x.dtype, block, align)
 
 
-Quantized = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The matrix and its scales, the transpose and its scales, and sums of columns."""
-
-
-def quantize_blocks(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    align: int,
-    column_sum: bool,
-) -> Quantized:
-    """A matrix that ``takes_tiles``."""
-    constants = {
-        "FUNCTION": "", "GATED": False, "BACKWARD": False, "HALVES": False,
-        "DTYPE": triton_dtype(x.dtype), "TILE_M": _TILE.rows, "TILE_K": _TILE.columns,
-        "num_warps": _TILE.warps, "enable_fp_fusion": False, "AT_ONCE": _TILE.rows,
-    }  # fmt: skip
-    tensors = (x, x, x, x, x, *x.stride(), 1, 1)
-    how = (fp8_dtype, block, rule, eps, align)
-    return _quantize(x, x.shape, tensors, constants, *how, write=True, column_sum=column_sum)
-
-
-def quantize_blocks_of(
-    kind: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
+def cast_tiles(
+    matrix: tuple[str, Sequence[Tensor], torch.dtype],
     fp8_dtype: torch.dtype,
     block: Sequence[int],
     rule: str,
@@ -318,38 +288,25 @@ def quantize_blocks_of(
     *,
     write: bool,
     column_sum: bool,
-) -> Quantized:
-    """A source for which there ``has_tiles``; only the transpose unless ``write``."""
-    tensors, constants = arguments_of(kind, inputs, dtype, _TILE)
-    constants["AT_ONCE"] = _ROWS_OF_SOURCE
-    shape = source_shape(kind, inputs)
-    how = (fp8_dtype, block, rule, eps, align)
-    return _quantize(inputs[0], shape, tensors, constants, *how, write=write, column_sum=column_sum)
+) -> tuple[Any, ...]:
+    """What the op returns of a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
 
-
-def _quantize(
-    like: Tensor,
-    shape: Sequence[int],
-    tensors: tuple[Any, ...],
-    constants: dict[str, Any],
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    rule: str,
-    eps: float,
-    align: int,
-    *,
-    write: bool,
-    column_sum: bool,
-) -> Quantized:
+    Only the transpose unless ``write``.
+    """
+    prologue, inputs, dtype = matrix
+    first, shape = inputs[0], prologue_shape(prologue, inputs)
     rows, columns = (round_up(size, align) for size in shape)
-    q = like.new_empty((rows, columns) if write else (0, 0), dtype=fp8_dtype)
-    q_t = like.new_empty((columns, rows), dtype=fp8_dtype)
-    scale = empty_scale(like, q.shape, block)
-    scale_t = empty_scale(like, q_t.shape, block)
-    sums = empty_column_sums(like, shape, _TILE, column_sum)
+    q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
+    scale_t, q, scale = empty_scale(first, q_t.shape, block), None, None
+    if write:
+        q = q_t.new_empty((rows, columns))
+        scale = empty_scale(first, q.shape, block)
+    sums = empty_column_sums(first, shape, _TILE) if column_sum else None
+    tensors, constants = arguments_of(prologue, inputs, dtype, _TILE)
     _quantize_blocks_kernel[grid_of((rows, columns), _TILE)](
         *tensors, q, q_t, scale, scale_t, sums, *shape, rows, columns, eps,
-        *scale.stride(), *scale_t.stride(), LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1],
-        WRITE=write, COLUMN_SUM=column_sum, maxnreg=_REGISTERS, **constants,
+        *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
+        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], WRITE=write, COLUMN_SUM=column_sum,
+        AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, maxnreg=_REGISTERS, **constants,
     )  # fmt: skip
-    return q, scale, q_t, scale_t, total_of(sums)
+    return q, scale, None, q_t, scale_t, None if sums is None else sums.sum(0)

@@ -1,8 +1,8 @@
-"""What is computed tile by tile and never written: a norm, an activation, or its gradient.
+"""Prologues in kernels: a matrix itself, a norm, an activation, or the gradient of one.
 
-M rows, K columns of the source; ROWS, COLUMNS the same after padding to the alignment. Kernels take
-``load_source`` in the place of a load: those here for its values and its amax, ``source_cast.py``
-and ``source_quantize.py`` to cast them.
+M rows, K columns of what is loaded; COLUMNS the same after padding to the alignment. Kernels that
+cast take ``load`` in the place of ``tl.load``. The values are those of
+``ops/reference/prologue.py``; only a sigmoid may differ, in its last bits.
 """
 
 from __future__ import annotations
@@ -17,52 +17,121 @@ from torch import Tensor
 
 from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
+    INTERPRETED,
     Tile,
-    abs_bits,
     grid_of,
-    record_amax,
     store_tile,
     triton_dtype,
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.activation import apply_activation, derivative_of_activation
-from float8lab.ops.reference import ACTIVATIONS
-from float8lab.ops.reference import prologue_shape as source_shape
+from float8lab.ops.reference import ACTIVATIONS, prologue_shape
 
 __all__ = [
-    "amax_of",
+    "TILE",
     "arguments_of",
     "has_kernel",
-    "load_source",
-    "load_source_rows",
-    "reads_three_tiles",
+    "load",
+    "load_words",
     "tile_for",
     "tile_of_program",
     "value_of",
 ]
 
-# Registers decide: a gradient of a gated activation reads three tiles.
+# At most 64 elements a thread, and few enough registers that several programs share a
+# multiprocessor: one loads while another stores. A gated activation's gradient reads three tiles.
+TILE = Tile(rows=64, columns=128, warps=4)
 _ONE = Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = Tile(rows=32, columns=128, warps=8)
-_BOTH = Tile(rows=128, columns=64, warps=8)
-_BOTH_OF_THREE = Tile(rows=64, columns=64, warps=4)
+_WORDS_OF_MATRIX = Tile(rows=128, columns=64, warps=4)
+"""A column of it is 128 bytes of the transpose, a cache line."""
+_WORDS = Tile(rows=128, columns=64, warps=8)
+_WORDS_OF_THREE = Tile(rows=64, columns=64, warps=4)
 
-_AMAX_PROGRAMS = 512
+
+RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+
+
+@triton.jit
+def _sigmoid(x):
+    """By the instruction for a reciprocal, with an error of 1 ulp; a division takes a dozen."""
+    y = tl.exp(-x) + 1.0
+    if INTERPRETED:
+        y = tl.div_rn(1.0, y)
+    else:
+        y = tl.inline_asm_elementwise(
+            RECIPROCAL, "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def _inner(x, FUNCTION: tl.constexpr):
+    """``g(x)`` of the functions that are ``x * sigmoid(g(x))``."""
+    if FUNCTION == "gelu":
+        x = x * (x * x * 0.044715 + 1.0) * 1.5957691216057308
+    elif FUNCTION == "qgelu":
+        x = x * 1.702
+    return x
+
+
+@triton.jit
+def _slope(x, FUNCTION: tl.constexpr):
+    """``g'(x)`` of the same."""
+    slope = 1.702
+    if FUNCTION == "gelu":
+        slope = (x * x * 0.134145 + 1.0) * 1.5957691216057308
+    return slope
+
+
+@triton.jit
+def apply_activation(x, FUNCTION: tl.constexpr):
+    if FUNCTION == "relu" or FUNCTION == "srelu":
+        y = tl.where(x <= 0, 0.0, x)
+        if FUNCTION == "srelu":
+            y = y * y
+    elif FUNCTION == "sigmoid":
+        y = _sigmoid(x)
+    else:
+        y = x * _sigmoid(_inner(x, FUNCTION))
+    return y
+
+
+@triton.jit
+def derivative_of_activation(x, FUNCTION: tl.constexpr):
+    if FUNCTION == "relu":
+        y = tl.where(x <= 0, 0.0, 1.0)
+    elif FUNCTION == "srelu":
+        y = tl.where(x <= 0, 0.0, x + x)
+    elif FUNCTION == "sigmoid":
+        s = _sigmoid(x)
+        y = s * (1.0 - s)
+    else:
+        s = _sigmoid(_inner(x, FUNCTION))
+        y = x * (s * (1.0 - s))
+        if FUNCTION == "gelu" or FUNCTION == "qgelu":
+            y = y * _slope(x, FUNCTION)
+        y = s + y
+    return y
 
 
 @triton.jit
 def tile_of_program(
-    COLUMNS, BACKWARD: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr
-):
+    COLUMNS, BACKWARD: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr, FROM_END: tl.constexpr = False,
+):  # fmt: skip
     """Row and column of this program's tile, counted in tiles.
 
-    The two halves of a gated activation's gradient read the same inputs: their tiles alternate, so
-    that the second read finds them in the cache.
+    FROM_END: of what another kernel has just read, the last part is in the cache. The two halves
+    of a gated activation's gradient read the same inputs: their tiles alternate, so that the second
+    read finds them in the cache.
     """
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    tile = tl.program_id(0)
+    if FROM_END:
+        tile = tl.num_programs(0) - 1 - tile
+    tile_m = (tile // tiles_k).to(tl.int64)
+    tile_k = (tile % tiles_k).to(tl.int64)
     if BACKWARD and GATED:
         half = (tiles_k + 1) // 2
         tile_k = (tile_k % 2) * half + tile_k // 2
@@ -76,7 +145,7 @@ def _load(ptr, rows, columns, mask, stride_m, stride_k):
 
 
 @triton.jit
-def load_source(
+def load(
     a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD
     b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED
     c_ptr,  # weight: [K]
@@ -91,16 +160,22 @@ def load_source(
     tile_k,
     M,
     K,
-    FUNCTION: tl.constexpr,  # "layer_norm", "rms_norm" or the function of an activation
+    FUNCTION: tl.constexpr,  # "", "layer_norm", "rms_norm" or the function of an activation
     GATED: tl.constexpr,
     BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
     DTYPE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Some rows and all columns of a tile of the source in DTYPE, 0 outside [M, K]."""
+    """Some rows and all columns of a tile in DTYPE, 0 outside [M, K]; int64 indices.
+
+    DTYPE is that of ``a_ptr`` where there is no prologue.
+    """
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    if FUNCTION == "layer_norm" or FUNCTION == "rms_norm":
+    if FUNCTION == "":
+        offsets = rows[:, None] * stride_am + columns[None, :] * stride_ak
+        y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
+    elif FUNCTION == "layer_norm" or FUNCTION == "rms_norm":
         y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
         if FUNCTION == "layer_norm":
             y = y - tl.load(d_ptr + rows, mask=rows < M, other=0.0)[:, None]
@@ -138,33 +213,39 @@ def load_source(
         y = _load(b_ptr, rows, first, mask, stride_bm, stride_bk)
         of_a = y * b * derivative_of_activation(a, FUNCTION)
         y = tl.where(second[None, :], y * apply_activation(a, FUNCTION), of_a)
-    y = tl.where(mask, y, 0.0)  # of what masked loads gave
-    return y.to(DTYPE)
+    if FUNCTION != "":
+        y = tl.where(mask, y, 0.0).to(DTYPE)  # what a function of 0 gave
+    return y
 
 
 @triton.jit
-def load_source_rows(
+def load_words(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     tile_m, tile_k, M, K,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the source as four, see ``_rows.py``; its words and columns."""
+    """A tile as four, of its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on.
+
+    The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
+    of one word of the transpose: it is words that are transposed, not bytes. Also returned are
+    which words of a column the tile has, and its columns.
+    """
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y0 = load_source(
+    y0 = load(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         4 * words, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
-    y1 = load_source(
+    y1 = load(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         4 * words + 1, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
-    y2 = load_source(
+    y2 = load(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         4 * words + 2, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
-    y3 = load_source(
+    y3 = load(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         4 * words + 3, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
@@ -172,51 +253,48 @@ def load_source_rows(
 
 
 def arguments_of(
-    kind: str, inputs: Sequence[Tensor], dtype: torch.dtype, tile: Tile
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, tile: Tile
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pointers and strides, and constants, of ``load_source``."""
+    """Pointers and strides, and constants, of ``load``; what is None is never read."""
     first = inputs[0]
-    backward = kind.endswith("_backward")
-    function, gated = kind, False
-    if not kind.endswith("_norm"):
-        function, gated = ACTIVATIONS[kind.removesuffix("_backward")]
-    second = inputs[1] if len(inputs) > 1 else first
-    # x, rstd, weight, mean, bias: all but x are dense vectors; what is missing is never read.
+    function, gated = prologue, False
+    if prologue and not prologue.endswith("_norm"):
+        function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
+    # x, rstd, weight, mean, bias: all but x are dense vectors. Or h and dy.
+    second = inputs[1] if len(inputs) > 1 else None
     vectors = [v.contiguous() for v in inputs[2:]]
-    pointers = [first, second, *vectors, *[first] * (3 - len(vectors))]
-    strides = second.stride() if second.ndim == 2 else (1, 1)
+    strides = second.stride() if second is not None and second.ndim == 2 else (1, 1)
     constants = {
         "FUNCTION": function,
         "GATED": gated,
-        "BACKWARD": backward,
-        "HALVES": first.shape[1] // 2 % tile.columns == 0,
-        "DTYPE": triton_dtype(dtype),
+        "BACKWARD": prologue.endswith("_backward"),
+        "HALVES": gated and first.shape[1] // 2 % tile.columns == 0,
+        "DTYPE": triton_dtype(dtype if prologue else first.dtype),
         "TILE_M": tile.rows,
         "TILE_K": tile.columns,
         "num_warps": tile.warps,
         "enable_fp_fusion": False,
     }
+    pointers = (first, second, *vectors, *[None] * (3 - len(vectors)))
     return (*pointers, *first.stride(), *strides), constants
 
 
-def reads_three_tiles(kind: str) -> bool:
-    """Whether it is the gradient of a gated activation."""
-    return kind.endswith("_backward") and ACTIVATIONS[kind.removesuffix("_backward")][1]
+def tile_for(prologue: str, *, words: bool = False) -> Tile:
+    """The tile of a program, for one orientation or by words."""
+    backward = prologue.endswith("_backward")
+    if backward and ACTIVATIONS[prologue.removesuffix("_backward")][1]:  # it reads three tiles
+        return _WORDS_OF_THREE if words else _ONE_OF_THREE
+    if words:
+        return _WORDS if prologue else _WORDS_OF_MATRIX
+    return _ONE if prologue else TILE
 
 
-def tile_for(kind: str, *, both: bool = False) -> Tile:
-    """For one orientation, or for both."""
-    if both:
-        return _BOTH_OF_THREE if reads_three_tiles(kind) else _BOTH
-    return _ONE_OF_THREE if reads_three_tiles(kind) else _ONE
-
-
-def has_kernel(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
+def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Else the reference runs on the GPU as it is: float64, nothing to do, or a single column.
 
     For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
     """
-    rows, columns = source_shape(kind, inputs)
+    rows, columns = prologue_shape(prologue, inputs)
     wide = torch.float64 in (dtype, *(one.dtype for one in inputs))
     return rows > 0 and columns > 1 and not wide
 
@@ -232,7 +310,7 @@ def _value_kernel(
     tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    y = load_source(
+    y = load(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
     )  # fmt: skip
@@ -240,48 +318,12 @@ def _value_kernel(
 
 
 @replayed
-def value_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if not has_kernel(kind, inputs, dtype):
-        return reference.value_of(kind, inputs, dtype)
-    shape = source_shape(kind, inputs)
+def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if not has_kernel(prologue, inputs, dtype):
+        return reference.value_of(prologue, inputs, dtype)
+    shape = prologue_shape(prologue, inputs)
     y = inputs[0].new_empty(shape, dtype=dtype)
-    tile = tile_for(kind)
-    tensors, constants = arguments_of(kind, inputs, dtype, tile)
+    tile = tile_for(prologue)
+    tensors, constants = arguments_of(prologue, inputs, dtype, tile)
     _value_kernel[grid_of(shape, tile)](*tensors, y, *shape, **constants)
     return y
-
-
-@launched
-def _amax_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    amax_ptr,  # [1] fp32, 0 at first
-    M, K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
-    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    tiles_k = tl.cdiv(K, TILE_K)
-    tiles = tl.cdiv(M, TILE_M) * tiles_k
-    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tile_k = (tile % tiles_k).to(tl.int64)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-        y = load_source(
-            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-            rows, columns, tile_k, M, K,
-            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
-        )  # fmt: skip
-        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
-    record_amax(amax_ptr, bits)
-
-
-def amax_of(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if not has_kernel(kind, inputs, dtype):
-        return reference.amax(reference.value_of(kind, inputs, dtype), (-1, -1))
-    shape = source_shape(kind, inputs)
-    amax = inputs[0].new_zeros((1, 1), dtype=torch.float32)
-    tile = tile_for(kind)
-    tensors, constants = arguments_of(kind, inputs, dtype, tile)
-    programs = min(grid_of(shape, tile)[0], _AMAX_PROGRAMS)
-    _amax_kernel[(programs,)](*tensors, amax, *shape, **constants)
-    return amax
