@@ -28,6 +28,7 @@ from float8lab.nn import (
     conversion_report,
     convert_to_float8,
     count_gemms,
+    graphed,
     make_graphed_callables,
     to_high_precision,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
+    "graphed",
     "inspect",
     "integrations",
     "make_graphed_callables",
