@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from float8lab import distributed, inspect, integrations, nn, optim, recipes
-from float8lab.distributed import CudaRNGStatesTracker, get_cpu_offload_context
+from float8lab.distributed import (
+    CudaRNGStatesTracker,
+    backward_on_this_core,
+    get_cpu_offload_context,
+)
 from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
 from float8lab.nn import (
@@ -61,6 +65,7 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "backward_on_this_core",
     "checkpoint",
     "compute_intensive_ops",
     "conversion_report",

@@ -320,6 +320,7 @@ CALLS: dict[str, Call] = {
     "get_cpu_offload_context": Call(
         float8lab.get_cpu_offload_context, _constant(enabled=True, model_layers=2)
     ),
+    "backward_on_this_core": Call(float8lab.backward_on_this_core, _constant(), _linear_step),
     "graphed": Call(
         float8lab.graphed,
         lambda folder: {"module": nn.Linear(H, H)},
