@@ -9,7 +9,7 @@ input, is measured alone, in high precision and in FP8. A case is measured on co
 all in one backward pass, since starting one costs as much CPU time as a layer. The step in FP8 is
 then predicted: its layers' times take the place of those in high precision, and the rest stays.
 
-Layers that are given the same input share its cast (``nn/shared_cast.py``); the time that the
+Layers that are given the same input share its cast (``nn/casts.py``); the time that the
 second one saves by that is measured, too.
 """
 

@@ -132,7 +132,7 @@ def forward(
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
         lean = source and isinstance(weight, nn.Parameter) and not lives_on(w8, weight, call)
         saved_w = (None, scale, factor) if lean else (w8, scale, None)
-    keep_high = bool(uses) and (saved_w[0] is None or not all(uses))
+    keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
     return y, (*saved_x, weight if keep_high else None, *saved_w)
 
 

@@ -94,7 +94,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.autocast = Autocast()
         self.init: ModelInit | None = None
-        self.last_cast: Any = None  # of an input that several layers may have, see shared_cast.py
+        self.last_cast: Any = None  # of an input that several layers may have, see nn/casts.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
         # Packs that a CUDA graph of such a graph has recorded; torch replays it on this thread.
         self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()

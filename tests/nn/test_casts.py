@@ -11,7 +11,7 @@ from float8lab import recipes
 from float8lab.formats import Float8Spec
 from float8lab.nn import casts as nn_casts
 from float8lab.nn.precision import X
-from float8lab.recipes import GemmPlan, LinearPlan
+from float8lab.recipes.recipe import GemmPlan, LinearPlan
 from float8lab.recipes.region import STATE
 
 RECIPES = {
