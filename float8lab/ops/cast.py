@@ -67,6 +67,11 @@ cast_op = declare(
     mutates=("slot",),
     any_strides=True,
 )
+# Casts that find the amax alone have a name of their own: selective checkpointing knows calls by op
+# and order, and a recomputation does not find the amaxes that delayed scaling began with.
+_amax_op = declare(
+    reference.cast, name="cast.amax", cuda="cast:cast", outputs=_cast_outputs, any_strides=True
+)
 # It writes to its arguments, and leaves the version counters of these to the caller.
 cast_many_op = declare(
     reference.cast_many_,
@@ -120,5 +125,5 @@ def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
     """The amax of each block of a matrix that may be computed on the way, and nothing else."""
-    found: Tensor = cast_op(prologue, inputs, dtype, E4M3, block, "fp32", 0.0, 1, False, False)[2]
+    found: Tensor = _amax_op(prologue, inputs, dtype, E4M3, block, "fp32", 0.0, 1, False, False)[2]
     return found
