@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_of, cast_op, factors_from_amax
+from float8lab.ops import amax_op, cast_op, factors_from_amax
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -196,7 +196,7 @@ class MasterGather(WeightGather):
         return None if shard is None or shard.owner.is_inference() else shard.owner._version
 
     def shard_amax(self, shard: Tensor, block: tuple[int, ...]) -> Tensor:
-        return amax_of("", (shard,), shard.dtype, block)
+        return amax_op("", (shard,), shard.dtype, block)
 
     @property
     def rule(self) -> Any:

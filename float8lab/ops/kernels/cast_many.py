@@ -18,6 +18,7 @@ from torch import Tensor
 
 from float8lab.formats import largest
 from float8lab.ops.kernels._common import (
+    TILE,
     abs_bits,
     ceil_div,
     grid_of,
@@ -39,7 +40,6 @@ from float8lab.ops.kernels.cast import (
     write_cast,
     write_rows,
 )
-from float8lab.ops.kernels.prologue import TILE
 
 __all__ = ["cast_many_"]
 
