@@ -8,18 +8,20 @@ registered ops; lines. The CPU time of a call grows with the first. What an auto
 its entry and exit is no part of a step here.
 
 On a GPU also times, of a program that calls and does not wait: ``Linear`` of 128 features on 32
-tokens, beside bfloat16, and a Llama-3-8B layer.
+tokens, beside bfloat16, also with backward on the caller's core and ``graphed``; a Llama-3-8B
+layer, and one so small that the CPU is what takes the time, both ``graphed`` as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +54,21 @@ class Length(NamedTuple):
     calls: int
     functions: int
     files: int
+    order: tuple[str, ...] = ()
+    """``file: function`` in the order in which they are first entered, without those of ops.
+
+    ``CONTRIBUTING.md`` has some of these lists, and a test compares.
+    """
+
+
+def _length(entered: Sequence[Any]) -> Length:
+    files = [code.co_filename.removeprefix(f"{PACKAGE}/") for code in entered]
+    names = (
+        f"{file}: {code.co_name}"
+        for file, code in zip(files, entered, strict=True)
+        if not file.startswith(("ops/", "formats.py"))
+    )
+    return Length(len(entered), len(set(entered)), len(set(files)), tuple(dict.fromkeys(names)))
 
 
 @contextmanager
@@ -69,9 +86,7 @@ def count() -> Iterator[Callable[[], Length]]:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        yield lambda: Length(
-            len(entered), len(set(entered)), len({code.co_filename for code in entered})
-        )
+        yield lambda: _length(entered)
     finally:
         sys.setprofile(before)
 
@@ -114,21 +129,27 @@ def walks() -> Iterator[tuple[str, Length]]:
         with count() as product:
             F.linear(a, b)
     yield "F.linear of Float8Tensors", product()
-    yield "FSDP2 of two layers, forward", _sharded_forward(x)
+    forward, gathered = _sharded(x)
+    yield "FSDP2 of two layers, forward", forward
+    yield "FSDP2, gathering a weight", gathered
 
 
-def _sharded_forward(x: Tensor) -> Length:
-    """Two converted layers on one rank, each gathered on its own."""
+def _sharded(x: Tensor) -> tuple[Length, Length]:
+    """Two converted layers on one rank, each gathered on its own: forward, and gathering one."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=0, world_size=1)
         try:
             mesh = init_device_mesh("cpu", (1,))
-            model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+            model: Any = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
             float8lab.convert_to_float8(model, RECIPES["current"]())
             for layer in model:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            return _step(model, x, None)[0]
+            forward, _ = _step(model, x, None)
+            with count() as gathered:
+                model[0].unshard()
+                model[0].reshard()
+            return forward, gathered()
         finally:
             dist.destroy_process_group()
 
@@ -179,22 +200,31 @@ def _times() -> Iterator[tuple[str, float]]:
     for name, make in RECIPES.items():
         layer = nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16)
         float8lab.convert_to_float8(layer, make())
-        yield f"Linear, {name}, forward, us", us(partial(layer, x))
-        yield f"Linear, {name}, forward + backward, us", us(both(layer))
-    for name in ("delayed", "current"):
+        for how, enter in (("", nullcontext), (", on one core", float8lab.backward_on_this_core)):
+            with enter():
+                yield f"Linear, {name}{how}, forward, us", us(partial(layer, x))
+                yield f"Linear, {name}{how}, forward + backward, us", us(both(layer))
+        float8lab.graphed(layer)
+        yield f"Linear, {name}, graphed, forward, us", us(partial(layer, x))
+        yield f"Linear, {name}, graphed, forward + backward, us", us(both(layer))
+    shapes = ((4096, 14336, 32), (256, 896, 8))
+    for name, sizes in itertools.product(("delayed", "current"), shapes):
         block = float8lab.TransformerLayer(
-            4096, 14336, 32, num_gqa_groups=8, bias=False, normalization="RMSNorm",
+            *sizes, num_gqa_groups=8, bias=False, normalization="RMSNorm",
             activation="swiglu", hidden_dropout=0.0, attention_dropout=0.0,
             params_dtype=torch.bfloat16,
         )  # fmt: skip
-        h = torch.randn(128, 1, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        h = torch.randn(128, 1, sizes[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
         def step(block: nn.Module = block, h: Tensor = h, name: str = name) -> None:
             with float8lab.autocast(recipe=RECIPES[name]()):
                 y = block(h)
             y.sum().backward()
 
-        yield f"TransformerLayer, {name}, time to issue a step, us", us(step)
+        which = f"TransformerLayer of {sizes[0]}, {name}"
+        yield f"{which}, time to issue a step, us", us(step)
+        float8lab.graphed(block)
+        yield f"{which}, graphed, time to issue a step, us", us(step)
 
 
 def main() -> None:

@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from float8lab import distributed, inspect, integrations, nn, optim, recipes
-from float8lab.distributed import CudaRNGStatesTracker, get_cpu_offload_context
+from float8lab.distributed import (
+    CudaRNGStatesTracker,
+    backward_on_this_core,
+    get_cpu_offload_context,
+)
 from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
 from float8lab.nn import (
@@ -28,6 +32,7 @@ from float8lab.nn import (
     conversion_report,
     convert_to_float8,
     count_gemms,
+    graphed,
     make_graphed_callables,
     to_high_precision,
 )
@@ -60,6 +65,7 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
+    "backward_on_this_core",
     "checkpoint",
     "compute_intensive_ops",
     "conversion_report",
@@ -70,6 +76,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
+    "graphed",
     "inspect",
     "integrations",
     "make_graphed_callables",

@@ -320,6 +320,12 @@ CALLS: dict[str, Call] = {
     "get_cpu_offload_context": Call(
         float8lab.get_cpu_offload_context, _constant(enabled=True, model_layers=2)
     ),
+    "backward_on_this_core": Call(float8lab.backward_on_this_core, _constant(), _linear_step),
+    "graphed": Call(
+        float8lab.graphed,
+        lambda folder: {"module": nn.Linear(H, H)},
+        lambda layer: layer(_x(B, H)).sum().backward(),
+    ),
     "make_graphed_callables": Call(
         float8lab.make_graphed_callables,
         lambda folder: {"modules": nn.Linear(H, H), "sample_args": (_x(B, H),)},

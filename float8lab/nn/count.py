@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.nn.report import is_unseen
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["GEMM_OPS", "GemmCounts", "count_gemms"]
@@ -186,5 +186,5 @@ class _CountingMode(TorchDispatchMode):
 def _runs_in_fp8(op: Any, args: Any) -> bool:
     if op in _FP8:
         a, b = args[0], args[3]
-        return has_fp8_gemm(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
+        return may_multiply(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
     return op in _SCALED and all(x.dtype in (E4M3, E5M2) for x in args[:2])

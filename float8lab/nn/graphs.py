@@ -1,28 +1,36 @@
-"""``make_graphed_callables``: forward and backward of modules as CUDA graphs.
+"""``make_graphed_callables`` and ``graphed``: forward and backward of modules as CUDA graphs.
 
-torch records and replays; this file takes care of FP8's state. A graph holds the casts with their
-delayed scales, which it reads where the modules keep them, and records amaxes there. It does not
-hold the end of the region: whoever calls the callables advances the scales, as in eager mode.
+``recorded.py`` records and replays. This file decides which calls a graph stands for: those that
+are like the recorded one in all that the forward may look at, and that nothing else wants to see.
+Every other call runs as if there were no graphs.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from float8lab.arguments import check_flags, check_group, check_instance, check_size
-from float8lab.nn.precision import precisions_below
-from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
+from float8lab.arguments import check_flags, check_group, check_instance, check_module, check_size
+from float8lab.nn.precision import Precision, precisions_below
+from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, record, replay
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.recipes.region import PROCESS, STATE, Region
+from float8lab.recipes.region import PROCESS, STATE, in_backward
 from float8lab.recipes.state import autocast
+from float8lab.tensor import Float8Tensor
 
-__all__ = ["make_graphed_callables"]
+__all__ = ["graphed", "make_graphed_callables"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def make_graphed_callables(  # the signature is the interface that users' code is written for
@@ -48,10 +56,10 @@ def make_graphed_callables(  # the signature is the interface that users' code i
 
     Results are those of eager mode, bit for bit. A module replays its graph if it is called as it
     was recorded: same shapes, dtypes and ``training``, gradients enabled, the same recipes in
-    force. Any other call, for example in high precision, runs as if there were no graph. Outputs
-    are overwritten by the next replay. As with ``torch.cuda.make_graphed_callables``, which does
-    the recording, backward must follow each forward before the next one, and callables are recorded
-    in the order in which they are going to run.
+    force, no forward that awaits its backward. Any other call, for example in high precision, runs
+    as if there were no graph. Outputs are overwritten by the next replay. As with
+    ``torch.cuda.make_graphed_callables``, callables are recorded in the order in which they are
+    going to run; of several, each forward's backward must come before the next round.
 
     Args:
         modules: a module, a function of tensors, or a tuple of such. The ``forward`` of a module is
@@ -124,21 +132,77 @@ def make_graphed_callables(  # the signature is the interface that users' code i
                 f"{len(values)}. Pass a tuple of that length."
             )
     group = fp8_group if amax_reduction_group is None else amax_reduction_group
-    units = [
-        _Unit(
-            function, len(arguments), tuple(named),
-            _Precision(on, calibrating or fp8_calibrating, recipe, group),
-        )
-        for function, arguments, named, on in zip(callables, args, kwargs, each, strict=True)
-    ]  # fmt: skip
-    samples = [(*arguments, *named.values()) for arguments, named in zip(args, kwargs, strict=True)]
-    packs = _record(units, samples, num_warmup_iters, allow_unused_input, pool)
     caching = fp8_weight_caching or cache_quantized_params
-    results = [
-        _install(unit, sample, packs, caching=caching)
-        for unit, sample in zip(units, samples, strict=True)
-    ]
+    prepared = []
+    for function, arguments, named, on in zip(callables, args, kwargs, each, strict=True):
+        call = _Graphed(function, 0, ("is_first_microbatch",) if caching else ())
+        precision = _Precision(on, calibrating or fp8_calibrating, recipe, group)
+        prepared.append((call, *call.describe_sample(arguments, named, precision)))
+    every = record(
+        [unit for _, _, _, unit in prepared],
+        [tensors for _, _, tensors, _ in prepared],
+        num_warmup_iters,
+        allow_unused=allow_unused_input,
+        pool=pool,
+    )
+    results: list[Any] = []
+    for (call, key, _, _), recorded in zip(prepared, every, strict=True):
+        call.add(recorded, key)
+        call.install("forward", "reset")
+        results.append(callables[len(results)] if isinstance(call.function, nn.Module) else call)
     return results[0] if one else tuple(results)
+
+
+def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _Module:
+    """Have a module record CUDA graphs of its calls and replay them, where the CPU is too slow.
+
+    For models of many small layers, whose kernels take less time than their launches: call it on
+    each layer. Results are those of eager mode, bit for bit. The second call that is like an
+    earlier one is recorded, forward and backward, and replayed from then on. Alike are calls with
+    tensors of the same shapes, strides, dtypes, device and ``requires_grad``, equal other
+    arguments, and the same modes: ``training``, gradients, autocasts, recipes, stream.
+
+    Any other call runs eagerly, and so does whatever a graph cannot hold: tensors on a CPU;
+    arguments other than tensors, numbers, strings and the like, alone or in tuples, lists and
+    dicts; a call while an earlier one, that it would overwrite, has its backward to come;
+    training without gradients; activation checkpoints, saved-tensor hooks, ``torch.compile``,
+    ``torch.func``, an outer CUDA graph, a dispatch mode, ``inspect.watch``; hooks on modules
+    inside; several outputs with gradients; parameters of tensor subclasses but ``Float8Tensor``,
+    FSDP2's, ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``. A forward that waits for the
+    GPU, or that recording fails for, runs eagerly after a warning. Parameters, buffers and
+    submodules may be replaced: what was recorded before is dropped.
+
+    Outputs and gradients are tensors of their own, which no later call overwrites: a copy of each
+    costs little where layers are small, and nobody expects the output of a module to change. (Those
+    of ``make_graphed_callables`` are overwritten.) Each graph keeps what its forward saves for
+    backward, and the gradients, in memory of its own.
+
+    What else a forward reads, such as attributes and Python's random numbers, is read while it is
+    recorded. Call ``graphed`` again, which drops all graphs, after changing such a thing.
+
+    Args:
+        module: its ``forward`` is replaced, nothing else; a copy records graphs of its own.
+        max_graphs: record at most so many kinds of calls.
+        enabled: False gives back the forward and frees the graphs.
+
+    Returns:
+        The same module.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU())
+    >>> for layer in model:
+    ...     layer = float8lab.graphed(layer)
+    >>> model(torch.ones(2, 16)).shape  # on a CPU, eagerly
+    torch.Size([2, 16])
+    """
+    check_module("module", module)
+    check_size("max_graphs", max_graphs, minimum=1)
+    check_flags(enabled=enabled)
+    present = vars(module).get("forward")
+    if isinstance(present, _Graphed):
+        present.reset()
+    if enabled:
+        _Graphed(module, max_graphs).install("forward")
+    return module
 
 
 class _Precision:
@@ -156,192 +220,373 @@ class _Precision:
         return autocast(bool(self.enabled), self.calibrating, self.recipe, self.group)
 
 
-class _Unit(nn.Module):
-    """A callable with positional tensors only, as torch records it."""
+_MOST_CHANGES = 8
+"""How often the parts of a module may change before its calls stay eager."""
+
+_REMEMBERED = 16
+"""How many kinds of calls that were not recorded are remembered."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Parts:
+    """The parts of a module, which its graphs take for granted, and how cheaply to ask for them."""
+
+    def __init__(self, function: Any) -> None:
+        module = function if isinstance(function, nn.Module) else nn.Module()
+        self.modules = list(module.modules())
+        self.parameters = list(module.parameters())
+        self.precisions = list(precisions_below(module))
+        self.classes = [(m, m.__class__) for m in self.modules]
+        # In each table, what a name stands for; and how many names there are.
+        self.entries: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.sizes: list[tuple[Mapping[str, Any], int]] = []
+        self.hooks = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
+        tensors: dict[int, Tensor] = {}
+        for m in self.modules:
+            own = vars(m)
+            for table in (own["_modules"], own["_parameters"], own["_buffers"]):
+                self.sizes.append((table, len(table)))
+                self.entries += [(table, name, value) for name, value in table.items()]
+            found = [item for item in own.items() if isinstance(item[1], (Tensor, Precision))]
+            self.entries += [(own, name, value) for name, value in found]
+            if m is not module:
+                self.entries.append((own, "forward", own.get("forward")))
+                self.hooks += [own[name] for name in _HOOKS]
+        self.entries += [(vars(p), "slots", p.slots) for p in self.precisions]
+        for _, _, value in self.entries:
+            if isinstance(value, Tensor):
+                tensors[id(value)] = value
+        for stored in [t for t in tensors.values() if isinstance(t, Float8Tensor)]:
+            inner = {name: getattr(stored, name) for name in ("qdata", "scale", "amax")}
+            self.entries += [(vars(stored), name, t) for name, t in inner.items()]
+            del tensors[id(stored)]
+            tensors.update((id(t), t) for t in inner.values())
+        self.tensors = list(tensors.values())
+        kept = [t for t in self.tensors if type(t) in (Tensor, nn.Parameter)]
+        self.pointers = [(t, t.data_ptr()) for t in kept if t.layout is torch.strided]
+        self.fit = len(self.pointers) == len(self.tensors) and not any(
+            vars(m).get("fuse_wgrad_accumulation")
+            or vars(m).get("get_rng_state_tracker")
+            or hasattr(m, "_get_fsdp_state")
+            for m in self.modules
+        )
+
+    def hold(self) -> bool:
+        """Whether all parts are what and where they were."""
+        for table, name, value in self.entries:
+            if table.get(name) is not value:
+                return False
+        for table, size in self.sizes:
+            if len(table) != size:
+                return False
+        for module, kind in self.classes:
+            if module.__class__ is not kind:
+                return False
+        for tensor, pointer in self.pointers:  # noqa: SIM110  # a generator costs more
+            if tensor.data_ptr() != pointer:
+                return False
+        return True
+
+    def may_record(self, device: torch.device) -> bool:
+        """Whether graphs of calls on this device can hold what the parts do."""
+        return all(t.device == device for t in self.tensors) and not any(
+            p._backward_hooks for p in self.parameters
+        )
+
+    def modes(self) -> list[Any]:
+        """What is in force for them."""
+        return [
+            *[m.training for m in self.modules],
+            *[p.requires_grad for p in self.parameters],
+            *[p.active_recipe() for p in self.precisions],
+        ]
+
+
+class _Graphed:
+    """A callable that replays a graph where that gives what the call would give.
+
+    Args:
+        function: what is called: a module or a function of tensors.
+        limit: record at most so many kinds of calls; 0 leaves it to ``make_graphed_callables``,
+            whose graphs are for calls with any strides, with and without gradients, on any stream.
+        ignored: keyword arguments that change nothing.
+        given: attributes of the module that this replaced.
+    """
 
     def __init__(
-        self, function: Any, positional: int, names: tuple[str, ...], precision: _Precision
+        self,
+        function: Any,
+        limit: int,
+        ignored: Sequence[str] = (),
+        given: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.function = function  # a module becomes a submodule, with its parameters
-        self.positional, self.names, self.precision = positional, names, precision
-        self.training = getattr(function, "training", True)
+        self.function, self.limit, self.ignored = function, limit, ignored
+        self.given = {} if given is None else given
+        self.recorded: list[Recorded] = []
+        self.refused: list[tuple[Any, ...]] = []  # keys of calls that cannot be recorded
+        self.seen: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
+        self.parts: _Parts | None = None
+        self.changes = 0
 
-    def forward(self, *tensors: Tensor) -> Any:
-        named = dict(zip(self.names, tensors[self.positional :], strict=True))
-        with self.precision.enter():
-            return self.function(*tensors[: self.positional], **named)
+    def __reduce__(self) -> Any:
+        """A copy, of a copied module, has no graphs yet."""
+        return _Graphed, (self.function, self.limit, self.ignored, self.given)
 
-    def recipes(self) -> tuple[Recipe | None, ...]:
-        """The recipe in force at this moment, for each GEMM."""
-        return tuple(precision.active_recipe() for precision in precisions_below(self))
+    @property
+    def __wrapped__(self) -> Any:
+        """For ``inspect.signature``."""
+        if not isinstance(self.function, nn.Module):
+            return self.function
+        return self.given.get("forward") or type(self.function).forward.__get__(self.function)
 
+    def install(self, *names: str) -> None:
+        """Have the module call this; ``names`` are its attributes that do."""
+        if isinstance(self.function, nn.Module):
+            own = vars(self.function)
+            self.given = {name: own[name] for name in names if name in own}
+            for name in names:
+                own[name] = self if name == "forward" else getattr(self, name)
 
-@contextmanager
-def _inside(region: Region) -> Iterator[None]:
-    outer, STATE.region = STATE.region, region
-    try:
-        yield
-    finally:
-        STATE.region = outer
-
-
-def _record(
-    units: Sequence[_Unit],
-    samples: Sequence[tuple[Tensor, ...]],
-    warmup: int,
-    allow_unused: bool,
-    pool: Any,
-) -> dict[ScalePack, None]:
-    """Warm up and record, so that each unit's ``forward`` replays; returns the packs in use."""
-    before = _save(units)
-    if warmup:
-        merge_packs(_warm_up(units, samples, warmup, allow_unused))
-        _restore(units, before)
-        _warm_up(units, samples, 1, allow_unused)  # with the state where it will stay
-        _restore(units, before)
-    region = Region()
-    with _inside(region), _without_collection():
-        torch.cuda.make_graphed_callables(
-            tuple(units),
-            tuple(samples),
-            num_warmup_iters=0,
-            allow_unused_input=allow_unused,
-            pool=pool,
-        )
-    _restore(units, before)
-    return region.packs
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Keep Python's garbage collector off, since freeing a CUDA graph spoils a recording."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _warm_up(
-    units: Sequence[_Unit], samples: Sequence[tuple[Tensor, ...]], count: int, allow_unused: bool
-) -> dict[ScalePack, None]:
-    """Run forward and backward of all units; returns the packs in use."""
-    region = Region()
-    torch.cuda.synchronize()
-    with _inside(region), torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(count):
-            for unit, sample in zip(units, samples, strict=True):
-                _run_once(unit, sample, allow_unused)
-    torch.cuda.synchronize()
-    return region.packs
-
-
-def _run_once(unit: _Unit, sample: tuple[Tensor, ...], allow_unused: bool) -> None:
-    outputs = torch.utils._pytree.tree_leaves(unit(*sample))
-    outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-    inputs = [t for t in (*sample, *unit.parameters()) if t.requires_grad]
-    if outputs and inputs:
-        gradients = [torch.zeros_like(y) for y in outputs]
-        torch.autograd.grad(outputs, inputs, gradients, allow_unused=allow_unused)
-
-
-_Saved = dict[DelayedSlots, dict[str, Tensor]]
-
-
-def _slots(units: Sequence[_Unit]) -> Iterator[DelayedSlots]:
-    for unit in units:
-        for precision in precisions_below(unit):
-            yield from precision.slots.values()
-
-
-def _save(units: Sequence[_Unit]) -> _Saved:
-    return {
-        slots: {name: tensor.clone() for name, tensor in slots.tensors().items()}
-        for slots in _slots(units)
-    }
-
-
-def _restore(units: Sequence[_Unit], before: _Saved) -> None:
-    """Put FP8's state back to what it was, in place, and clear state that is new."""
-    for slots in _slots(units):
-        if slots in before:
-            slots.load(before[slots])
-        else:
-            slots.clear()
-    for unit in units:
-        for precision in precisions_below(unit):
-            precision.weight_cast = None
-
-
-def _install(
-    unit: _Unit, sample: tuple[Tensor, ...], packs: dict[ScalePack, None], *, caching: bool
-) -> Any:
-    """Make the callable replay its graph where that gives what a call would give."""
-    function = unit.function
-    plain = function.forward if isinstance(function, nn.Module) else function
-    expected = [(t.shape, t.dtype, t.device, t.requires_grad) for t in sample]
-    mode = unit.training
-    with unit.precision.enter():
-        recipes = unit.recipes()
-    mine = {slots.pack for slots in _slots([unit])}
-    recorded = [pack for pack in packs if pack in mine]
-
-    def fits(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-        if "forward" not in vars(unit):  # reset
-            return False
-        if len(args) != unit.positional or set(named) != set(unit.names):
-            return False
-        if PROCESS.observer is not None:  # it sees what Python does
-            return False
-        if getattr(function, "training", True) != mode or (mode and not torch.is_grad_enabled()):
-            return False
-        tensors = (*args, *(named[name] for name in unit.names))
-        if not all(isinstance(t, Tensor) for t in tensors):
-            return False
-        given = [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
-        return given == expected and unit.recipes() == recipes
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        ignored = ("is_first_microbatch",) if caching else ()
-        named = {name: value for name, value in kwargs.items() if name not in ignored}
-        if not fits(args, named):
-            return plain(*args, **kwargs)
-        return _replay(unit.forward, (*args, *(named[name] for name in unit.names)), recorded)
-
-    before = dict(vars(function)) if isinstance(function, nn.Module) else {}
-
-    def reset() -> None:
+    def reset(self) -> None:
         """Free the graphs. A backward that has yet to come keeps those of its forward till then."""
-        vars(unit).pop("forward", None)
-        if isinstance(function, nn.Module):
+        self.limit = 0
+        self.recorded.clear()
+        self.parts = None
+        if isinstance(self.function, nn.Module):
+            own = vars(self.function)
             for name in ("forward", "reset"):
-                vars(function).pop(name, None)
-                if name in before:
-                    vars(function)[name] = before[name]
-        gc.collect()  # torch's functions that replay are in cycles
+                if own.get(name) in (self, self.reset):
+                    del own[name]
+                    own.update({name: self.given[name]} if name in self.given else {})
+        gc.collect()
 
-    result: Any = call
-    if isinstance(function, nn.Module):
-        result, function.forward = function, call
-    result.reset = reset
-    return result
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = None if torch.compiler.is_compiling() else self._find(args, kwargs)
+        if found is not None:
+            return replay(*found)
+        if not isinstance(self.function, nn.Module):
+            return self.function(*args, **kwargs)
+        forward = self.given.get("forward")
+        if forward is not None:
+            return forward(*args, **kwargs)
+        return type(self.function).forward(self.function, *args, **kwargs)
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Recorded, list[Tensor]] | None:
+        """A graph that does what the call would do, and the tensors to replay it with."""
+        if not (self.recorded or self.limit) or _is_observed():
+            return None
+        parts = self.parts
+        if parts is None or not parts.hold():
+            parts = self._look_again()
+        if parts is None or not parts.fit or any(parts.hooks):
+            return None
+        if self.ignored:
+            kwargs = {name: value for name, value in kwargs.items() if name not in self.ignored}
+        leaves, spec = _leaves(args, kwargs)
+        described = self._describe(leaves, spec, parts)
+        if described is None:
+            return None
+        key, tensors = described
+        for recorded in self.recorded:
+            if recorded.key == key:
+                if recorded.has_its_slots():
+                    return None if recorded.is_pending() else (recorded, tensors)
+                self.recorded.remove(recorded)
+                break
+        if not self._is_due(key, tensors, parts):
+            return None
+        new = self._record(key, tensors, self._unit(leaves, spec, tensors))
+        return None if new is None else (new, tensors)
+
+    def _look_again(self) -> _Parts | None:
+        """Forget the graphs, whose parts have changed, and look at the new ones."""
+        if self.parts is not None:
+            self.recorded.clear()
+            self.refused.clear()
+            self.seen.clear()
+            self.changes += 1
+        if self.limit == 0 or self.changes > _MOST_CHANGES:
+            self.limit = 0
+            return None
+        self.parts = _Parts(self.function)
+        return self.parts
+
+    def _describe(
+        self, leaves: Sequence[Any], spec: Any, parts: _Parts
+    ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+        """What a call is like, and its tensors; None if a graph cannot hold such a call."""
+        exact, gradients = self.limit > 0, torch.is_grad_enabled()
+        if not gradients and getattr(self.function, "training", True):
+            return None  # a reentrant checkpoint's, perhaps
+        tensors: list[Tensor] = []
+        key = [spec, STATE.autocast.group, torch.is_autocast_enabled("cuda"), parts.modes()]
+        for leaf in leaves:
+            kind = type(leaf)
+            if kind in PLAIN:
+                key += (kind, leaf)
+            elif kind not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
+                return None
+            elif (place := _place(leaf, tensors)) is not None:
+                key.append(place)
+            else:
+                tensors.append(leaf)
+                key += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+                if exact:
+                    key.append(leaf.stride())
+        stream = _stream(tensors[0]) if tensors else None
+        if stream is None:
+            return None
+        if exact:
+            key += (
+                gradients,
+                torch.is_inference_mode_enabled(),
+                torch.are_deterministic_algorithms_enabled(),
+                torch.get_autocast_dtype("cuda"),
+                stream,
+            )
+        return tuple(key), tensors
+
+    def _is_due(self, key: tuple[Any, ...], tensors: Sequence[Tensor], parts: _Parts) -> bool:
+        """Whether to record a call that no graph is for."""
+        if len(self.recorded) + len(self.refused) >= self.limit or key in self.refused:
+            return False
+        if key not in self.seen:
+            self.seen.append(key)
+            return False
+        device = tensors[0].device
+        dense = all(torch._debug_has_internal_overlap(t) != 1 for t in tensors)
+        return dense and all(t.device == device for t in tensors) and parts.may_record(device)
+
+    def _unit(
+        self,
+        leaves: Sequence[Any],
+        spec: Any,
+        tensors: Sequence[Tensor],
+        enter: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Unit:
+        """The call as a function of its tensors."""
+        places = [_place(leaf, tensors) for leaf in leaves]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        forward = self.__wrapped__
+        module = self.function if isinstance(self.function, nn.Module) else nn.Module()
+
+        def run(given: Sequence[Tensor]) -> Any:
+            values = [
+                other if place is None else given[place]
+                for place, other in zip(places, others, strict=True)
+            ]
+            args, kwargs = _arguments(values, spec)
+            with enter():
+                return forward(*args, **kwargs)
+
+        return Unit(module, run)
+
+    def _record(
+        self, key: tuple[Any, ...], tensors: Sequence[Tensor], unit: Unit
+    ) -> Recorded | None:
+        """Record such calls, or say why not."""
+        try:
+            (recorded,) = record(
+                [unit], [[_static(t) for t in tensors]], 1, allow_unused=True, exact=True
+            )
+        except RuntimeError as error:
+            self.refused.append(key)
+            reason = str(error).partition("\n")[0]
+            warnings.warn(
+                f"{type(self.function).__name__} could not be recorded by float8lab.graphed, and "
+                f"runs eagerly: {reason}. Leave it out, or call graphed on modules inside it.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return None
+        self.add(recorded, key)
+        return recorded
+
+    def add(self, recorded: Recorded, key: tuple[Any, ...]) -> None:
+        """Replay what was recorded, for calls of this key."""
+        assert self.parts is not None, "the key was made with them"
+        recorded.key, recorded.pointers = key, self.parts.pointers
+        self.recorded.append(recorded)
+
+    def describe_sample(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], precision: _Precision
+    ) -> tuple[tuple[Any, ...], list[Tensor], Unit]:
+        """For ``make_graphed_callables``: the key of calls like this one, its tensors and unit."""
+        self.parts = _Parts(self.function)
+        self.parts.fit, self.parts.hooks = True, []
+        leaves, spec = _leaves(tuple(args), kwargs)
+        with precision.enter():
+            described = self._describe(leaves, spec, self.parts)
+        # Without a description, as for training without gradients, no call is like this one.
+        key, tensors = described or ((object(),), list(leaves))
+        return key, tensors, self._unit(leaves, spec, tensors, precision.enter)
 
 
-def _replay(
-    graphed: Callable[..., Any], tensors: Sequence[Tensor], packs: Sequence[ScalePack]
-) -> Any:
-    region = STATE.region
-    own = Region() if region is None and packs else None
-    with _inside(own) if own is not None else nullcontext():
-        result = graphed(*tensors)
-        region = STATE.region
-        if region is not None:
-            region.fp8_calls += 1
-            region.packs.update(dict.fromkeys(packs))
-    if own is not None:
-        own.close()
-    return result
+def _is_observed() -> bool:
+    """Whether something follows what Python does in a call, which a replay would not do."""
+    return (
+        PROCESS.observer is not None
+        or STATE.autocast.calibrating
+        or STATE.onnx is not None
+        or bool(STATE.recordings)
+        or isinstance(STATE.autocast.region, Trial)
+        or in_backward()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _has_function_mode()
+        or torch._C._get_tracing_state() is not None
+        or torch.is_anomaly_enabled()
+    )
+
+
+def _has_function_mode() -> bool:
+    """Whether a function mode is active besides that of ``torch.set_default_device``."""
+    count = torch._C._len_torch_function_stack()
+    return count > 1 or (
+        count == 1 and not isinstance(torch._C._get_function_stack_at(0), DeviceContext)
+    )
+
+
+def _stream(x: Tensor) -> int | None:
+    """The stream that a call on ``x`` runs on; None where there are no graphs, or one is made."""
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    return torch._C._cuda_getCurrentRawStream(x.device.index)
+
+
+def _place(x: Any, tensors: Sequence[Tensor]) -> int | None:
+    """Where among some tensors this one is."""
+    for place, tensor in enumerate(tensors):
+        if tensor is x:
+            return place
+    return None
+
+
+def _static(x: Tensor) -> Tensor:
+    """A tensor like ``x``, with its values, for graphs to read."""
+    static = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    static.copy_(x.detach())
+    return static.requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+
+def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The arguments without their containers, and how they are contained."""
+    names = tuple(sorted(kwargs))
+    leaves = [*args, *[kwargs[name] for name in names]]
+    for leaf in leaves:
+        if isinstance(leaf, (tuple, list, dict)) and type(leaf) not in PLAIN:
+            return tree_flatten((args, dict(kwargs)))
+    return leaves, (len(args), names)
+
+
+def _arguments(leaves: Sequence[Any], spec: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Undo ``_leaves``."""
+    if isinstance(spec, tuple):
+        count, names = spec
+        return leaves[:count], dict(zip(names, leaves[count:], strict=True))
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op
-from float8lab.recipes.region import STATE
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
@@ -43,24 +41,8 @@ def normalize(
         kind: which norm.
         dtype: of the result.
     """
-    if STATE.onnx is not None:
-        return _in_operators(x, weight, bias, kind, dtype)
-    result: Tensor = _Norm.apply(x, weight, bias, kind, dtype)
+    result: Tensor = _Norm.run(x, weight, bias, kind, dtype)
     return result
-
-
-def _in_operators(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
-) -> Tensor:
-    """``normalize`` in operators that ONNX has."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, gamma = x.to(wide), kind.gamma(weight).to(wide)
-    if kind.center:
-        assert bias is not None, "LayerNorm has one"
-        y = F.layer_norm(x, x.shape[-1:], gamma, bias.to(wide), kind.eps)
-    else:
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + kind.eps) * gamma
-    return y.to(dtype)
 
 
 class _Norm(Float8Function):
@@ -101,9 +83,8 @@ def backward_of_norm(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias in their dtypes."""
-    dx, dweight, dbias = norm_backward_op(
-        dy, x, kind.gamma(weight), mean, rstd, kind.center, x.dtype
-    )
+    gamma = kind.gamma(weight) if kind.zero_centered else weight
+    dx, dweight, dbias = norm_backward_op(dy, x, gamma, mean, rstd, kind.center, x.dtype)
     return dx, dweight.to(weight.dtype), None if bias_dtype is None else dbias.to(bias_dtype)
 
 
@@ -121,7 +102,7 @@ def source_of_norm(
 
     With ``want_amax`` the source knows its amax, which comes with the statistics.
     """
-    gamma = kind.gamma(weight)
+    gamma = kind.gamma(weight) if kind.zero_centered else weight
     amax = None
     if stats is None:
         _, mean, rstd, amax = norm_op(

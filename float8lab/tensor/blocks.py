@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from float8lab.formats import Float8Spec
+from float8lab.formats import Float8Spec, scale_shape
 from float8lab.ops import (
     cast_many_op,
     cast_op,
@@ -24,6 +24,7 @@ from float8lab.ops import (
 __all__ = [
     "block_amax",
     "block_of_view",
+    "by_block",
     "dequantize_blocks",
     "expand_scale",
     "quantize_blocks",
@@ -59,21 +60,31 @@ def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Te
     return scale.repeat_interleave(old // new, dim).narrow(dim, 0, count)
 
 
-def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Largest absolute value of each block, float32; 0 if empty. bool counts as 0 and 1."""
-    counts = [1 if b == -1 else -(-n // b) for n, b in zip(x.shape, block, strict=True)]
+def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fill: float) -> Tensor:
+    """``reduce(x, dim=...)`` of each block, which is filled up where an edge cuts it."""
+    counts = scale_shape(tuple(x.shape), tuple(block))
     if x.numel() == 0:
-        return x.new_zeros(counts, dtype=torch.float32)
-    x = x.float().abs()
-    if x.ndim == 0:
-        return x
+        return reduce(x.new_full((*counts, 1), fill), dim=[-1])
     sizes = [n if b == -1 else b for n, b in zip(x.shape, block, strict=True)]
     missing = [c * s - n for c, s, n in zip(counts, sizes, x.shape, strict=True)]
-    padding = [pad for right in reversed(missing) for pad in (0, right)]
     if any(missing):
-        x = torch.nn.functional.pad(x, padding)
-    x = x.reshape([part for pair in zip(counts, sizes, strict=True) for part in pair])
-    return x.amax(dim=list(range(1, 2 * len(counts), 2)))
+        padding = [pad for right in reversed(missing) for pad in (0, right)]
+        x = torch.nn.functional.pad(x, padding, value=fill)
+    parts: list[int] = []
+    inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
+    for count, size in zip(counts, sizes, strict=True):
+        parts.append(count)
+        if size != 1:
+            inside.append(len(parts))
+            parts.append(size)
+    if not inside:
+        inside, parts = [len(parts)], [*parts, 1]
+    return reduce(x.reshape(parts), dim=inside)
+
+
+def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest absolute value of each block, float32; 0 if empty. bool counts as 0 and 1."""
+    return by_block(x.float().abs(), block, torch.amax, 0.0)
 
 
 def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:

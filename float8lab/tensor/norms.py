@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.ops import norm_backward_op, norm_op
@@ -137,15 +138,24 @@ def _fused_rms_norm_backward(
     return _backward(dy, x, shape, None, rstd, weight, needs=needs)
 
 
-@implements_whole(aten.rms_norm.default)
+@implements_whole(
+    F.rms_norm,
+    torch.rms_norm,
+    aten.rms_norm.default,
+    autocast=lambda device: torch.float32 if device == "cuda" else None,
+)
 def _rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Any:
+    x, shape = input, normalized_shape
     if list(x.shape[x.ndim - len(shape) :]) != list(shape) or not x.is_floating_point():
         return NotImplemented  # torch has a message for each
     if weight is not None and list(weight.shape) != list(shape):
         return NotImplemented
-    return _RMSNorm.apply(x, shape, weight, _rms_eps(x, eps))
+    return _RMSNorm.run(x, shape, weight, _rms_eps(x, eps))
 
 
 class _RMSNorm(Float8Function):

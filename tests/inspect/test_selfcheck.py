@@ -20,7 +20,7 @@ from float8lab import __main__ as command
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect.selfcheck import CHECKS, Cases, Check, casts, selfcheck
-from float8lab.inspect.selfcheck import harness as module
+from float8lab.inspect.selfcheck import running as module
 from tests.recorder import Ops
 
 ROOT = Path(__file__).parents[2]
@@ -295,13 +295,20 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_commands():
+def test_the_command_of_a_program():
     run = run_command("env", "--json", "--device", "cpu")
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["versions"]["torch"] == torch.__version__
-    assert run_command().returncode == 2
-    assert run_command("selfcheck", "--device", "tpu").returncode == 2
-    assert "selfcheck" in run_command("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [([], 2), (["selfcheck", "--device", "tpu"], 2), (["--help"], 0)]
+)
+def test_arguments_of_the_command(arguments, status, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(arguments)
+    assert stop.value.code == status
+    assert status or "selfcheck" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -328,26 +335,20 @@ assert callable(float8lab.selfcheck)
 # Several programs at once.
 
 
-def test_programs_share_the_checks(only, monkeypatch):
+def test_programs_share_the_checks_and_one_that_dies_fails_its_own_alone(only, monkeypatch):
     only("transpose", "rotate", "amax")
+    dies = "if name == 'rotate': sys.exit('out of luck')"
+    code = module._CODE.replace("    rows, seconds", f"    {dies}\n    rows, seconds")
+    monkeypatch.setattr(module, "_CODE", code)
     found = module._run_in_programs(CPU, 2)
-    assert {*found} == {"transpose", "rotate", "amax"}
+    ((row,), _) = found.pop("rotate")
+    assert row.status == "failed"
+    assert "status 1: out of luck" in row.failures[0]
+    assert {*found} == {"transpose", "amax"}
     expected = module.run_checks(CPU, [*found])
     assert {name: rows for name, (rows, _) in found.items()} == {
         name: rows for name, (rows, _) in expected.items()
     }
-
-
-def test_a_program_that_dies_fails_its_checks_alone(only, monkeypatch):
-    only("transpose", "rotate")
-    dies = "if 'rotate' in names: sys.exit('out of luck')"
-    code = module._CODE.replace("for name", f"{dies}\nfor name")
-    monkeypatch.setattr(module, "_CODE", code)
-    found = module._run_in_programs(CPU, 2)
-    ((row,), _) = found["rotate"]
-    assert row.status == "failed"
-    assert "status 1: out of luck" in row.failures[0]
-    assert {row.status for row in found["transpose"][0]} == {"passed"}
 
 
 @pytest.mark.gpu

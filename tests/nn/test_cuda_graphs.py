@@ -1,11 +1,15 @@
 """CUDA graphs of training steps: the bytes of eager mode, and a module that stays usable."""
 
+import contextlib
 import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
@@ -198,13 +202,20 @@ def test_graphed_callables_equal_eager(recipe, used):
 def test_reset_gives_back_what_was_given(monkeypatch):
     replays = []
 
-    def record(units, *_):
-        for unit in units:
-            unit.forward = lambda x: replays.append(x) or x
-        return {}
+    class Replayed(graphs.Recorded):
+        def __call__(self, x):
+            replays.append(x)
+            return x
+
+    def record(units, samples, *_, **__):
+        return [
+            Replayed(unit, sample, exact=False) for unit, sample in zip(units, samples, strict=True)
+        ]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "_stream", lambda x: 0)
     layer, x = float8lab.Linear(16, 16, device="cpu"), torch.ones(2, 16)
     before = dict(vars(layer))
     given = (layer, torch.sin)
@@ -350,3 +361,358 @@ def test_graphed_callables_refuse_what_does_not_fit():
     x = torch.ones(2, 16, device="cuda")
     with pytest.raises(ValueError, match="sample_args must have one entry for each of the 2"):
         float8lab.make_graphed_callables((layer, layer), ((x,),))
+
+
+def pair(make, **options):
+    """A graphed module and an equal one without graphs."""
+    eager = make()
+    model = copy.deepcopy(eager)
+    assert float8lab.graphed(model, **options) is model
+    return model, eager
+
+
+def recordings(model):
+    return vars(model)["forward"].recorded
+
+
+def step(model, x, region=contextlib.nullcontext):
+    """A training step; returns the output and all gradients, whose values later steps must keep."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with region():
+        y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+def assert_equal_steps(model, eager, xs, region=contextlib.nullcontext, *, optimizers=()):
+    """Train both on ``xs``; what each step gave is compared when all have run."""
+    kept = []
+    for x in xs:
+        kept.append((step(model, x, region), step(eager, x, region)))
+        assert states(model) == states(eager)
+        if optimizers:  # which write where the gradients of the step may be
+            kept[-1] = [[t.clone() for t in given] for given in kept[-1]]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), eager.parameters()))
+    for got, wanted in kept:
+        assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.gpu
+@each_recipe
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_graphed_training_equals_eager(recipe, fused):
+    model, eager = pair(lambda: make_mlp(recipe))
+    how = {"lr": 1e-2, "fused": True} if fused else {"lr": 1e-2}
+    optimizers = [torch.optim.AdamW(m.parameters(), **how) for m in (model, eager)]
+    assert_equal_steps(model, eager, [batch(i) for i in range(7)], optimizers=optimizers)
+    assert len(recordings(model)) == 1
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_graphed_results_last_and_gradients_accumulate(recipe):
+    model, eager = pair(lambda: make_mlp(recipe))
+    assert_equal_steps(model, eager, [batch(i) for i in range(5)])
+    for m in (model, eager):
+        m.zero_grad()
+        for i in range(3):
+            m(batch(i).requires_grad_()).square().sum().backward()
+    assert same_gradients(model, eager)
+    assert len(recordings(model)) == 1
+
+
+@pytest.mark.gpu
+def test_gradients_of_graphed_callables_accumulate():
+    eager = make_mlp(RECIPES["current"])
+    model = copy.deepcopy(eager)
+    float8lab.make_graphed_callables(model, (batch(0).requires_grad_(),))
+    for m in (model, eager):
+        for i in range(3):
+            m(batch(i).requires_grad_()).square().sum().backward()
+    assert same_gradients(model, eager)
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_graphed_calls_of_two_shapes(recipe):
+    model, eager = pair(lambda: make_mlp(recipe))
+    shapes = [(32, 64), (48, 64)] * 4 + [(3, 16, 64)] * 3
+    assert_equal_steps(model, eager, [batch(i, shape) for i, shape in enumerate(shapes)])
+    assert len(recordings(model)) == 3
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_graphed_calls_before_their_backwards(recipe):
+    model, eager = pair(lambda: make_mlp(recipe))
+    assert_equal_steps(model, eager, [batch(i) for i in range(4)])
+    for order in (1, -1):
+        results = []
+        for m in (model, eager):
+            m.zero_grad()
+            losses = [m(batch(i).requires_grad_()).square().sum() for i in range(3)]
+            for loss in losses[::order]:
+                loss.backward()
+            results.append([*losses, *[p.grad for p in m.parameters()]])
+            del losses, loss
+        assert all(map(torch.equal, *results))
+        assert states(model) == states(eager)
+
+
+@pytest.mark.gpu
+@each_recipe
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_graphed_layer_that_is_checkpointed(recipe, reentrant):
+    model, eager = pair(lambda: make_mlp(recipe))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+
+    class Checkpointed(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=reentrant)
+
+    assert_equal_steps(Checkpointed(model), Checkpointed(eager), [batch(i) for i in range(3)])
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_graphed_evaluation(recipe):
+    model, eager = pair(lambda: make_mlp(recipe))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    model.eval(), eager.eval()
+    for context in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
+        with context():
+            got = [model(batch(i)) for i in range(4)]
+            wanted = [eager(batch(i)) for i in range(4)]
+        assert all(map(torch.equal, got, wanted))
+    assert len(recordings(model)) == 4
+    model.train(), eager.train()
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    with torch.no_grad():
+        assert torch.equal(model(batch(1)), eager(batch(1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["weight", "data", "assigned", "loaded", "moved", "converted"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_graphed_parameters_that_are_replaced(how, recipe):
+    model, eager = pair(lambda: make_mlp(RECIPES[recipe]))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    for m in (model, eager):
+        other = {name: 2 * t for name, t in m.state_dict().items()}
+        if how == "weight":
+            m[0].weight = nn.Parameter(other["0.weight"])
+        elif how == "data":
+            m[0].weight.data = other["0.weight"]
+        elif how == "moved":
+            m.cpu()
+            m.cuda()
+        elif how == "converted":
+            float8lab.convert_to_float8(m, RECIPES["block"])
+        else:
+            m.load_state_dict(other, assign=how == "assigned")
+    assert_equal_steps(model, eager, [batch(i) for i in range(4)])
+    assert len(recordings(model)) == 1
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_a_graphed_call_that_is_retained(recipe):
+    model, eager = pair(lambda: make_mlp(recipe))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    for m in (model, eager):
+        m.zero_grad()
+        loss = m(batch(3).requires_grad_()).square().sum()
+        loss.backward(retain_graph=True)
+        m(batch(4).requires_grad_()).square().sum().backward()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+    assert same_gradients(model, eager)
+
+
+@pytest.mark.gpu
+def test_parameters_of_a_graphed_module_that_move_before_backward():
+    model, _ = pair(lambda: make_mlp(RECIPES["current"]))
+    for i in range(3):
+        step(model, batch(i))
+    loss = model(batch(3).requires_grad_()).sum()
+    model[0].weight.data = model[0].weight.data.clone()
+    with pytest.raises(RuntimeError, match="parameters of a module with CUDA graphs must stay"):
+        loss.backward()
+
+
+@pytest.mark.gpu
+@each_recipe
+@pytest.mark.parametrize("inside", [False, True], ids=["each-layer", "whole"])
+def test_graphed_layers_in_an_autocast(recipe, inside):
+    def make():
+        torch.manual_seed(0)
+        how = {"device": "cuda", "params_dtype": torch.bfloat16}
+        return nn.Sequential(float8lab.Linear(64, 64, **how), float8lab.Linear(64, 64, **how))
+
+    eager, model = make(), make()
+    for layer in [model] if inside else model:
+        float8lab.graphed(layer)
+
+    def region():
+        return float8lab.autocast(recipe=recipe)
+
+    assert_equal_steps(model, eager, [batch(i) for i in range(5)], region)
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])  # in bfloat16
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)], region)
+
+
+@pytest.mark.gpu
+def test_graphed_layers_in_an_autocast_of_torch():
+    def make():
+        return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).cuda()
+
+    model, eager = pair(make)
+
+    def region():
+        return torch.autocast("cuda", torch.bfloat16)
+
+    xs = [batch(i).float() for i in range(5)]
+    assert_equal_steps(model, eager, xs, region)
+    assert_equal_steps(model, eager, xs)
+    assert len(recordings(model)) == 2
+
+
+FUSED = {
+    "norm-linear": lambda **how: float8lab.LayerNormLinear(64, 96, **how),
+    "mlp": lambda **how: float8lab.LayerNormMLP(64, 96, activation="swiglu", **how),
+    "mlp-checkpoint": lambda **how: float8lab.LayerNormMLP(64, 96, checkpoint=True, **how),
+    "transformer": lambda **how: float8lab.TransformerLayer(
+        64, 96, 4, num_gqa_groups=2, normalization="RMSNorm", activation="swiglu",
+        hidden_dropout=0.0, attention_dropout=0.0, **how
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@each_recipe
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_graphed_modules_equal_eager(recipe, make):
+    eager = make(device="cuda", params_dtype=torch.bfloat16)
+    for module in eager.modules():
+        if isinstance(module, float8lab.DotProductAttention):
+            module.backends = ("reference",)  # others may add in another order each time
+    float8lab.convert_to_float8(eager, recipe)
+    model, eager = pair(lambda: eager)
+    assert_equal_steps(model, eager, [batch(i, (24, 4, 64)) for i in range(5)])
+    assert len(recordings(model)) == 1
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_a_graphed_stack_equals_eager(recipe):
+    torch.manual_seed(0)
+    eager = GPT(width=64).cuda()
+    float8lab.convert_to_float8(eager, recipe)
+    model = copy.deepcopy(eager)
+    for block in model.blocks:
+        for layer in (block.norm1, block.qkv, block.proj, block.norm2, block.up, block.down):
+            float8lab.graphed(layer)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, eager)]
+    for i in range(6):
+        tokens = torch.randint(48, (2, 64), generator=torch.Generator().manual_seed(i)).cuda()
+        losses = []
+        for m, optimizer in zip((model, eager), optimizers, strict=True):
+            m.zero_grad()
+            with sdpa_kernel(SDPBackend.MATH):  # the same sums in each run
+                losses.append(m(tokens).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        assert torch.equal(*losses)
+        assert states(model) == states(eager)
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+    assert all(recordings(block.up) for block in model.blocks)
+
+
+@pytest.mark.gpu
+def test_graphed_dropout_and_buffers_equal_eager():
+    def make():
+        layers = nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 64)
+        return nn.Sequential(*layers).cuda()
+
+    model, eager = pair(make)
+    for i in range(5):
+        results = []
+        for m in (model, eager):
+            torch.manual_seed(i)
+            results.append([*step(m, batch(i).float()), torch.rand(4, device="cuda"), *m.buffers()])
+        assert all(map(torch.equal, *results))
+    assert len(recordings(model)) == 1
+
+
+@pytest.mark.gpu
+def test_a_module_that_waits_for_the_gpu_is_not_recorded():
+    class Waits(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.max().item()
+
+    model, eager = pair(lambda: Waits(64, 64).cuda().bfloat16())
+    step(model, batch(0))
+    with pytest.warns(UserWarning, match="Waits could not be recorded by float8lab.graphed.*waits"):
+        step(model, batch(1))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    assert torch.rand(4, device="cuda").isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_graphed_module_under_an_outer_graph_on_another_stream_and_on_a_cpu():
+    model, eager = pair(lambda: make_mlp(RECIPES["current"]))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    model.eval(), eager.eval()
+    x, wanted = batch(5), None
+    with torch.no_grad():
+        wanted = eager(x)
+        for _ in range(3):
+            model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        graph.replay()
+        assert torch.equal(y, wanted)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                assert torch.equal(model(x), wanted)
+        torch.cuda.current_stream().wait_stream(side)
+        model.cpu(), eager.cpu()
+        for _ in range(3):
+            assert torch.equal(model(x.cpu()), eager(x.cpu()))
+
+
+@pytest.mark.gpu
+def test_graphed_gives_the_memory_back():
+    model, _ = pair(lambda: make_mlp(RECIPES["current"]))
+    for i in range(3):
+        step(model, batch(i))
+    model.zero_grad()
+    held = torch.cuda.memory_allocated()
+    float8lab.graphed(model, enabled=False)
+    assert "forward" not in vars(model)
+    assert torch.cuda.memory_allocated() < held
+
+
+@pytest.mark.gpu
+def test_graphed_replays_under_compile_and_after_it():
+    torch._dynamo.reset()
+    model, eager = pair(lambda: make_mlp(RECIPES["current"]))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(compiled(batch(1)), eager(batch(1)))
+    assert_equal_steps(model, eager, [batch(i) for i in range(3)])
+    torch._dynamo.reset()

@@ -16,7 +16,7 @@ from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
 from float8lab.inspect.selfcheck import forms
 from float8lab.ops import gemm, reference
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from tests.near_ties import by_multiplying, near_ties
 
 pytestmark = pytest.mark.gpu
@@ -510,15 +510,15 @@ def test_scaled_mm_of_views() -> None:
 @pytest.mark.parametrize(
     ("a_block", "b_block"), [pair for name, pair in GEMM_BLOCKS.items() if "mx" not in name]
 )
-def test_has_fp8_gemm_is_true_of_what_hopper_multiplies(
+def test_may_multiply_is_true_of_what_hopper_multiplies(
     a_block: tuple[int, int], b_block: tuple[int, int]
 ) -> None:
     device = torch.device("cuda")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the table is Hopper's")
-    assert has_fp8_gemm(a_block, b_block, device)
-    assert has_fp8_gemm(a_block, b_block, device, a_dtype=E5M2)
-    assert not has_fp8_gemm(a_block, b_block, device, a_dtype=E5M2, b_dtype=E5M2)
+    assert may_multiply(a_block, b_block, device)
+    assert may_multiply(a_block, b_block, device, a_dtype=E5M2)
+    assert not may_multiply(a_block, b_block, device, a_dtype=E5M2, b_dtype=E5M2)
 
 
 @pytest.mark.parametrize("power_of_2", [False, True], ids=["", "pow2"])

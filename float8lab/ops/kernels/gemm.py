@@ -1,6 +1,6 @@
 """``y = a @ b.T`` of FP8 matrices through cuBLASLt.  M rows of a, N rows of b, K contraction.
 
-Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``has_fp8_gemm``); all
+Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``may_multiply``); all
 others are dequantized and multiplied in high precision. Blocks that cuBLASLt does not take are
 multiplied in ``block_gemm.py``.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
-from float8lab.ops.gemm import has_fp8_gemm, is_cublas_gemm
+from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels.block_gemm import multiply_blocks
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from float8lab.ops.reference import round_up
@@ -47,7 +47,7 @@ def scaled_mm(
     if 0 in (M, N, K):
         out = a.new_zeros((M, N), dtype=out_dtype)
         return out if bias is None else out.add_(bias)
-    if not has_fp8_gemm(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
+    if not may_multiply(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
         return _dequantized(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
 
     # Callers quantize with align=16, so that all of these pass their input through.

@@ -83,13 +83,13 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     if block[0] == block[1] == -1 and x.numel():
         return x.abs().amax().float().view(1, 1)
     M, K = x.shape
-    rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
-    shape = scale_shape((M, K), tuple(block))
     if x.numel() == 0:
-        return x.new_zeros(shape, dtype=torch.float32)
-    blocks = _pad(x.abs(), shape[0] * rows, shape[1] * columns)
-    blocks = blocks.view(shape[0], rows, shape[1], columns)
-    return blocks.amax(dim=(1, 3)).float()
+        return x.new_zeros(scale_shape((M, K), tuple(block)), dtype=torch.float32)
+    rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
+    size = x.abs()
+    if M % rows or K % columns:
+        size = _pad(size, round_up(M, rows), round_up(K, columns))
+    return size.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3)).float()
 
 
 def amax_of(
@@ -263,7 +263,8 @@ def cast(
     if both:
         scale_t = None if scale is None else _transposed(scale)
         return q, scale, None, _transposed(q), scale_t, total
-    found = found if has_amax(prologue, block, given) else None
+    if found is not None and not has_amax(prologue, block, given):
+        found = None
     if transposed:
         return None, None, found, q, scale, total
     return q, scale, found, None, None, total
@@ -313,7 +314,8 @@ def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     moves into the forward and keeps until then, unless it needs a tensor of backward, too.
     """
     raw = q.view(torch.uint8)
-    raw = _pad(raw, round_up(q.shape[0], align), round_up(q.shape[1], align))
+    if q.shape[0] % align or q.shape[1] % align:
+        raw = _align(raw, align)
     return _transposed(raw).view(q.dtype)
 
 
@@ -325,4 +327,6 @@ def dequantize(
     event: Tensor | None = None,
 ) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once; ``event`` is that of ``transpose``."""
-    return (q.float() * expand_scale(scale, block, q.shape)).to(dtype).contiguous()
+    if block[0] > 1 or block[1] > 1:
+        scale = expand_scale(scale, block, q.shape)
+    return (q.float() * scale).to(dtype).contiguous()

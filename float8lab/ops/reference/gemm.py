@@ -31,9 +31,11 @@ def scaled_mm(
     """
     if a_block[1] == -1 and b_block[1] == -1:
         out = a.float() @ b.float().mT
-        out = out * expand_scale(a_scale, a_block, (a.shape[-2], 1))
-        by_row = expand_scale(b_scale, b_block, (b.shape[-2], 1))
-        out = out * (by_row if by_row.ndim < 2 else by_row.mT)  # a lone scale has any shape
+        if a_block[0] > 1 or b_block[0] > 1:
+            a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
+            b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
+        # A lone scale has any shape.
+        out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
     else:
         left = dequantize(a, a_scale, a_block, torch.float32)
         out = left @ dequantize(b, b_scale, b_block, torch.float32).mT

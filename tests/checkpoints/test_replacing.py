@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from float8lab.checkpoints.replacing import leftovers, replacing
 from float8lab.inspect import report
-from float8lab.inspect.replacing import leftovers, replacing
 from float8lab.inspect.watch.records import Log
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from float8lab.inspect.checkpoint.dcp_source import open_dcp
-from float8lab.inspect.checkpoint.safetensors_source import open_safetensors
-from float8lab.inspect.checkpoint.source import CheckpointError, Source, check_file
-from float8lab.inspect.checkpoint.torch_source import open_state_dict, open_torch_save
+from float8lab.checkpoints.dcp import open_dcp
+from float8lab.checkpoints.pickles import open_state_dict, open_torch_save
+from float8lab.checkpoints.safetensors import open_safetensors
+from float8lab.checkpoints.source import CheckpointError, Source, check_file
 
 __all__ = ["open_checkpoint"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import float8lab
+from float8lab.checkpoints import safetensors as writing
+from float8lab.checkpoints.replacing import leftovers
+from float8lab.checkpoints.safetensors import Group, Part, write_checkpoint
 from float8lab.inspect import CheckpointError
-from float8lab.inspect.replacing import leftovers
 from float8lab.integrations import export, load_fp8
-from float8lab.integrations.checkpoint import writing
-from float8lab.integrations.checkpoint.writing import Group, Part, write_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -29,7 +29,7 @@ def group(name, tensor, notes=None):
 
 def write(path, tensors, most=1 << 30):
     groups = [group(name, tensor) for name, tensor in tensors.items()]
-    return write_checkpoint(path, groups, {"a": 1}, key="k", max_shard_size=most)
+    return write_checkpoint(path, groups, {"a": 1}, max_shard_size=most)
 
 
 def read(path):
@@ -91,7 +91,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
     part = (1 << 16,)
     groups = [Group((Part(f"t{i}", torch.float32, part),), maker(i)) for i in range(8)]
     tracemalloc.start()
-    write_checkpoint(tmp_path / "out", groups, {}, key="k", max_shard_size=3 << 18)
+    write_checkpoint(tmp_path / "out", groups, {}, max_shard_size=3 << 18)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert made == list(range(8))

@@ -7,11 +7,10 @@ pickle that says where; only that module's own classes, dtypes, sizes and paths 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import math
 import pathlib
-import pickle
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from float8lab.inspect.checkpoint.source import (
+from float8lab.checkpoints.pickles import entries_of, limited_unpickler, load_safely
+from float8lab.checkpoints.source import (
     Box,
     CheckpointError,
     Entry,
@@ -28,16 +28,14 @@ from float8lab.inspect.checkpoint.source import (
     Source,
     check_file,
     dtype_name,
+    refusing,
 )
-from float8lab.inspect.checkpoint.torch_source import entries_of, load_safely
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["open_dcp"]
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
-    (_METADATA, name)
-    for name in (
+    "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
@@ -46,11 +44,9 @@ _ALLOWED = {
         "TensorProperties",
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
 }
 
 
@@ -72,13 +68,10 @@ def open_dcp(path: Path) -> Source:
             truncated or compressed.
     """
     metadata = _metadata(path / ".metadata")
-    try:
+    # The metadata is what was pickled, of any type.
+    problem = f"{path / '.metadata'} must be by torch.distributed.checkpoint; its content is not"
+    with refusing(problem, (AttributeError, KeyError, TypeError)):
         found = _entries(path, metadata)
-    except (AttributeError, KeyError, TypeError) as error:  # it is what was pickled, of any type
-        raise CheckpointError(
-            f"{path / '.metadata'} must be by torch.distributed.checkpoint; its content is not: "
-            f"{type(error).__name__}: {error}."
-        ) from error
     if not found:
         raise CheckpointError(f"{path} must hold tensors; .metadata names none.")
     files = len({info.relative_path for info in metadata.storage_data.values()})
@@ -86,35 +79,27 @@ def open_dcp(path: Path) -> Source:
     return Source(str(path), container, found)
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib") and name.endswith("Path"):
-            return pathlib.PurePosixPath  # of another system, perhaps
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, torch.dtype):
-            return value
-        if (module, name) not in _ALLOWED:
-            raise CheckpointError(
-                f".metadata must hold sizes and places of tensors; it names {module}.{name}, and "
-                "loading that can run code. torch.distributed.checkpoint loads it, if you trust it."
-            )
-        return super().find_class(module, name)
+def _allowed(module: str, name: str) -> Any:
+    if module.startswith("pathlib") and name.endswith("Path"):
+        return pathlib.PurePosixPath  # of another system, perhaps
+    if name not in _ALLOWED.get(module, ()):
+        return None
+    return getattr(importlib.import_module(module), name)
 
 
 def _metadata(path: Path) -> Any:
     check_file(path)
-    content = path.read_bytes()
-    try:
-        return _Unpickler(io.BytesIO(content)).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path.parent}: {error}") from error
-    except Exception as error:  # unpickling damaged data raises any of them, says pickle's manual
-        raise CheckpointError(
-            f"{path} must be by torch.distributed.checkpoint; it is not, or it is damaged: "
-            f"{type(error).__name__}: {error}."
-        ) from error
+    content = io.BytesIO(path.read_bytes())
+
+    def refusal(named: str) -> str:
+        return (
+            f"{path.parent}: .metadata must hold sizes and places of tensors; it names {named}, "
+            "and loading that can run code. torch.distributed.checkpoint loads it, if you trust it."
+        )
+
+    problem = f"{path} must be by torch.distributed.checkpoint; it is not, or it is damaged"
+    with refusing(problem):
+        return limited_unpickler(_allowed, refusal)(content).load()
 
 
 def _entries(path: Path, metadata: Any) -> list[Entry]:
@@ -209,7 +194,7 @@ def _of(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[_Sha
             shape=shape,
             nbytes=nbytes,
             file=file if len(shards) == 1 else f"{file} and others",
-            read=functools.partial(_read, dtype, tuple(shards), functools.cache(_place)),
+            reader=functools.partial(_read, dtype, tuple(shards), functools.cache(_place)),
         )
     ]
 
@@ -283,9 +268,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._offset + self._at)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        count: int = self._file.readinto(buffer[: max(0, self._length - self._at)])
+        self._at += count
+        return count

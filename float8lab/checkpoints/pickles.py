@@ -1,4 +1,4 @@
-"""Checkpoints by ``torch.save``, mapped into memory and never trusted with code."""
+"""Pickles, never trusted with code, and the checkpoints by ``torch.save`` that are made of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import functools
 import mmap
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.inspect.checkpoint.source import (
+from float8lab.checkpoints.source import (
     Box,
     CheckpointError,
     Entry,
@@ -24,10 +25,35 @@ from float8lab.inspect.checkpoint.source import (
 )
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["entries_of", "load_safely", "open_state_dict", "open_torch_save"]
+__all__ = ["entries_of", "limited_unpickler", "load_safely", "open_state_dict", "open_torch_save"]
 
 _DEEPEST = 100
 """Nesting of dicts and lists that is followed."""
+
+
+def limited_unpickler(
+    allowed: Callable[[str, str], Any], refusal: Callable[[str], str]
+) -> type[pickle.Unpickler]:
+    """An unpickler of dtypes, sizes, ordered dicts, and a few other classes and functions.
+
+    Args:
+        allowed: returns what a pickle means by a module and a name, or None if it may not name it.
+        refusal: returns the message about a name that it may not name.
+    """
+
+    class Limited(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            value = getattr(torch, name, None) if module == "torch" else None
+            if isinstance(value, torch.dtype) or value is torch.Size:
+                return value
+            if (module, name) == ("collections", "OrderedDict"):
+                return OrderedDict
+            found = allowed(module, name)
+            if found is None:
+                raise CheckpointError(refusal(f"{module}.{name}"))
+            return found
+
+    return Limited
 
 
 def open_torch_save(path: Path) -> Source:
@@ -49,12 +75,7 @@ def open_torch_save(path: Path) -> Source:
         # mapping, since that could be written. A shared mapping needs no such reserve.
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             content = load_safely(path, str(path), mmap=True)
-    entries = [
-        entry
-        for name, value in _leaves(path, content, "")
-        if isinstance(value, Tensor)
-        for entry in entries_of(name or "tensor", value, path.name)
-    ]
+    entries = _entries(_leaves(path, content, ""), path.name)
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -68,15 +89,15 @@ def open_torch_save(path: Path) -> Source:
 
 def open_state_dict(state: Mapping[str, Any]) -> Source:
     """The tensors of a state dict in memory, on any device; other values are left out."""
-    entries = [
-        entry
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-        for entry in entries_of(name, value, "memory")
-    ]
+    entries = _entries(state.items(), "memory")
     if not entries:
         raise CheckpointError("the state dict must hold tensors; it holds none.")
     return Source("state dict", "memory", entries)
+
+
+def _entries(values: Iterable[tuple[str, Any]], file: str) -> list[Entry]:
+    tensors = ((name or "tensor", value) for name, value in values if isinstance(value, Tensor))
+    return [entry for name, value in tensors for entry in entries_of(name, value, file)]
 
 
 def load_safely(file: Any, name: str, **options: Any) -> Any:
@@ -157,7 +178,7 @@ def entries_of(name: str, value: Any, file: str) -> list[Entry]:
             shape=tuple(value.shape),
             nbytes=value.numel() * value.dtype.itemsize,
             file=file,
-            read=functools.partial(_read, value.detach()),
+            reader=functools.partial(_read, value.detach()),
         )
     ]
 

@@ -1,4 +1,4 @@
-"""What a path holds: every container, whole, in parts, damaged, or something else altogether."""
+"""Every container that a path may hold: whole, in parts, damaged, or something else altogether."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 import float8lab
 from float8lab import __main__ as command
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.safetensors import SPECS_KEY
 from float8lab.inspect import checkpoint
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.safetensors_source import SPECS_KEY
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -267,6 +267,16 @@ def test_blocks_of_other_dimensions(tmp_path, capsys):
     refused(tmp_path / "a.safetensors", capsys, "one block size for each dimension of a, (4, 2, 8)")
 
 
+@pytest.mark.parametrize("size", [2**40, 10**400])
+def test_a_block_larger_than_memory_is_the_whole_dimension(tmp_path, size):
+    specs = json.dumps({"a": ["float8_e4m3fn", [size, -1], "fp32"]})
+    tensors = {"a.qdata": torch.ones(4, 8).to(torch.float8_e4m3fn), "a.scale": torch.ones(1, 1)}
+    safetensors.save_file(tensors, tmp_path / "a.safetensors", {SPECS_KEY: specs})
+    (row,) = checkpoint(tmp_path / "a.safetensors").rows
+    assert row.measured.stats.amax == 1.0
+    assert float8lab.inspect.diff(tmp_path, tmp_path).identical
+
+
 def test_too_many_dimensions(tmp_path, capsys):
     safetensors.save_file({"a": torch.ones([1] * 900)}, tmp_path / "a.safetensors")
     refused(tmp_path / "a.safetensors", capsys, "at most 64 dimensions; a has 900")
@@ -297,7 +307,7 @@ def test_no_permission(tmp_path, capsys, name):
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "dcp"])
 def test_a_file_that_may_not_be_read(tmp_path, capsys, monkeypatch, name):
-    """As above, for root too."""
+    """The same for root, who may read all."""
     state = fp8_state()
     if name == "dcp":
         dcp_save(state, tmp_path / name)
@@ -366,7 +376,7 @@ def test_no_tensors(tmp_path, capsys):
 
 
 class Code:
-    """What runs when it is unpickled."""
+    """Runs a function when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

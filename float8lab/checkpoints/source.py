@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from float8lab.arguments import printable
 from float8lab.formats import Float8Spec
-from float8lab.inspect.text import printable
 
 __all__ = [
     "BOX",
@@ -26,6 +28,7 @@ __all__ = [
     "boxes",
     "check_file",
     "dtype_name",
+    "refusing",
 ]
 
 BOX = 1 << 20
@@ -40,6 +43,20 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(" ".join(message.split())))
+
+
+@contextmanager
+def refusing(problem: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Raise these errors of the block as a CheckpointError, but an OSError as it is.
+
+    Unpickling damaged data may raise any error, says the manual of pickle.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except errors as error:
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -91,15 +108,13 @@ class Entry:
     nbytes: int
     file: str
     """Name of the file that holds it, below the path that was opened."""
-    read: Callable[[Box], Tensor]
-    """The elements of a box, on the CPU."""
+    reader: Callable[[Box], Tensor]
     spec: Float8Spec | None = None
     """Format, blocks and scale rule of FP8 data, where the checkpoint itself holds them."""
 
-    @property
-    def whole(self) -> Box:
-        """The box that is the tensor."""
-        return tuple(slice(0, n) for n in self.shape)
+    def read(self, box: Box | None = None) -> Tensor:
+        """The elements of a box, or all of them, on the CPU."""
+        return self.reader(tuple(slice(0, n) for n in self.shape) if box is None else box)
 
 
 @dataclass(frozen=True)
@@ -153,14 +168,8 @@ def boxes(shape: Sequence[int], align: Sequence[int], most: int = BOX) -> Iterat
             break
         fitting = most // (rest * math.prod(steps[:dim])) // unit * unit
         steps[dim] = min(max(fitting, unit), steps[dim])
-    yield from _grid(list(shape), steps)
-
-
-def _grid(shape: list[int], steps: list[int]) -> Iterator[Box]:
-    if not shape:
-        yield ()
-        return
-    for start in range(0, shape[0], max(steps[0], 1)):
-        first = slice(start, min(start + steps[0], shape[0]))
-        for rest in _grid(shape[1:], steps[1:]):
-            yield (first, *rest)
+    ranges = [
+        [slice(start, min(start + step, size)) for start in range(0, size, max(step, 1))]
+        for size, step in zip(shape, steps, strict=True)
+    ]
+    yield from itertools.product(*ranges)

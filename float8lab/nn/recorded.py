@@ -1,0 +1,430 @@
+"""Record the forward and backward of callables as CUDA graphs, and replay them.
+
+torch records the kernels; this file takes care of FP8's state. A graph holds the casts with their
+delayed scales, which it reads where the modules keep them, and records amaxes there. It does not
+hold the end of the region: whoever calls advances the scales, as in eager mode.
+
+A forward saves in the graphs' own memory what its backward needs, and the next replay overwrites
+it. So a replay notes its autograd node: ``is_pending`` says whether the backward of that node is
+still to come, and a backward whose memory was overwritten raises.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from float8lab.nn.precision import Precision, precisions_below
+from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
+from float8lab.recipes.region import STATE, Region, inside
+
+__all__ = ["PLAIN", "Recorded", "Trial", "Unit", "record", "replay"]
+
+PLAIN = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.Size}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""Types whose values cannot change."""
+
+_TENSOR = object()  # stands for a tensor among an output's leaves
+
+
+class Unit(NamedTuple):
+    """A callable as it is recorded."""
+
+    module: nn.Module
+    """Its parameters and FP8 state; an empty module for a function."""
+    run: Callable[[Sequence[Tensor]], Any]
+    """The forward of tensors alone."""
+
+
+class Trial(Region):
+    """The region of calls that are made to record them, and advance no scales."""
+
+    __slots__ = ()
+
+
+class Recorded:
+    """A forward and its backward as CUDA graphs, and the tensors that these read and write.
+
+    Attributes:
+        exact: results are copies, which last, and a retained backward may run again. Otherwise
+            the next replay overwrites results, and a backward runs once.
+        key: says how a call must be for the graphs to do what it would do.
+        packs: delayed scaling's state that the graphs record amaxes in.
+        slots: parts of such state that the graphs use, and where they were.
+        pointers: tensors that the graphs read, and the addresses where they were.
+    """
+
+    def __init__(self, unit: Unit, sample: Sequence[Tensor], *, exact: bool) -> None:
+        self.exact = exact
+        self.key: tuple[Any, ...] = ()
+        self.packs: Sequence[ScalePack] = ()
+        self.slots: Sequence[tuple[DelayedSlots, ScalePack]] = ()
+        self.pointers: Sequence[tuple[Tensor, int]] = ()
+        self.inputs = [t.detach() for t in sample]
+        self.parameters: list[nn.Parameter] = []
+        if torch.is_grad_enabled():
+            self.parameters = [p for p in unit.module.parameters() if p.requires_grad]
+        self.backward: Any = None  # none without gradients
+        self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
+        self._parts: list[tuple[list[int], list[Tensor]]] = []  # joined gradients: whose they are
+        self._node: weakref.ref[Any] | None = None
+
+    def record_forward(self, unit: Unit, sample: Sequence[Tensor], pool: Any, stream: Any) -> None:
+        """Record the forward."""
+        versions = [_version(t) for t in sample]
+        run = partial(self._run_forward, unit, sample)
+        self.forward, self.outputs = _capture(run, pool, stream)
+        self.differentiable = [y.requires_grad for y in self._live]
+        if not self.exact:
+            return
+        if [_version(t) for t in sample] != versions:
+            raise RuntimeError("it writes into its arguments")
+        others = {type(y) for y in self._leaves if y is not _TENSOR}
+        if not (others <= PLAIN and {type(y) for y in self._live} <= {Tensor, nn.Parameter}):
+            raise RuntimeError("it returns something besides tensors")
+        if sum(self.differentiable) > 1:
+            raise RuntimeError("several of its outputs have a gradient")
+
+    def _run_forward(self, unit: Unit, sample: Sequence[Tensor]) -> list[Tensor]:
+        with _autocast(torch.is_autocast_enabled("cuda")):
+            leaves, self._spec = tree_flatten(unit.run(sample))
+        self._leaves = [_TENSOR if isinstance(y, Tensor) else y for y in leaves]
+        self._live = [y for y in leaves if isinstance(y, Tensor)]
+        return [y.detach() for y in self._live]
+
+    def record_backward(
+        self, sample: Sequence[Tensor], allow_unused: bool, pool: Any, stream: Any
+    ) -> None:
+        """Record the backward: of several callables, the last one's first."""
+        tensors = (*sample, *self.parameters)
+        if any(self.differentiable) and any(t.requires_grad for t in tensors):
+            self.given = [torch.empty_like(y) if y.requires_grad else None for y in self._live]
+            run = partial(self._run_backward, tensors, allow_unused)
+            self.backward, (self._gradients, self._joined) = _capture(run, pool, stream)
+        self._live = []  # nodes of the parameters' gradients would stay on the recording's stream
+
+    def _run_backward(
+        self, tensors: Sequence[Tensor], allow_unused: bool
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The gradient of each tensor; where they are copied, parameters' ones are joined."""
+        wanted = [(y, g) for y, g in zip(self._live, self.given, strict=True) if g is not None]
+        with _autocast(False):
+            found = torch.autograd.grad(
+                [y for y, _ in wanted],
+                [t for t in tensors if t.requires_grad],
+                [g for _, g in wanted],
+                allow_unused=allow_unused,
+                retain_graph=self.exact,  # so that the backward leaves alone what it reads
+            )
+        each = iter(found)
+        gradients = [next(each) if t.requires_grad else None for t in tensors]
+        if not self.exact:
+            return gradients, []
+        places: dict[torch.dtype, list[int]] = {}
+        for place in range(len(self.inputs), len(tensors)):
+            gradient = gradients[place]
+            if gradient is not None:
+                places.setdefault(gradient.dtype, []).append(place)
+        self._parts = [(p, [tensors[i] for i in p]) for p in places.values()]
+        joined = [torch.cat([gradients[i].reshape(-1) for i in p]) for p in places.values()]  # type: ignore[union-attr]
+        return [*gradients[: len(self.inputs)], *[None] * len(self.parameters)], joined
+
+    def has_its_slots(self) -> bool:
+        """Whether delayed scaling's state is where the graphs use it."""
+        return all(slots.pack is pack for slots, pack in self.slots)
+
+    def is_pending(self) -> bool:
+        """Whether the last forward may yet have its backward."""
+        return self._node is not None and self._node() is not None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Replay, with gradients as they were recorded."""
+        if self.backward is None:
+            outputs: Sequence[Tensor] = self.replay_forward(tensors)
+        else:
+            outputs = _Replay.apply(self, *tensors, *self.parameters)
+        each = iter(outputs)
+        leaves = [next(each) if y is _TENSOR else y for y in self._leaves]
+        return tree_unflatten(leaves, self._spec)
+
+    def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs."""
+        for static, given in zip(self.inputs, tensors, strict=False):  # parameters follow
+            if static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+        self.forward.replay()
+        return [y.clone() if self.exact else y.detach() for y in self.outputs]
+
+    def begin(self, node: Any) -> None:
+        """Note the node that a forward's backward will come from."""
+        self._node = weakref.ref(node)
+
+    def check(self, node: Any) -> None:
+        """Refuse a backward that would read what is not its forward's."""
+        if self._node is None or self._node() is not node:
+            raise RuntimeError(
+                "backward of a recorded CUDA graph must run before the next forward, and again "
+                "only where it was retained; got a later one. Pass retain_graph=True to the first "
+                "backward of a float8lab.graphed module, or call the module without its graphs."
+            )
+        if any(t.data_ptr() != pointer for t, pointer in self.pointers):
+            raise RuntimeError(
+                "parameters of a module with CUDA graphs must stay where they are until the "
+                "backward; got one that was moved. Call float8lab.graphed(module, enabled=False) "
+                "where parameters come and go, as sharded ones do."
+            )
+
+    def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of inputs and parameters."""
+        for static, given in zip(self.given, gradients, strict=True):
+            if static is None:
+                continue
+            if given is None:
+                static.zero_()
+            elif static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+        self.backward.replay()
+        if not (self.exact and torch._C._autograd._get_current_graph_task_keep_graph()):
+            self._node = None
+        if not self.exact:
+            # These tensors and no views: autograd makes a new view of one a parameter's ``grad``,
+            # which the next replay would overwrite. Of tensors that are in use it makes copies.
+            return self._gradients
+        found = [None if g is None else g.clone() for g in self._gradients]
+        for joined, (places, parameters) in zip(self._joined, self._parts, strict=True):
+            pieces = _unflatten_dense_tensors(joined.clone(), parameters)
+            for place, piece in zip(places, pieces, strict=True):
+                found[place] = piece
+        return found
+
+
+class _Replay(torch.autograd.Function):
+    """The node of a replay."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Recorded, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = recorded.replay_forward(tensors)
+        ctx.recorded = recorded
+        ctx.set_materialize_grads(False)
+        if recorded.exact:
+            ctx.save_for_backward(*recorded.parameters)  # backward refuses others than these
+        if not all(recorded.differentiable):
+            every = zip(outputs, recorded.differentiable, strict=True)
+            ctx.mark_non_differentiable(*[y for y, differentiable in every if not differentiable])
+        recorded.begin(ctx)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        recorded: Recorded = ctx.recorded
+        if recorded.exact:
+            _ = ctx.saved_tensors  # which torch checks
+        recorded.check(ctx)
+        return None, *recorded.replay_backward(gradients)
+
+
+def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
+    """Replay a call, as a part of the region that it is in or as one of its own."""
+    region = STATE.autocast.region
+    own = Region() if region is None and recorded.packs else None
+    with inside(own) if own is not None else nullcontext():
+        result = recorded(*tensors)
+        region = STATE.autocast.region
+        if region is not None:
+            region.fp8_calls += 1
+            region.packs.update(dict.fromkeys(recorded.packs))
+    if own is not None:
+        own.close()
+    return result
+
+
+def record(
+    units: Sequence[Unit],
+    samples: Sequence[Sequence[Tensor]],
+    warmup: int,
+    *,
+    allow_unused: bool,
+    pool: Any = None,
+    exact: bool = False,
+) -> list[Recorded]:
+    """Warm up and record callables in the order in which they are going to run.
+
+    That leaves no trace in parameters' gradients, buffers, FP8's state and random numbers.
+
+    Args:
+        units: the callables.
+        samples: tensors like the real ones, which become the graphs' own.
+        warmup: eager steps before.
+        allow_unused: some tensors get no gradient.
+        pool: memory of the graphs.
+        exact: as in ``Recorded``.
+    """
+    devices = {t.device for sample in samples for t in sample if t.is_cuda}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device.index for device in devices]))
+        for device in devices:
+            stack.enter_context(torch.cuda.device(device))
+        before = _save(units)
+        stack.callback(_restore, units, before)
+        if warmup:
+            merge_packs(_warm_up(units, samples, warmup, allow_unused))
+            _restore(units, before)
+            # With the state where it will stay.
+            _warm_up(units, samples, 1, allow_unused, waits=not exact)
+            _restore(units, before)
+        region = Trial()
+        stack.enter_context(inside(region))
+        stack.enter_context(_without_collection())
+        memory = (torch.cuda.graph_pool_handle() if pool is None else pool, torch.cuda.Stream())
+        every = [
+            Recorded(unit, sample, exact=exact) for unit, sample in zip(units, samples, strict=True)
+        ]
+        for recorded, unit, sample in zip(every, units, samples, strict=True):
+            recorded.record_forward(unit, sample, *memory)
+        for recorded, sample in zip(reversed(every), reversed(samples), strict=True):
+            recorded.record_backward(sample, allow_unused, *memory)
+    for recorded, unit in zip(every, units, strict=True):
+        mine = [(slots, slots.pack) for slots in _slots([unit])]
+        packs = {pack for _, pack in mine}
+        recorded.packs = [pack for pack in region.packs if pack in packs]
+        recorded.slots = [pair for pair in mine if pair[1].is_recorded()]
+    return every
+
+
+def _capture(run: Callable[[], Any], pool: Any, stream: Any) -> tuple[Any, Any]:
+    """Record what a function does on the GPU; returns the graph and the function's result."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as a data loader's, may do as they like meanwhile. The current stream is
+    # entered again, so that it is current after a capture that failed, too.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+    ):
+        result = run()
+    return graph, result
+
+
+def _autocast(enabled: bool) -> AbstractContextManager[Any]:
+    """``torch.autocast`` as it is, but without casts that outlive the call, or disabled."""
+    if not torch.is_autocast_enabled("cuda"):
+        return nullcontext()
+    dtype = torch.get_autocast_dtype("cuda")
+    return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep Python's garbage collector off, since freeing a CUDA graph spoils a recording."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _warm_up(
+    units: Sequence[Unit],
+    samples: Sequence[Sequence[Tensor]],
+    count: int,
+    allow_unused: bool,
+    *,
+    waits: bool = True,
+) -> dict[ScalePack, None]:
+    """Run forward and backward of all units; returns the packs in use.
+
+    ``waits``: they may wait for the GPU, which would leave a recording, and torch, in pieces.
+    """
+    region = Trial()
+    torch.cuda.synchronize()
+    quick = nullcontext() if waits else _refuse_to_wait()
+    with inside(region), torch.cuda.stream(torch.cuda.Stream()), quick:
+        for _ in range(count):
+            for unit, sample in zip(units, samples, strict=True):
+                _run_once(unit, sample, allow_unused)
+    torch.cuda.synchronize()
+    return region.packs
+
+
+@contextmanager
+def _refuse_to_wait() -> Iterator[None]:
+    """Raise if what runs inside waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if any("synchronizing CUDA operation" in str(warning.message) for warning in caught):
+        raise RuntimeError("it waits for the GPU")
+
+
+def _run_once(unit: Unit, sample: Sequence[Tensor], allow_unused: bool) -> None:
+    with _autocast(torch.is_autocast_enabled("cuda")):
+        outputs = tree_leaves(unit.run(sample))
+    outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+    inputs = [t for t in (*sample, *unit.module.parameters()) if t.requires_grad]
+    if outputs and inputs:
+        gradients = [torch.zeros_like(y) for y in outputs]
+        with _autocast(False):
+            torch.autograd.grad(outputs, inputs, gradients, allow_unused=allow_unused)
+
+
+class _Saved(NamedTuple):
+    slots: dict[DelayedSlots, dict[str, Tensor]]
+    buffers: list[tuple[Tensor, Tensor]]
+    precisions: list[tuple[Precision, dict[str, Any]]]
+
+
+def _slots(units: Sequence[Unit]) -> Iterator[DelayedSlots]:
+    for unit in units:
+        for precision in precisions_below(unit.module):
+            yield from precision.slots.values()
+
+
+def _save(units: Sequence[Unit]) -> _Saved:
+    return _Saved(
+        {
+            slots: {name: tensor.clone() for name, tensor in slots.tensors().items()}
+            for slots in _slots(units)
+        },
+        [(b, b.detach().clone()) for unit in units for b in unit.module.buffers()],
+        [(p, dict(vars(p))) for unit in units for p in precisions_below(unit.module)],
+    )
+
+
+@torch.no_grad()
+def _restore(units: Sequence[Unit], before: _Saved) -> None:
+    """Put state back to what it was, in place, and clear state that is new."""
+    for slots in _slots(units):
+        if slots in before.slots:
+            slots.load(before.slots[slots])
+        else:
+            slots.clear()
+    for buffer, value in before.buffers:
+        buffer.copy_(value)
+    for precision, attributes in before.precisions:
+        vars(precision).update(attributes)
+        precision.weight_cast = None
