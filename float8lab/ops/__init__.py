@@ -12,7 +12,7 @@ from float8lab.ops.attention import (
 )
 from float8lab.ops.cast import (
     Source,
-    amax_of,
+    amax_op,
     cast_many_op,
     cast_op,
     dequantize_op,
@@ -39,7 +39,7 @@ __all__ = [
     "LARGEST_HEAD",
     "NO_DATA",
     "Source",
-    "amax_of",
+    "amax_op",
     "as_matrix",
     "cast_many_op",
     "cast_op",

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.formats import E4M3, SCALE_RULES, scale_shape
+from float8lab.formats import SCALE_RULES, scale_shape
 from float8lab.ops import reference
 from float8lab.ops.declare import declare
 from float8lab.ops.reference import round_up
 
 __all__ = [
     "Source",
-    "amax_of",
+    "amax_op",
     "cast_many_op",
     "cast_op",
     "dequantize_op",
@@ -53,8 +53,6 @@ def _cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
             amax = empty_scale(x, oriented, of.block)
     if of.straight and of.transposed:
         amax = None
-    if not (of.straight or of.transposed):
-        amax = x.new_empty(scale_shape((M, K), tuple(of.block)), dtype=torch.float32)
     q, scale, q_t, scale_t = written
     total = x.new_empty(K, dtype=torch.float32) if of.column_sum else None
     return q, scale, amax, q_t, scale_t, total
@@ -65,6 +63,18 @@ cast_op = declare(
     cuda="cast:cast",
     outputs=_cast_outputs,
     mutates=("slot",),
+    any_strides=True,
+)
+# An op of its own, not a cast that wants nothing else: selective checkpointing knows calls by op
+# and order, and a recomputation does not find the amaxes that delayed scaling began with.
+amax_op = declare(
+    reference.amax_of,
+    name="cast.amax",
+    cuda="cast:amax_of",
+    outputs=lambda of: of.inputs[0].new_empty(
+        scale_shape(reference.prologue_shape(of.prologue, of.inputs), tuple(of.block)),
+        dtype=torch.float32,
+    ),
     any_strides=True,
 )
 # It writes to its arguments, and leaves the version counters of these to the caller.
@@ -84,12 +94,12 @@ value_of_op = declare(
 )
 transpose_op = declare(
     reference.transpose,
-    cuda="cast:transpose",
+    cuda="dequantize:transpose",
     outputs=lambda of: of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]]),
 )
 dequantize_op = declare(
     reference.dequantize,
-    cuda="cast:dequantize",
+    cuda="dequantize:dequantize",
     outputs=lambda of: of.q.new_empty(of.q.shape, dtype=of.dtype),
 )
 
@@ -113,12 +123,5 @@ class Source(NamedTuple):
         """Its largest absolute value, ``[1, 1]`` float32."""
         if self.known_amax is not None:
             return self.known_amax
-        return amax_of(*self[:3])
-
-
-def amax_of(
-    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
-) -> Tensor:
-    """The amax of each block of a matrix that may be computed on the way, and nothing else."""
-    found: Tensor = cast_op(prologue, inputs, dtype, E4M3, block, "fp32", 0.0, 1, False, False)[2]
-    return found
+        amax: Tensor = amax_op(*self[:3])
+        return amax

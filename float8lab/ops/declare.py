@@ -161,8 +161,9 @@ def _schema(
         if name in mutates:
             kind = kind.replace("Tensor", f"Tensor({chr(97 + mutates.index(name))}!)")
         default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        default = default.replace("(", "[").replace(")", "]")
         if name != without:
-            written.append(f"{kind} {name}{default.replace('()', '[]')}")
+            written.append(f"{kind} {name}{default}")
     results = signature.return_annotation
     returned = ", ".join(["Tensor"] * results.count("Tensor"))
     return f"({', '.join(written)}) -> {returned if results == 'Tensor' else f'({returned})'}"

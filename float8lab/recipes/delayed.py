@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.ops import NO_DATA, amax_of, encode_from_amax, factors_from_amax, update_scales_op
+from float8lab.ops import NO_DATA, amax_op, encode_from_amax, factors_from_amax, update_scales_op
 from float8lab.recipes.recipe import DelayedScaling
 
 __all__ = ["DelayedSlots", "Factors", "Known", "ScalePack", "merge_packs"]
@@ -456,12 +456,12 @@ class DelayedSlots:
         if not self.seeded[index]:
             self._sow(index, self._own_factors(index, x))
         slot = self.pack.amaxes[self.start + index]
-        slot.copy_(torch.maximum(slot, amax_of("", (x,), x.dtype).view(())))
+        slot.copy_(torch.maximum(slot, amax_op("", (x,), x.dtype).view(())))
 
     def _own_factors(self, index: int, x: Tensor) -> Tensor:
         recipe = self.pack.recipe
         rule = "pow2" if recipe.power_of_2_scale else "fp32"
-        scale, encode = factors_from_amax(amax_of("", (x,), x.dtype), self.fp8_dtypes[index], rule)
+        scale, encode = factors_from_amax(amax_op("", (x,), x.dtype), self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
         return torch.cat((scale.view(1) * margin, encode.view(1) / margin))
 

@@ -131,13 +131,13 @@ def test_the_formats_are_defined_as_torch_has_them():
 
 
 def larger_amax(*args):
-    """The op, whose amaxes are wrong."""
-    return None, None, ops.reference.cast(*args)[2] + 1, None, None, None
+    """The op, whose results are wrong."""
+    return ops.reference.amax_of(*args) + 1
 
 
 def test_report_of_a_failure(only, monkeypatch):
     only("amax", "rotate")
-    monkeypatch.setattr(ops, "cast_op", larger_amax)
+    monkeypatch.setattr(ops, "amax_op", larger_amax)
     report = selfcheck("cpu")
     assert not report.passed
     text = re.sub(r"in \d+\.\d s", "in (masked) s", str(report))
@@ -196,7 +196,7 @@ def test_an_exception_is_a_failure_of_its_check_alone(only, monkeypatch):
     def broken(*args):
         raise RuntimeError("no kernel\nimage")
 
-    monkeypatch.setattr(ops, "cast_op", broken)
+    monkeypatch.setattr(ops, "amax_op", broken)
     rows = selfcheck("cpu").rows
     assert [(row.name, row.status) for row in rows] == [("amax", "failed"), ("rotate", "passed")]
     assert rows[0].failures[0].endswith("RuntimeError: no kernel image")
@@ -204,7 +204,7 @@ def test_an_exception_is_a_failure_of_its_check_alone(only, monkeypatch):
 
 def test_an_exception_for_lack_of_hardware_is_no_failure(only, monkeypatch):
     only("amax")
-    monkeypatch.setattr(ops, "cast_op", lambda *args: 1 / 0)
+    monkeypatch.setattr(ops, "amax_op", lambda *args: 1 / 0)
     monkeypatch.setattr(module, "why_casts_are_missing", lambda device: "this GPU is SM 8.0")
     report = selfcheck("cpu")
     assert report.passed
@@ -215,7 +215,7 @@ def test_an_exception_for_lack_of_hardware_is_no_failure(only, monkeypatch):
 
 def test_a_wrong_result_is_a_failure_whatever_is_missing(only, monkeypatch):
     only("amax")
-    monkeypatch.setattr(ops, "cast_op", larger_amax)
+    monkeypatch.setattr(ops, "amax_op", larger_amax)
     monkeypatch.setattr(module, "why_casts_are_missing", lambda device: "this GPU is SM 8.0")
     assert not selfcheck("cpu").passed
 
@@ -269,7 +269,7 @@ def test_exit_status_and_json(only, monkeypatch, capsys):
         ("amax", "passed"),
         ("scaled_bmm", "emulated"),
     ]
-    monkeypatch.setattr(ops, "cast_op", larger_amax)
+    monkeypatch.setattr(ops, "amax_op", larger_amax)
     assert command.main(["selfcheck", "--json", "--device", "cpu"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["passed"]

@@ -43,7 +43,8 @@ from float8lab.ops.kernels import (
     scaling,
 )
 from float8lab.ops.kernels._launch import Launched
-from float8lab.ops.kernels.cast import cast, dequantize, transpose
+from float8lab.ops.kernels.cast import cast
+from float8lab.ops.kernels.dequantize import dequantize, transpose
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 

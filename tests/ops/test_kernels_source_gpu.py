@@ -123,8 +123,8 @@ def test_values(kind: str, dtype: torch.dtype) -> None:
 def test_amax(kind: str, dtype: torch.dtype) -> None:
     for shape in SHAPES.values():
         inputs = inputs_of(kind, shape, dtype)
-        want = forms.amax(ops.cast_op, ops.value_of_op(kind, inputs, dtype))
-        same(forms.amax(ops.cast_op, ops.Source(kind, inputs, dtype)), want)
+        want = forms.amax(ops.amax_op, ops.value_of_op(kind, inputs, dtype))
+        same(forms.amax(ops.amax_op, ops.Source(kind, inputs, dtype)), want)
 
 
 @each_block
@@ -191,7 +191,7 @@ def test_strided_inputs_and_a_known_amax(kind: str, dtype: torch.dtype) -> None:
         torch.cat((one, one), dim=1)[:, : one.shape[1]] if one.ndim == 2 else one for one in inputs
     ]
     by_column = [one.t().contiguous().t() if one.ndim == 2 else one for one in inputs]
-    amax = forms.amax(ops.cast_op, ops.Source(kind, inputs, dtype))
+    amax = forms.amax(ops.amax_op, ops.Source(kind, inputs, dtype))
     how = (E4M3, (-1, -1), "fp32", 0.0, 16)
     *want, found = forms.quantize(
         ops.cast_op, ops.Source(kind, inputs, dtype), *how, transposed=True
@@ -222,7 +222,7 @@ def test_norm(shape: tuple[int, int], dtype: torch.dtype, center: bool) -> None:
     none, *stats, amax = ops.norm_op(*arguments, None, (), False, True)
     assert none is None
     all_same(stats[not center :], (mean, rstd)[not center :])
-    same(amax, forms.amax(ops.cast_op, y))
+    same(amax, forms.amax(ops.amax_op, y))
 
 
 @each_norm

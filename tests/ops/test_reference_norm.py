@@ -150,7 +150,7 @@ def test_a_cast_of_a_source_has_the_bytes_of_the_cast_of_its_values(
 
 def test_a_known_amax_takes_the_place_of_a_pass_over_the_source() -> None:
     gelu = Source("gelu", source("gelu"), torch.bfloat16)
-    amax = forms.amax(reference.cast, gelu)
+    amax = forms.amax(reference.amax_of, gelu)
     how = (E4M3, (-1, -1), "pow2", 0.0, 16)
     q, scale, found = forms.quantize(reference.cast, gelu, *how)
     q2, scale2, none = forms.quantize(reference.cast, gelu, *how, amax)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_of, cast_many_op, cast_op, factors_from_amax, round_up
+from float8lab.ops import amax_op, cast_many_op, cast_op, factors_from_amax, round_up
 from float8lab.recipes.reduction import AmaxChannel, channel
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
@@ -259,7 +259,7 @@ def reduced_amaxes(
             part, block = shard if whole else shard[rows], layout.spec.block
             targets.append(amax[blocks])
             values.append(
-                _largest_scales(part, block) if stored else amax_of("", (part,), part.dtype, block)
+                _largest_scales(part, block) if stored else amax_op("", (part,), part.dtype, block)
             )
     if targets:
         torch._foreach_copy_(targets, values)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.formats import E4M3
 from float8lab.ops import Source
 
 __all__ = ["amax", "encode", "encode_pair", "quantize", "quantize_pair"]
@@ -28,9 +27,9 @@ def _sums(total: Tensor | None, x: Tensor | Source) -> Tensor:
     return like.new_empty(0, dtype=torch.float32) if total is None else total
 
 
-def amax(cast: Cast, x: Tensor | Source, block: Sequence[int] = (-1, -1)) -> Tensor:
+def amax(find: Cast, x: Tensor | Source, block: Sequence[int] = (-1, -1)) -> Tensor:
     """The amax of each block."""
-    found: Tensor = cast(*_matrix(x), E4M3, block, "fp32", 0.0, 1, False, False)[2]
+    found: Tensor = find(*_matrix(x), block)
     return found
 
 

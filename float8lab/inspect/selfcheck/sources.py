@@ -95,10 +95,10 @@ def _sources(cases: Cases) -> Iterator[tuple[ops.Source, Tensor, torch.dtype, in
             yield source, source.value(), fp8_dtype, align
 
 
-@checks("sources", _COMPOSED, "cast_op", name="amax_of")
+@checks("sources", _COMPOSED, "amax_op", name="amax_of")
 def _check_amax_of(cases: Cases) -> None:
     for source, value, _, _ in _sources(cases):
-        cases.same(forms.amax(ops.cast_op, source), forms.amax(ops.cast_op, value))
+        cases.same(forms.amax(ops.amax_op, source), forms.amax(ops.amax_op, value))
 
 
 @checks("sources", _COMPOSED, "cast_op", name="cast_of")
@@ -139,7 +139,7 @@ def _check_quantize_of(cases: Cases) -> None:
             oriented = value.t() if transposed else value
             cases.same(got, forms.quantize(ops.cast_op, oriented, *how)[:2])
         if recipe == "per tensor":
-            amax = forms.amax(ops.cast_op, source)
+            amax = forms.amax(ops.amax_op, source)
             cases.same(found, amax)
             *again, _ = forms.quantize(ops.cast_op, source, *how, amax, transposed=True)
             cases.same(again, got)

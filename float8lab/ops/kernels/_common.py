@@ -20,6 +20,7 @@ from float8lab.ops.kernels._launch import is_on_current_device
 __all__ = [
     "FLOAT32_MAX",
     "INTERPRETED",
+    "TILE",
     "Tile",
     "abs_bits",
     "block_amax",
@@ -86,6 +87,11 @@ class Tile:
     rows: int
     columns: int
     warps: int
+
+
+TILE = Tile(rows=64, columns=128, warps=4)
+"""At most 64 elements a thread, and few enough registers that several programs share a
+multiprocessor: one loads while another stores."""
 
 
 # triton.cdiv and triton.next_power_of_2 also run in kernels, which makes them slow outside of one.

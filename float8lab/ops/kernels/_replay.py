@@ -48,6 +48,8 @@ _VIEWS = frozenset(
 )  # fmt: skip
 _STEPS = frozenset({_aten.sum.dim_IntList})
 """Torch's kernels that are repeated between our own."""
+_CONSTANTS = frozenset({bool, int, float, str, tuple, torch.dtype, type(None)})
+"""Types of arguments that a key holds as they are."""
 _OF_NO_TENSOR = frozenset({_aten.promote_types.default})
 
 
@@ -264,7 +266,9 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     devices = set()
     for arg in args:
         kind = type(arg)
-        if kind is Tensor or kind is Parameter:
+        if kind in _CONSTANTS:
+            key.append(arg)
+        elif kind is Tensor or kind is Parameter:
             address = arg.data_ptr()
             if not address:
                 return None

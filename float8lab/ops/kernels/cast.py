@@ -1,4 +1,4 @@
-"""Cast, dequantize and transpose matrices on the GPU.
+"""Cast matrices on the GPU.
 
 M rows, K columns of the matrix that is cast, which a prologue may compute; ROWS, COLUMNS the same
 after padding to the alignment. Every kernel gives the bytes of ``ops/reference``; every program
@@ -24,6 +24,7 @@ from float8lab.formats import SCALE_RULES, largest
 from float8lab.ops import reference
 from float8lab.ops.cast import empty_scale
 from float8lab.ops.kernels._common import (
+    TILE,
     Tile,
     abs_bits,
     block_amax,
@@ -42,7 +43,6 @@ from float8lab.ops.kernels._common import (
     scale_tile,
     store_column_sum,
     store_tile,
-    store_transposed,
     store_words,
     sum_of_rows,
     widen,
@@ -50,8 +50,8 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
+from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.prologue import (
-    TILE,
     arguments_of,
     has_kernel,
     load,
@@ -63,12 +63,11 @@ from float8lab.ops.kernels.prologue import (
 from float8lab.ops.reference import prologue_shape, round_up
 
 __all__ = [
+    "amax_of",
     "block_tile",
     "cast",
-    "dequantize",
     "divides_a_tile",
     "row_tile",
-    "transpose",
     "write_blocks",
     "write_cast",
     "write_rows",
@@ -80,7 +79,6 @@ _FLAT = Tile(rows=1, columns=4096, warps=8)
 _COLUMN_MAJOR = Tile(rows=64, columns=64, warps=4)
 _AMAX = Tile(rows=128, columns=64, warps=4)
 _AMAX_OF_FLOAT32 = Tile(rows=64, columns=64, warps=4)
-_BYTES = Tile(rows=64, columns=64, warps=4)
 
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of a matrix: six programs per multiprocessor of an H200, all resident."""
@@ -152,12 +150,16 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
     return amax
 
 
-def _amax(matrix: _Matrix, block: tuple[int, ...]) -> Tensor:
+@replayed
+def amax_of(
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
+) -> Tensor:
     """No hot path asks for that of blocks smaller than the whole."""
-    if block == (-1, -1):
-        partial = _partial_amax(matrix)
-        return partial if matrix[0] else partial.amax().view(1, 1)
-    return reference.amax(value_of(*matrix) if matrix[0] else matrix[1][0], block)
+    if tuple(block) != (-1, -1) or not has_kernel(prologue, inputs, dtype):
+        x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
+        return reference.amax(x, block)
+    partial = _partial_amax((prologue, inputs, dtype))
+    return partial if prologue else partial.amax().view(1, 1)
 
 
 @launched
@@ -662,8 +664,6 @@ def cast(
         first = value_of(*matrix)
         matrix = "", [first], dtype
     total = first.float().sum(0) if column_sum else None
-    if not (straight or transposed):
-        return None, None, _amax(matrix, block), None, None, total
     other = "", [first.t()], first.dtype
     q, scale, amax = _cast_straight(matrix if straight else other, how, given, slot)
     if turns:
@@ -674,84 +674,3 @@ def cast(
     amax = amax if reference.has_amax(prologue, block, given) else None
     one = (q, scale, amax, None, None) if straight else (None, None, amax, q, scale)
     return *one, total
-
-
-# One-byte transpose, and back to high precision.
-
-
-@launched
-def _transpose_kernel(
-    q_ptr,  # [M, K] one byte
-    q_t_ptr,  # [COLUMNS, ROWS] one byte
-    M, K, ROWS, COLUMNS, stride_qm, stride_qk,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    tiles_k = tl.cdiv(COLUMNS, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
-    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    offsets = rows[:, None] * stride_qm + columns[None, :] * stride_qk
-    q = tl.load(q_ptr + offsets, mask=mask, other=0)
-    store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
-
-
-@replayed
-def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
-    tile = _BYTES
-    rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)
-    q_t = q.new_empty((columns, rows))
-    if q.numel() == 0:
-        return q_t
-    _transpose_kernel[grid_of((rows, columns), tile)](
-        q.view(torch.uint8), q_t.view(torch.uint8), *q.shape, rows, columns, *q.stride(),
-        TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
-    return q_t
-
-
-@launched
-def _dequantize_kernel(
-    q_ptr,  # [M, K] fp8
-    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
-    y_ptr,  # [M, K] any float
-    M, K, scale_rows, scale_columns, stride_qm, stride_qk, stride_sm, stride_sk,
-    BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    tiles_k = tl.cdiv(K, TILE_K)
-    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
-    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
-    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
-
-    m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
-    k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
-    mask = (m < scale_rows)[:, None] & (k < scale_columns)[None, :]
-    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
-    scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
-    y = (q.to(tl.float32) * scale).to(y_ptr.dtype.element_ty)
-    store_tile(y_ptr, y, rows, columns, M, K)
-
-
-@replayed
-def dequantize(
-    q: Tensor,
-    scale: Tensor,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    event: Tensor | None = None,
-) -> Tensor:
-    tile = TILE
-    y = q.new_empty(q.shape, dtype=dtype)
-    if q.numel() == 0:
-        return y
-    scale, block = broadcast_scale(scale, block)
-    _dequantize_kernel[grid_of(q.shape, tile)](
-        q, scale, y, *q.shape, *scale.shape, *q.stride(), *scale.stride(),
-        BM=block[0], BK=block[1], TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
-    return y

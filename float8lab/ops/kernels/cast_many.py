@@ -8,9 +8,8 @@ matrix it belongs to, and does with it what a program of those two does.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from float8lab.formats import largest
 from float8lab.ops.kernels._common import (
-    Tile,
+    TILE,
     abs_bits,
     ceil_div,
     grid_of,
@@ -41,7 +40,6 @@ from float8lab.ops.kernels.cast import (
     write_cast,
     write_rows,
 )
-from float8lab.ops.kernels.prologue import TILE
 
 __all__ = ["cast_many_"]
 
@@ -80,152 +78,60 @@ def _look_up(row_ptr, X: tl.constexpr, Q: tl.constexpr, ALIGNED: tl.constexpr):
     return x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm
 
 
-@triton.jit
-def _indices(tile, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """Where a matrix's tile is, counted in tiles, and its rows and columns."""
-    tiles_k = tl.cdiv(K, TILE_K)
-    tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
-    rows, columns = tile_m * TILE_M + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K)
-    return tile_m, tile_k, rows, columns
-
-
-# Per tensor: the amaxes of all, then the casts.
-
-
-@launched(do_not_specialize=["matrices"])
-def _amax_many_kernel(
-    table_ptr,  # [matrices, _WIDTH] int64
-    slots_ptr,  # [matrices] fp32, zeros: the amax of each
-    matrices,
-    X: tl.constexpr,  # dtype of every x
-    Q: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    matrix = _find(table_ptr, matrices, tile)
-    row_ptr = table_ptr + matrix * _WIDTH
-    x_ptr, _, _, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
-    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
-    _, _, rows, columns = _indices(tile, K, TILE_M, TILE_K)
-    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
-    record_amax(slots_ptr + matrix, abs_bits(x))
-
-
-@launched(do_not_specialize=["matrices"])
-def _quantize_tensors_kernel(
-    table_ptr,  # [matrices, _WIDTH] int64
-    slots_ptr,  # [matrices] fp32
-    matrices,
-    eps,
-    X: tl.constexpr,
-    Q: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    RULE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    # From the end: of what the amaxes have read, the last part is in the cache.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    matrix = _find(table_ptr, matrices, tile)
-    row_ptr = table_ptr + matrix * _WIDTH
-    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
-    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
-    _, _, rows, columns = _indices(tile, K, TILE_M, TILE_K)
-    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
-    amax = tl.load(slots_ptr + matrix)
-    scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
-    if tile == 0:
-        tl.store(scale_ptr, scale)
-        tl.store(amax_ptr, amax)
-    store_tile(q_ptr, saturate(x * encode, Q), rows, columns, M, K)
-
-
-# Per row, and blocks that divide a tile: as one matrix is quantized.
-
-
-@launched(do_not_specialize=["matrices"])
-def _quantize_rows_of_many_kernel(
-    table_ptr,  # [matrices, _WIDTH] int64
-    matrices,
-    eps,
-    X: tl.constexpr,
-    Q: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    RULE: tl.constexpr,
-    SINGLE: tl.constexpr,  # a tile holds whole rows of every matrix
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
-    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
-    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
-    write_rows(
-        x_ptr, q_ptr, scale_ptr, amax_ptr, tile, M, K, M, K, stride_xm, 1, eps,
-        LIMIT, RULE, SINGLE, TILE_M, TILE_K,
-    )  # fmt: skip
-
-
-@launched(do_not_specialize=["matrices"])
-def _quantize_blocks_of_many_kernel(
-    table_ptr,  # [matrices, _WIDTH] int64
-    matrices,
-    eps,
-    X: tl.constexpr,
-    Q: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    RULE: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
-    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
-    stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
-    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
-    tile_m, tile_k, rows, columns = _indices(tile, K, TILE_M, TILE_K)
-    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
-    write_blocks(
-        x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
-        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, True,
-    )  # fmt: skip
-
-
-# Given encode factors.
-
-
 @launched(do_not_specialize=["matrices"])
 def _cast_many_kernel(
     table_ptr,  # [matrices, _WIDTH] int64
-    matrices,
-    X: tl.constexpr,
-    Q: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BM: tl.constexpr,  # 0 is the whole dimension
-    BK: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
+    slots_ptr,  # [matrices] fp32, where scales are per tensor: the amaxes, zeros at first
+    matrices, eps,
+    X: tl.constexpr, Q: tl.constexpr,  # dtypes of every x and q
+    ALIGNED: tl.constexpr, LIMIT: tl.constexpr,
+    RULE: tl.constexpr,  # "" where encode factors are given
+    AMAX: tl.constexpr,  # find the amaxes of all, before they are cast
+    BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
+    SINGLE: tl.constexpr,  # a tile holds whole rows of every matrix
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
-    row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
-    x_ptr, q_ptr, encode_ptr, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
-    stride_em, stride_ek = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
+    if RULE != "" and BK == 0 and BM == 0 and not AMAX:
+        # From the end: of what the amaxes have read, the last part is in the cache.
+        tile = tl.num_programs(0) - 1 - tile
+    matrix = _find(table_ptr, matrices, tile)
+    row_ptr = table_ptr + matrix * _WIDTH
+    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
     tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
-    factor_rows = tl.cdiv(M, BM) if BM else 1
-    factor_columns = tl.cdiv(K, BK) if BK else 1
-    tile_m, tile_k, rows, columns = _indices(tile, K, TILE_M, TILE_K)
-    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
-    write_cast(
-        x, tile_m, tile_k, rows, columns, encode_ptr, encode_ptr, q_ptr, M, K,
-        factor_rows, factor_columns, stride_em, stride_ek, BM, BK, False, False, TILE_M, TILE_K,
-    )  # fmt: skip
+    if RULE != "" and BK == 0 and BM == 1:
+        write_rows(
+            x_ptr, q_ptr, scale_ptr, amax_ptr, tile, M, K, M, K, stride_xm, 1, eps,
+            LIMIT, RULE, SINGLE, TILE_M, TILE_K,
+        )  # fmt: skip
+    else:
+        tiles_k = tl.cdiv(K, TILE_K)
+        tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
+        rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
+        if AMAX:
+            record_amax(slots_ptr + matrix, abs_bits(x))
+        elif RULE == "":
+            factor_rows = tl.cdiv(M, BM) if BM else 1
+            factor_columns = tl.cdiv(K, BK) if BK else 1
+            write_cast(
+                x, tile_m, tile_k, rows, columns, scale_ptr, scale_ptr, q_ptr, M, K, factor_rows,
+                factor_columns, stride_sm, stride_sk, BM, BK, False, False, TILE_M, TILE_K,
+            )  # fmt: skip
+        elif BM == 0:
+            amax = tl.load(slots_ptr + matrix)
+            scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
+            if tile == 0:
+                tl.store(scale_ptr, scale)
+                tl.store(amax_ptr, amax)
+            store_tile(q_ptr, saturate(x * encode, Q), rows, columns, M, K)
+        else:
+            write_blocks(
+                x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
+                stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, True,
+            )  # fmt: skip
 
 
 # The table.
@@ -315,19 +221,18 @@ def cast_many_(
     """
     tensors = zip(x, q, given or scale, given or amax, strict=True)
     jobs, shape = [_Job(*one) for one in tensors], tuple(block)
-    if given:
-        jobs = _launch(jobs, partial(_launch_cast, block=block))
-    elif shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
-        jobs = _launch(jobs, partial(_launch_quantize, block=shape, rule=rule, eps=eps))
+    rule = "" if given else rule
+    if given or shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
+        jobs = _launch(jobs, shape, rule, eps)
     for one, *outputs in jobs:
-        how = ("encode", 0.0, 1, True, False, False, outputs[1]) if given else (rule, eps)
+        how = (rule, eps) if rule else ("encode", 0.0, 1, True, False, False, outputs[1])
         results = cast("", [one], one.dtype, outputs[0].dtype, shape, *how)
         for output, result in zip(outputs, results, strict=False):
             if result is not None:
                 output.copy_(result)
 
 
-def _launch(jobs: list[_Job], launch: Callable[..., bool]) -> list[_Job]:
+def _launch(jobs: list[_Job], block: tuple[int, ...], rule: str, eps: float) -> list[_Job]:
     """Launch a kernel for all jobs that it takes, and return the others."""
     taken: list[_Job] = []
     left: list[_Job] = []
@@ -336,55 +241,45 @@ def _launch(jobs: list[_Job], launch: Callable[..., bool]) -> list[_Job]:
     # Apart, for else one odd matrix would keep all others from wide accesses.
     for aligned in (True, False):
         alike = [job for job in taken if job.is_aligned() == aligned]
-        if alike and not launch(alike[0].x, alike, aligned):
+        if alike and not _launch_alike(alike[0].x, alike, aligned, block, rule, eps):
             left += alike
     return left
 
 
 @on_device_of_first
-def _launch_quantize(
-    x: Tensor, jobs: list[_Job], aligned: bool, *, block: tuple[int, ...], rule: str, eps: float
+def _launch_alike(
+    x: Tensor, jobs: list[_Job], aligned: bool, block: tuple[int, ...], rule: str, eps: float
 ) -> bool:
-    """Quantize matrices that are alike, ``x`` being one of them; False if there is no table."""
-    if block == (1, -1):
-        widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
+    """Cast matrices that are alike, ``x`` being one of them; False if there is no table."""
+    widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
+    if rule and block == (1, -1):
         tile = row_tile(widest, widest.shape[1])
         tiles = [ceil_div(job.x.shape[0], tile.rows) for job in jobs]
     else:
-        tile = TILE if block == (-1, -1) else block_tile(block)
+        tile = block_tile(block) if rule else TILE
         tiles = [grid_of(job.x.shape, tile)[0] for job in jobs]
-    table, count, grid = _table_of(_key_of(jobs, tiles)), len(jobs), (sum(tiles),)
+    table, slots = _table_of(_key_of(jobs, tiles)), None
     if table is None:
         return False
-    constants = _constants_of(jobs[0], tile, aligned)
-    scaling = {"LIMIT": largest(jobs[0].q.dtype), "RULE": rule}
-    if block == (-1, -1):
-        slots = torch.zeros(count, dtype=torch.float32, device=x.device)
-        _amax_many_kernel[grid](table, slots, count, **constants)
-        _quantize_tensors_kernel[grid](table, slots, count, eps, **scaling, **constants)
-    elif block == (1, -1):
-        single = widest.shape[1] <= tile.columns
-        _quantize_rows_of_many_kernel[grid](
-            table, count, eps, SINGLE=single, **scaling, **constants
-        )
-    else:
-        BM, BK = block
-        _quantize_blocks_of_many_kernel[grid](
-            table, count, eps, BM=BM, BK=BK, **scaling, **constants
-        )
-    return True
-
-
-@on_device_of_first
-def _launch_cast(x: Tensor, jobs: list[_Job], aligned: bool, *, block: Sequence[int]) -> bool:
-    """Cast matrices that are alike, ``x`` being one of them; False if there is no table."""
-    tiles = [grid_of(job.x.shape, TILE)[0] for job in jobs]
-    table = _table_of(_key_of(jobs, tiles))
-    if table is None:
-        return False
-    BM, BK = (max(size, 0) for size in block)
-    constants = _constants_of(jobs[0], TILE, aligned)
-    _cast_many_kernel[(sum(tiles),)](table, len(jobs), BM=BM, BK=BK, **constants)
+    constants = {
+        "X": triton_dtype(x.dtype),
+        "Q": triton_dtype(jobs[0].q.dtype),
+        "ALIGNED": aligned,
+        "LIMIT": largest(jobs[0].q.dtype),
+        "RULE": rule,
+        "BM": max(block[0], 0),
+        "BK": max(block[1], 0),
+        "SINGLE": bool(rule) and block == (1, -1) and widest.shape[1] <= tile.columns,
+        "TILE_M": tile.rows,
+        "TILE_K": tile.columns,
+        # Narrow accesses have an address and a mask for every element: fewer of these a thread.
+        "num_warps": tile.warps if aligned else 16,
+    }
+    kernel = _cast_many_kernel[(sum(tiles),)]
+    if rule and block == (-1, -1):
+        slots = torch.zeros(len(jobs), dtype=torch.float32, device=x.device)
+        kernel(table, slots, len(jobs), eps, AMAX=True, **constants)
+    kernel(table, slots, len(jobs), eps, AMAX=False, **constants)
     return True
 
 
@@ -396,15 +291,3 @@ def _key_of(jobs: Sequence[_Job], tiles: Sequence[int]) -> _Key:
         rows.append((*pointers, *job.x.shape, job.x.stride(0), *job.scale.stride(), first))
         first += count
     return jobs[0].x.device, tuple(rows)
-
-
-def _constants_of(job: _Job, tile: Tile, aligned: bool) -> dict[str, Any]:
-    return {
-        "X": triton_dtype(job.x.dtype),
-        "Q": triton_dtype(job.q.dtype),
-        "ALIGNED": aligned,
-        "TILE_M": tile.rows,
-        "TILE_K": tile.columns,
-        # Narrow accesses have an address and a mask for every element: fewer of these a thread.
-        "num_warps": tile.warps if aligned else 16,
-    }

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_mm as torch_scaled_mm
 
 from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels.block_gemm import multiply_blocks
-from float8lab.ops.kernels.cast import dequantize, transpose
+from float8lab.ops.kernels.dequantize import dequantize, transpose
 from float8lab.ops.reference import round_up
 
 __all__ = ["scaled_mm"]

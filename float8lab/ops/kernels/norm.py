@@ -67,21 +67,9 @@ def _block_of(indices, size, SIZE: tl.constexpr):
 
 @triton.jit
 def _load_values(
-    x_ptr,
-    scale_ptr,
-    rows,
-    columns,
-    M,
-    K,
-    stride_xm,
-    stride_xk,
-    stride_sm,
-    stride_sk,
-    SCALED: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    x_ptr, scale_ptr, rows, columns, M, K, stride_xm, stride_xk, stride_sm, stride_sk,
+    SCALED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """Tile of the input in float32; if it is SCALED, what dequantizing to DTYPE would give."""
     x = load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
     if SCALED:
@@ -101,24 +89,12 @@ def _norm_kernel(
     mean_ptr,  # [M] fp32
     rstd_ptr,  # [M] fp32
     amax_ptr,  # [1] fp32, 0 at first
-    M,
-    K,
-    stride_xm,
-    stride_xk,
-    stride_sm,
-    stride_sk,
-    eps,
-    CENTER: tl.constexpr,
-    WRITE: tl.constexpr,  # y
-    AMAX: tl.constexpr,
-    SCALED: tl.constexpr,
-    BM: tl.constexpr,  # 0 is the whole dimension
-    BK: tl.constexpr,
+    M, K, stride_xm, stride_xk, stride_sm, stride_sk, eps,
+    CENTER: tl.constexpr, WRITE: tl.constexpr, AMAX: tl.constexpr, SCALED: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     SINGLE: tl.constexpr,  # a tile holds whole rows
-    DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     columns = tl.arange(0, TILE_K).to(tl.int64)
     size = tl.cast(K, tl.float32)
@@ -202,32 +178,13 @@ def norm(
     chunk = min(next_power_of_2(K), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
     _norm_kernel[(ceil_div(M, rows),)](
-        x,
-        scale,
-        weight.contiguous(),
-        weight if bias is None else bias.contiguous(),
-        x if y is None else y,
-        rstd if mean is None else mean,
-        rstd,
-        rstd if amax is None else amax,
-        M,
-        K,
-        *x.stride(),
-        *scale.stride(),
-        eps,
-        CENTER=center,
-        WRITE=write,
-        AMAX=want_amax,
-        SCALED=scaled,
-        BM=block[0],
-        BK=block[1],
-        SINGLE=chunk >= K,
-        DTYPE=triton_dtype(dtype),
-        TILE_M=rows,
-        TILE_K=chunk,
-        num_warps=8 if rows * chunk > 4096 else 4,
-        enable_fp_fusion=False,
-    )
+        x, scale, weight.contiguous(), weight if bias is None else bias.contiguous(),
+        x if y is None else y, rstd if mean is None else mean, rstd,
+        rstd if amax is None else amax, M, K, *x.stride(), *scale.stride(), eps,
+        CENTER=center, WRITE=write, AMAX=want_amax, SCALED=scaled, BM=block[0], BK=block[1],
+        SINGLE=chunk >= K, DTYPE=triton_dtype(dtype), TILE_M=rows, TILE_K=chunk,
+        num_warps=8 if rows * chunk > 4096 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
     return y, mean, rstd, amax
 
 
@@ -242,20 +199,11 @@ def _norm_backward_kernel(
     dx_ptr,  # [M, K] the dtype of x, which FP8 stands for
     dweight_ptr,  # [programs, K] fp32
     dbias_ptr,  # [programs, K] fp32
-    M,
-    K,
-    stride_dym,
-    stride_dyk,
-    stride_xm,
-    stride_xk,
-    stride_sm,
-    stride_sk,
-    CENTER: tl.constexpr,
-    SCALED: tl.constexpr,
-    BM: tl.constexpr,  # 0 is the whole dimension
-    BK: tl.constexpr,
+    M, K, stride_dym, stride_dyk, stride_xm, stride_xk, stride_sm, stride_sk,
+    CENTER: tl.constexpr, SCALED: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     TILE_K: tl.constexpr,
-):
+):  # fmt: skip
     columns = tl.arange(0, TILE_K).to(tl.int64)
     mask = columns < K
     size = tl.cast(K, tl.float32)
@@ -313,26 +261,9 @@ def norm_backward(
     dweight = x.new_empty((programs, K), dtype=torch.float32)
     dbias = torch.empty_like(dweight) if center else None
     _norm_backward_kernel[(programs,)](
-        dy,
-        x,
-        scale,
-        weight.contiguous(),
-        rstd if mean is None else mean,
-        rstd,
-        dx,
-        dweight,
-        dweight if dbias is None else dbias,
-        M,
-        K,
-        *dy.stride(),
-        *x.stride(),
-        *scale.stride(),
-        CENTER=center,
-        SCALED=scaled,
-        BM=block[0],
-        BK=block[1],
-        TILE_K=tile,
-        num_warps=min(16, max(1, tile // 256)),
-        enable_fp_fusion=False,
-    )
+        dy, x, scale, weight.contiguous(), rstd if mean is None else mean, rstd, dx, dweight,
+        dweight if dbias is None else dbias, M, K, *dy.stride(), *x.stride(), *scale.stride(),
+        CENTER=center, SCALED=scaled, BM=block[0], BK=block[1], TILE_K=tile,
+        num_warps=min(16, max(1, tile // 256)), enable_fp_fusion=False,
+    )  # fmt: skip
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)

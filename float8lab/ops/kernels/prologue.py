@@ -18,6 +18,7 @@ from torch import Tensor
 from float8lab.ops import reference
 from float8lab.ops.kernels._common import (
     INTERPRETED,
+    TILE,
     Tile,
     grid_of,
     store_tile,
@@ -28,7 +29,6 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import ACTIVATIONS, prologue_shape
 
 __all__ = [
-    "TILE",
     "arguments_of",
     "has_kernel",
     "load",
@@ -38,9 +38,7 @@ __all__ = [
     "value_of",
 ]
 
-# At most 64 elements a thread, and few enough registers that several programs share a
-# multiprocessor: one loads while another stores. A gated activation's gradient reads three tiles.
-TILE = Tile(rows=64, columns=128, warps=4)
+# Registers decide: a gated activation's gradient reads three tiles.
 _ONE = Tile(rows=64, columns=128, warps=8)
 _ONE_OF_THREE = Tile(rows=32, columns=128, warps=8)
 _WORDS_OF_MATRIX = Tile(rows=128, columns=64, warps=4)

@@ -6,6 +6,7 @@ a *block* is ``(rows, columns)`` as in ``float8lab.formats``.
 
 from float8lab.ops.reference.cast import (
     amax,
+    amax_of,
     as_matrix,
     cast,
     cast_many_,
@@ -29,6 +30,7 @@ __all__ = [
     "ACTIVATIONS",
     "NO_DATA",
     "amax",
+    "amax_of",
     "as_matrix",
     "cast",
     "cast_many_",

@@ -20,6 +20,7 @@ from float8lab.ops.reference.prologue import value_of
 
 __all__ = [
     "amax",
+    "amax_of",
     "as_matrix",
     "cast",
     "cast_many_",
@@ -89,6 +90,13 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     if M % rows or K % columns:
         size = _pad(size, round_up(M, rows), round_up(K, columns))
     return size.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3)).float()
+
+
+def amax_of(
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
+) -> Tensor:
+    """``amax`` of a matrix that a prologue may compute."""
+    return amax(value_of(prologue, inputs, dtype) if prologue else inputs[0], block)
 
 
 def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
@@ -234,16 +242,13 @@ def cast(
     Returns:
         FP8 data and scales of the matrix; an amax; FP8 data and scales of the transpose; and the
         column sums, float32. What is not wanted is None, as are scales where factors are given. The
-        amax is that of each block of the matrix if neither orientation is wanted. If one is wanted
-        it is what the scales were found from, unless it was given; that of blocks smaller than the
-        whole comes only where there is no prologue.
+        amax comes with one orientation, unless it was given: it is what the scales were found from;
+        that of blocks smaller than the whole comes only where there is no prologue.
     """
     x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().max().float()))
     total = x.float().sum(0) if column_sum else None
-    if not (straight or transposed):
-        return None, None, amax(x, block), None, None, total
     both = straight and transposed
     rows, found = x if straight else x.t(), None
     q: Tensor

@@ -1,0 +1,104 @@
+"""Read FP8 matrices on the GPU: transpose their bytes, dequantize them.  M rows, K columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.ops.kernels._common import (
+    TILE,
+    Tile,
+    block_index,
+    broadcast_scale,
+    grid_of,
+    store_tile,
+    store_transposed,
+)
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.reference import round_up
+
+__all__ = ["dequantize", "transpose"]
+
+_BYTES = Tile(rows=64, columns=64, warps=4)
+
+
+@launched
+def _transpose_kernel(
+    q_ptr,  # [M, K] one byte
+    q_t_ptr,  # [COLUMNS, ROWS] one byte
+    M, K, ROWS, COLUMNS, stride_qm, stride_qk,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    offsets = rows[:, None] * stride_qm + columns[None, :] * stride_qk
+    q = tl.load(q_ptr + offsets, mask=mask, other=0)
+    store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
+
+
+@replayed
+def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
+    tile = _BYTES
+    rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)
+    q_t = q.new_empty((columns, rows))
+    if q.numel() == 0:
+        return q_t
+    _transpose_kernel[grid_of((rows, columns), tile)](
+        q.view(torch.uint8), q_t.view(torch.uint8), *q.shape, rows, columns, *q.stride(),
+        TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return q_t
+
+
+@launched
+def _dequantize_kernel(
+    q_ptr,  # [M, K] fp8
+    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
+    y_ptr,  # [M, K] any float
+    M, K, scale_rows, scale_columns, stride_qm, stride_qk, stride_sm, stride_sk,
+    BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(K, TILE_K)
+    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
+
+    m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
+    k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
+    mask = (m < scale_rows)[:, None] & (k < scale_columns)[None, :]
+    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
+    scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
+    y = (q.to(tl.float32) * scale).to(y_ptr.dtype.element_ty)
+    store_tile(y_ptr, y, rows, columns, M, K)
+
+
+@replayed
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    event: Tensor | None = None,
+) -> Tensor:
+    tile = TILE
+    y = q.new_empty(q.shape, dtype=dtype)
+    if q.numel() == 0:
+        return y
+    scale, block = broadcast_scale(scale, block)
+    _dequantize_kernel[grid_of(q.shape, tile)](
+        q, scale, y, *q.shape, *scale.shape, *q.stride(), *scale.stride(),
+        BM=block[0], BK=block[1], TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return y
