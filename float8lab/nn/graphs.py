@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from float8lab.arguments import check_flags, check_group, check_instance, check_module, check_size
 from float8lab.nn.precision import Precision, precisions_below
-from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, record, replay
+from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, inside, record, replay
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.recipes.region import PROCESS, STATE, in_backward
 from float8lab.recipes.state import autocast
@@ -416,8 +416,16 @@ class _Graphed:
         exact, gradients = self.limit > 0, torch.is_grad_enabled()
         if not gradients and getattr(self.function, "training", True):
             return None  # a reentrant checkpoint's, perhaps
+        if exact and STATE.calibrating:
+            return None
         tensors: list[Tensor] = []
-        key = [spec, STATE.group, torch.is_autocast_enabled("cuda"), parts.modes()]
+        key = [
+            spec,
+            STATE.group,
+            STATE.calibrating,
+            torch.is_autocast_enabled("cuda"),
+            parts.modes(),
+        ]
         for leaf in leaves:
             kind = type(leaf)
             if kind in PLAIN:
@@ -514,7 +522,7 @@ class _Graphed:
     ) -> tuple[tuple[Any, ...], list[Tensor], Unit]:
         """For ``make_graphed_callables``: the key of calls like this one, its tensors and unit."""
         leaves, spec = _leaves(tuple(args), kwargs)
-        with enter():
+        with inside(Trial()), enter():
             described = self._describe(leaves, spec, _Parts(self.function))
         # Without a description, as for training without gradients, no call is like this one.
         key, tensors = described or ((object(),), list(leaves))
@@ -525,7 +533,6 @@ def _is_observed() -> bool:
     """Whether something follows what Python does in a call, which a replay would not do."""
     return (
         PROCESS.observer is not None
-        or STATE.calibrating
         or STATE.onnx is not None
         or bool(STATE.recordings)
         or isinstance(STATE.region, Trial)

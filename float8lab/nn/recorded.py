@@ -29,7 +29,7 @@ from float8lab.nn.precision import Precision, precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
 from float8lab.recipes.region import STATE, Region
 
-__all__ = ["PLAIN", "Recorded", "Trial", "Unit", "record", "replay"]
+__all__ = ["PLAIN", "Recorded", "Trial", "Unit", "inside", "record", "replay"]
 
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.Size}
@@ -247,7 +247,7 @@ def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
     """Replay a call, as a part of the region that it is in or as one of its own."""
     region = STATE.region
     own = Region() if region is None and recorded.packs else None
-    with _inside(own) if own is not None else nullcontext():
+    with inside(own) if own is not None else nullcontext():
         result = recorded(*tensors)
         region = STATE.region
         if region is not None:
@@ -293,7 +293,7 @@ def record(
             _warm_up(units, samples, 1, allow_unused, waits=not exact)
             _restore(units, before)
         region = Trial()
-        stack.enter_context(_inside(region))
+        stack.enter_context(inside(region))
         stack.enter_context(_without_collection())
         memory = (torch.cuda.graph_pool_handle() if pool is None else pool, torch.cuda.Stream())
         every = [
@@ -337,7 +337,8 @@ def _version(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _inside(region: Region) -> Iterator[None]:
+def inside(region: Region) -> Iterator[None]:
+    """Have calls be part of a region."""
     outer, STATE.region = STATE.region, region
     try:
         yield
@@ -373,7 +374,7 @@ def _warm_up(
     region = Trial()
     torch.cuda.synchronize()
     quick = nullcontext() if waits else _refuse_to_wait()
-    with _inside(region), torch.cuda.stream(torch.cuda.Stream()), quick:
+    with inside(region), torch.cuda.stream(torch.cuda.Stream()), quick:
         for _ in range(count):
             for unit, sample in zip(units, samples, strict=True):
                 _run_once(unit, sample, allow_unused)

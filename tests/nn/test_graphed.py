@@ -55,7 +55,7 @@ def recorder(monkeypatch):
         return graph, graph.results
 
     def warm_up(units, samples, count, allow_unused, *, waits=True):
-        with recorded._inside(recorded.Trial()):
+        with recorded.inside(recorded.Trial()):
             for unit, sample in zip(units, samples, strict=True):
                 recorded._run_once(unit, sample, allow_unused)
             return STATE.region.packs
