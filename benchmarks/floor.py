@@ -21,7 +21,7 @@ from benchmarks.common import Timing
 from benchmarks.shapes import LinearShape
 from float8lab import ops
 from float8lab.formats import E4M3, Float8Spec
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.recipes import Recipe
 
 __all__ = ["BF16", "Floor", "Gemm", "GemmOperands", "cast_bytes", "gemms_of_recipe", "read_passes"]
@@ -89,7 +89,8 @@ def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 def _quantize(x: Tensor, spec: Float8Spec) -> tuple[Tensor, Tensor]:
-    q, scale, _ = ops.quantize_op(x, spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, ALIGN)
+    how = (spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, ALIGN)
+    q, scale, *_ = ops.cast_op("", [x], x.dtype, *how)
     return q, scale
 
 
@@ -100,12 +101,7 @@ def gemms_of_recipe(recipe: Recipe | None) -> dict[str, Gemm] | None:
     plan = recipe.linear
     if plan.x.scale_rule == "e8m0":
         return None
-    operands = {"fprop": (plan.x, plan.w), "dgrad": (plan.dy, plan.w), "wgrad": (plan.dy, plan.x)}
-    wanted = (plan.fprop, plan.dgrad, plan.wgrad)
-    return {
-        name: Gemm(*pair, fast) if fp8 else BF16
-        for (name, pair), fp8, fast in zip(operands.items(), wanted, plan.fast_accum, strict=True)
-    }
+    return {name: BF16 if gemm is None else Gemm(*gemm) for name, gemm in plan.gemms().items()}
 
 
 def read_passes(recipe: Recipe) -> int:
@@ -194,7 +190,7 @@ class Floor:
         if gemm.a is None or gemm.b is None:
             return True
         dtypes = {"a_dtype": gemm.a.fp8_dtype, "b_dtype": gemm.b.fp8_dtype}
-        return has_fp8_gemm(gemm.a.block, gemm.b.block, self.device, **dtypes)
+        return may_multiply(gemm.a.block, gemm.b.block, self.device, **dtypes)
 
     def describe(self) -> dict[str, str]:
         """For the header of a benchmark."""

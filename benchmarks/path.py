@@ -20,7 +20,7 @@ import itertools
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,21 @@ class Length(NamedTuple):
     calls: int
     functions: int
     files: int
+    order: tuple[str, ...] = ()
+    """``file: function`` in the order in which they are first entered, without those of ops.
+
+    ``CONTRIBUTING.md`` has some of these lists, and a test compares.
+    """
+
+
+def _length(entered: Sequence[Any]) -> Length:
+    files = [code.co_filename.removeprefix(f"{PACKAGE}/") for code in entered]
+    names = (
+        f"{file}: {code.co_name}"
+        for file, code in zip(files, entered, strict=True)
+        if not file.startswith(("ops/", "formats.py"))
+    )
+    return Length(len(entered), len(set(entered)), len(set(files)), tuple(dict.fromkeys(names)))
 
 
 @contextmanager
@@ -71,9 +86,7 @@ def count() -> Iterator[Callable[[], Length]]:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        yield lambda: Length(
-            len(entered), len(set(entered)), len({code.co_filename for code in entered})
-        )
+        yield lambda: _length(entered)
     finally:
         sys.setprofile(before)
 
@@ -116,21 +129,27 @@ def walks() -> Iterator[tuple[str, Length]]:
         with count() as product:
             F.linear(a, b)
     yield "F.linear of Float8Tensors", product()
-    yield "FSDP2 of two layers, forward", _sharded_forward(x)
+    forward, gathered = _sharded(x)
+    yield "FSDP2 of two layers, forward", forward
+    yield "FSDP2, gathering a weight", gathered
 
 
-def _sharded_forward(x: Tensor) -> Length:
-    """Two converted layers on one rank, each gathered on its own."""
+def _sharded(x: Tensor) -> tuple[Length, Length]:
+    """Two converted layers on one rank, each gathered on its own: forward, and gathering one."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=0, world_size=1)
         try:
             mesh = init_device_mesh("cpu", (1,))
-            model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+            model: Any = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
             float8lab.convert_to_float8(model, RECIPES["current"]())
             for layer in model:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            return _step(model, x, None)[0]
+            forward, _ = _step(model, x, None)
+            with count() as gathered:
+                model[0].unshard()
+                model[0].reshard()
+            return forward, gathered()
         finally:
             dist.destroy_process_group()
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -36,6 +37,8 @@ __all__ = [
     "check_state",
     "check_tensor",
     "has_values",
+    "needs",
+    "printable",
     "shown",
 ]
 
@@ -55,6 +58,47 @@ def shown(value: Any) -> str:
         return f"a module of {type(value).__name__}"
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def printable(text: str) -> str:
+    r"""Text from outside, such as a tensor's name, with its control characters escaped.
+
+    >>> print(printable("w\x1b[31m\n"))
+    w\x1b[31m\n
+    """
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)
+
+
+@contextmanager
+def needs(what: str, package: str, install: str, otherwise: str = "") -> Iterator[None]:
+    """Say who needs a package and how to get it, if the import of that package in the block fails.
+
+    Args:
+        what: the function or file that needs the package, by name.
+        package: the import's name.
+        install: the requirement to give to pip.
+        otherwise: a way that works without it, after "or".
+
+    Raises:
+        ModuleNotFoundError: with this message, and the name of the missing module.
+
+    >>> with needs("table", "rich", '"float8lab[inspect]"', "print the tensor"):
+    ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
+    Traceback (most recent call last):
+    ModuleNotFoundError: table must have rich; it is not installed. pip install \
+"float8lab[inspect]", or print the tensor.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        instead = f", or {otherwise}" if otherwise else ""
+        raise ModuleNotFoundError(
+            f"{what} must have {package}; it is not installed. pip install {install}{instead}.",
+            name=error.name,
+        ) from error
 
 
 def check_size(name: str, value: Any, *, minimum: int = 0, optional: bool = False) -> Any:

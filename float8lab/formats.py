@@ -26,7 +26,9 @@ Sources: FP8 formats, arXiv:2209.05433; OCP Microscaling Formats (MX) v1.0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +41,9 @@ __all__ = [
     "HIGH_PRECISION_DTYPES",
     "SCALE_RULES",
     "Float8Spec",
+    "Product",
     "largest",
+    "product_of",
     "scale_shape",
 ]
 
@@ -82,6 +86,38 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ..
     return tuple(
         1 if size == -1 else -(-length // size) for length, size in zip(shape, block, strict=True)
     )
+
+
+class Product(NamedTuple):
+    """The GPUs whose tensor cores multiply two blocks in FP8, by compute capability."""
+
+    since: tuple[int, int]
+    before: tuple[int, int] = (99, 0)
+    cublas: bool = True
+    """By cuBLASLt, else by a kernel of our own."""
+
+
+_HOPPER, _NOWHERE = ((9, 0), (10, 0)), ((99, 0), (99, 0))
+_PRODUCTS: dict[tuple[Any, Any], Product] = {
+    # -1 stands for one scale along the contraction: a scale for the whole matrix, or one for a row.
+    (-1, -1): Product((8, 9)),
+    ((1, 128), (1, 128)): Product(*_HOPPER),
+    ((1, 128), (128, 128)): Product(*_HOPPER),
+    ((128, 128), (1, 128)): Product(*_HOPPER),
+    ((128, 128), (128, 128)): Product(*_HOPPER, cublas=False),
+    ((1, 32), (1, 32)): Product(*_NOWHERE),  # dequantized and multiplied in high precision
+}
+"""Which blocks of two operands, each in its rows along the contraction, one product takes."""
+
+
+def product_of(a_block: Sequence[int], b_block: Sequence[int]) -> Product | None:
+    """How ``a @ b.T`` of two blocks runs; None if one product cannot take the two.
+
+    >>> product_of((1, 128), (128, 128)).since
+    (9, 0)
+    """
+    a, b = a_block[1], b_block[1]
+    return _PRODUCTS.get((a if a == -1 else tuple(a_block), b if b == -1 else tuple(b_block)))
 
 
 @dataclass(frozen=True)

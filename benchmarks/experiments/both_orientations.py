@@ -4,7 +4,7 @@
 
 Needs a CUDA GPU. One cast per tensor of a bfloat16 matrix, by a kernel that can leave out the
 matrix or its transpose, write the matrix twice, and cut, order and store its tiles in other ways.
-What is written is compared with ``float8lab.ops.cast_pair_op``'s bytes first.
+What is written is compared with ``float8lab.ops.cast_op``'s bytes first.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ def run(M: int, K: int, samples: int) -> None:
     """Time one size."""
     x = torch.randn(M, K, device="cuda").bfloat16()
     encode = torch.full((1,), 2.0**6, device="cuda")
-    *wanted, _ = ops.cast_pair_op(x, encode, None, E4M3, 16, False)
+    given = (E4M3, (-1, -1), "encode", 0.0, 16, True, True, False, encode)
+    wanted = ops.cast_op("", [x], x.dtype, *given)[0:4:3]
     time = partial(time_device, warm_up=3, samples=samples)
     print(f"{M} x {K}: a copy {time(x.clone).median:.4f} ms", flush=True)
-    library = time(lambda: ops.cast_pair_op(x, encode, None, E4M3, 16, False))
+    library = time(lambda: ops.cast_op("", [x], x.dtype, *given))
     print(f"  {library.median:.4f} ms  the library's cast of both")
     for name, what in (PARTS | CHANGES).items():
         got = tuple(torch.zeros_like(q) for q in wanted)

@@ -6,7 +6,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from float8lab.ops.kernels.pair_blocks import _first, _second, _words
+from float8lab.ops.kernels.cast_hopper import _first, _second, _words
 
 __all__ = ["cast"]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from float8lab.checkpoints.replacing import replacing
 from float8lab.commands.terminal import fail, progress_bar, show
 from float8lab.inspect.checkpoint import (
     CheckpointDiff,
@@ -16,7 +17,6 @@ from float8lab.inspect.checkpoint import (
     diff,
     page,
 )
-from float8lab.inspect.replacing import replacing
 
 __all__ = ["add_commands"]
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from float8lab.inspect.text import Grid, printable
+from float8lab.arguments import printable
+from float8lab.inspect.text import Grid, rich_table
 
 __all__ = ["fail", "progress_bar", "show"]
 
@@ -29,16 +30,18 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
     console.print(rich.text.Text(summary))
     for grid in grids:
         columns = _fitting(grid, console.width)
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for i, name in enumerate(columns):
+        longest = [max((len(row[i]) for row in grid.rows), default=0) for i in range(len(columns))]
+        table = rich_table(
+            [cells[: len(columns)] for cells in grid.rows],
             # Rich folds the widest columns first; those that are short enough stay whole.
-            short = max((len(row[i]) for row in grid.rows), default=0) <= _FOLDED.get(
-                name, math.inf
-            )
-            table.add_column(name, overflow="fold", no_wrap=short)
-        for i, cells in enumerate(grid.rows):
-            style = "red" if grid.alarming and grid.alarming[i] else ""
-            table.add_row(*map(rich.text.Text, cells[: len(columns)]), style=style)
+            {
+                name: {"no_wrap": size <= _FOLDED.get(name, math.inf)}
+                for name, size in zip(columns, longest, strict=True)
+            },
+            styles=["red" if alarming else "" for alarming in grid.alarming],
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
         console.print()
         console.print(rich.text.Text(grid.title, style="bold"))
         console.print(table, end="")
@@ -114,10 +117,8 @@ def fail(program: str, message: object) -> int:
 def _rich() -> Any:
     """The parts of rich that are used here; None if it is not installed."""
     try:
-        import rich.box
         import rich.console
         import rich.progress
-        import rich.table
         import rich.text
     except ModuleNotFoundError:
         return None

@@ -7,7 +7,7 @@ the core that backward runs on.
 from float8lab.distributed.affinity import backward_on_this_core
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
-from float8lab.distributed.fsdp import requantize_shards_
+from float8lab.distributed.fsdp.weight import requantize_shards_
 from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
 

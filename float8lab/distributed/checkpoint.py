@@ -11,12 +11,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8lab.arguments import check_module
+from float8lab.distributed.fsdp.shards import settle
+from float8lab.distributed.fsdp.weight import (
+    cast_stored,
+    layout_of,
+    local_of,
+    reduced_amaxes,
+    shard_mesh,
+    with_local,
+)
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.fsdp import Place, StoredGather, settle
 
 __all__ = ["ModelState"]
 
@@ -47,11 +54,10 @@ class ModelState:
         """Return the model's state as plain tensors, which share its memory where they can."""
         state: dict[str, Any] = {}
         for name, value in self.model.state_dict().items():
-            local = _stored(value)
-            if local is None:
+            if not isinstance(local_of(value), Float8Tensor):
                 state[name] = value
                 continue
-            stored = _Stored(self.model, name, value, local)
+            stored = _Stored(self.model, name, value)
             parts = stored.whole_scales()
             state[f"{name}.qdata"] = stored.bytes_under(parts[0])
             state[f"{name}.scale"], state[f"{name}.amax"] = parts
@@ -61,51 +67,32 @@ class ModelState:
         """Load a state by ``state_dict``, saved on this or another number of ranks."""
         plain = dict(state)
         for name, value in self.model.state_dict().items():
-            local = _stored(value)
-            if local is None:
-                continue
-            qdata, scale, amax = (plain.pop(f"{name}.{part}") for part in _PARTS)
-            _Stored(self.model, name, value, local).load(qdata, scale, amax)
-            plain[name] = value
+            if isinstance(local_of(value), Float8Tensor):
+                parts = [plain.pop(f"{name}.{part}") for part in _PARTS]
+                _Stored(self.model, name, value).load(*parts)
+                plain[name] = value
         self.model.load_state_dict(plain)
-
-
-def _stored(value: Any) -> Float8Tensor | None:
-    """The FP8 data of a parameter on this rank, if it is stored in FP8."""
-    local = getattr(value, "_local_tensor", value)
-    return local if isinstance(local, Float8Tensor) else None
 
 
 class _Stored:
     """One weight that is stored in FP8, whole or as a shard."""
 
-    def __init__(self, model: nn.Module, name: str, value: Any, local: Float8Tensor) -> None:
-        if local._window is not None:
-            settle(local)
-        self.value, self.local = value, local
-        self.mesh: Any = None
-        shape = tuple(value.shape)
-        owner = model.get_submodule(name.rpartition(".")[0])
-        spec = getattr(owner, "_stored_specs", {}).get(shape, local.spec)
-        self.how = StoredGather(spec)
-        if value is not local:
-            mesh = value.device_mesh
-            self.mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-            self.how.place = Place.of(self.mesh, value.shape)
+    def __init__(self, model: nn.Module, name: str, value: Any) -> None:
+        self.value, self.local = value, local_of(value)
+        if self.local._window is not None:
+            settle(self.local)
+        self.mesh = None
+        if value is not self.local:
+            self.mesh, self.layout = shard_mesh(value), layout_of(_parameter(model, name, value))
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Scales and amaxes of the blocks of the whole weight."""
-        local, how = self.local, self.how
+        local = self.local
         if self.mesh is None:
             return local.scale, local.amax
-        shape = how.spec.scale_shape(tuple(self.value.shape))
-        whole = torch.zeros((2, *shape), dtype=torch.float32, device=local.device)
-        for rows, blocks in how.segments(local.shape[0]):
-            part: Any = local[rows]  # a Float8Tensor too
-            whole[0, blocks] = how.shard_amax(part, how.spec.block)
-            whole[1, blocks] = how.shard_amax(part.replace(scale=part.amax), how.spec.block)
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
-        return whole[0], whole[1]
+        both = [local, local.replace(scale=local.amax)]
+        _, (scale, amax) = reduced_amaxes([self.layout] * 2, both, local.device, self.mesh)
+        return scale, amax
 
     def bytes_under(self, scale: Tensor) -> Any:
         """The FP8 data for these scales, as uint8; a shard is cast to them."""
@@ -113,28 +100,25 @@ class _Stored:
         if self.mesh is None:
             return local.qdata.view(torch.uint8)
         parts = [
-            self.how.cast(local[rows], scale[blocks]).view(torch.uint8)
-            for rows, blocks in self.how.segments(local.shape[0])
+            cast_stored(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
+            for rows, blocks in self.layout.runs
         ]
         qdata = torch.cat(parts) if parts else local.qdata.view(torch.uint8)
-        return type(self.value).from_local(
-            qdata,
-            self.value.device_mesh,
-            self.value.placements,
-            run_check=False,
-            shape=self.value.shape,
-            stride=self.value.stride(),
-        )
+        return with_local(self.value, qdata)
 
     def load(self, qdata: Any, scale: Tensor, amax: Tensor) -> None:
         """Take over bytes, scales and amaxes."""
         local = self.local
+        blocks: Any = slice(None)
+        if self.mesh is not None:
+            blocks = self.layout.block_rows(local.spec.block[0], scale.device)
         with torch.no_grad():
-            local.qdata.view(torch.uint8).copy_(getattr(qdata, "_local_tensor", qdata))
-            index: Any = slice(None)
-            if self.mesh is not None and local.spec.block[0] > 0:
-                assert self.how.place is not None, "set for a shard"
-                first = torch.arange(local.scale.shape[0]) * local.spec.block[0]
-                index = ((first + self.how.place.start) // self.how.spec.block[0]).to(scale.device)
-            local.scale.copy_(scale[index])
-            local.amax.copy_(amax[index])
+            local.qdata.view(torch.uint8).copy_(local_of(qdata))
+            local.scale.copy_(scale[blocks])
+            local.amax.copy_(amax[blocks])
+
+
+def _parameter(model: nn.Module, name: str, value: Any) -> Any:
+    """The parameter of that name; a state_dict has aliases of parameters."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(module), leaf, value)

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from float8lab.arguments import check_callables, check_flags, check_group, check_instance
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.recipes.recording import Recording
-from float8lab.recipes.region import STATE
+from float8lab.recipes.region import STATE, Autocast
 
 __all__ = ["checkpoint"]
 
@@ -99,14 +99,6 @@ def _has_no_gradient(x: Any) -> bool:
     return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(x))
 
 
-def _autocast_state() -> tuple[Any, ...]:
-    return STATE.enabled, STATE.recipe, STATE.calibrating, STATE.group
-
-
-def _set_autocast_state(state: tuple[Any, ...]) -> None:
-    STATE.enabled, STATE.recipe, STATE.calibrating, STATE.group = state
-
-
 class _Run:
     """A checkpointed function: its first call is the forward, every later one repeats that."""
 
@@ -122,7 +114,7 @@ class _Run:
         self.names = names  # of those at the end that are keywords
         self.get_rng_state_tracker = get_rng_state_tracker
         self.recording: Recording | None = None
-        self.autocast_state: tuple[Any, ...] = ()
+        self.autocast = Autocast()
         self.rng_states: Any = None
 
     def __call__(self, *values: Any) -> Any:
@@ -136,7 +128,7 @@ class _Run:
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         self.recording = Recording()
-        self.autocast_state = _autocast_state()
+        self.autocast = STATE.autocast
         if self.get_rng_state_tracker is not None:
             self.rng_states = self.get_rng_state_tracker().get_states()
         outer = STATE.recordings
@@ -148,17 +140,18 @@ class _Run:
 
     def _recompute(self, recording: Recording, args: Any, kwargs: Any) -> Any:
         recording.rewind()
-        outer = _autocast_state(), STATE.recordings, STATE.replay
+        outer = STATE.autocast, STATE.recordings, STATE.replay
         tracker = self.get_rng_state_tracker and self.get_rng_state_tracker()
         present = tracker and tracker.get_states()
-        _set_autocast_state(self.autocast_state)
+        # The forward's, in the region and the backward pass that are going on now.
+        STATE.autocast = self.autocast._replace(backward=outer[0].backward, region=outer[0].region)
         STATE.recordings, STATE.replay = (), recording
         if tracker:
             tracker.set_states(self.rng_states)
         try:
             return self.function(*args, **kwargs)
         finally:
-            _set_autocast_state(outer[0])
+            STATE.autocast = outer[0]
             STATE.recordings, STATE.replay = outer[1:]
             if tracker:
                 tracker.set_states(present)

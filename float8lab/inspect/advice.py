@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import copy
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,9 @@ from float8lab.inspect.timing import CudaTimer, Timer
 from float8lab.inspect.trial import (
     LossFn,
     Trial,
-    call,
-    loss_of,
     on_trial,
     refuse_dtensors,
+    start_anew,
     without_reduction,
 )
 from float8lab.nn.convert import unambiguous
@@ -44,10 +44,9 @@ from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.other_linear import sizes
-from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import MODES, Parts, Prediction, Times, choose, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
-from float8lab.recipes.region import STATE, Region, in_backward
+from float8lab.recipes.region import STATE, Region, inside
 
 __all__ = ["Advice", "LayerAdvice", "advise"]
 
@@ -126,17 +125,11 @@ class Advice:
 
     def to_json(self) -> str:
         """Return the same as JSON text, in seconds and bytes."""
-        return json.dumps(
-            {
-                "layers": [asdict(layer) for layer in self.layers],
-                "recipe": repr(self.recipe),
-                "measured": self.measured,
-                "device": self.device,
-                "step": self.step,
-                "saved": self.saved,
-                "overrides": {name: repr(recipe) for name, recipe in self.overrides.items()},
-            }
-        )
+        told = {
+            "layers": [vars(layer) for layer in self.layers],
+            "overrides": {name: repr(recipe) for name, recipe in self.overrides.items()},
+        }
+        return json.dumps(vars(self) | told, default=repr)
 
     def __str__(self) -> str:
         columns = ("M", "K", "N", "high ms", "CPU", "FP8 quantize", "GEMM", "CPU", "x", "pays from")
@@ -151,9 +144,7 @@ class Advice:
                     f"{layer.saved / 1e6:.1f}",
                 )
             )  # fmt: skip
-        lines = aligned(rows)
-        if len(self.layers) > _SHOWN:
-            lines.append(f"and {len(self.layers) - _SHOWN} more in layers")
+        lines = aligned(rows, left_out=len(self.layers) - _SHOWN, of="layers")
         steps = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in self.step.items())
         what = "step" if self.measured else "linear layers of a step"
         in_fp8 = len(self.layers) - sum(r is None for r in self.overrides.values())
@@ -238,28 +229,27 @@ def advise_by(
 ) -> Advice:
     """Run ``advise`` with times by ``timer``, or with modelled times if ``timer`` is None."""
     refuse_dtensors(model, "advise")
-    with on_trial(model) as trial:
+    with on_trial(model, batch, loss_fn) as trial:
         trial.convert(filter_fn, exclude)
-        calls, saved, saved_in_all = _look(trial, batch, recipe)
+        calls, saved, saved_in_all = _look(trial, recipe)
+        made = [case for found in calls.values() for case in found]
         rest = Times(0.0, 0.0)
         if timer is None:
-            cases = {case: _modelled(case, recipe, mode) for case in _cases(calls)}
+            cases = {case: _modelled(case, recipe, mode) for case in made}
         else:
-            step = timer(_step(trial, batch, loss_fn))
-            cases = {case: _measured(case, recipe, timer, mode) for case in _cases(calls)}
-            within = [cases[case].high for found in calls.values() for case in found]
+            step = timer(trial.step)
+            cases = {case: _measured(case, recipe, timer, mode) for case in dict.fromkeys(made)}
             rest = Times(
-                max(0.0, step.gpu - sum(times.gpu for times in within)),
-                max(0.0, step.cpu - sum(times.cpu for times in within)),
+                max(0.0, step.gpu - sum(cases[case].high.gpu for case in made)),
+                max(0.0, step.cpu - sum(cases[case].high.cpu for case in made)),
             )
             trial.use(dict.fromkeys(trial.layers, recipe))
-            whole = timer(_step(trial, batch, loss_fn))
+            whole = timer(trial.step)
             trial.use({})
-            times = [cases[case].fp8 for found in calls.values() for case in found]
-            cases = _calibrated(cases, times, whole, rest, mode)
+            cases = _calibrated(cases, [cases[case].fp8 for case in made], whole, rest, mode)
             rest = _without_cpu(rest) if mode == "cuda_graph" else rest
     layers = tuple(
-        _row(name, calls[name], cases, saved.get(name, 0)) for name in trial.layers if calls[name]
+        _row(name, found, cases, saved.get(name, 0)) for name, found in calls.items() if found
     )
     prediction: list[Prediction] = [
         {
@@ -294,7 +284,7 @@ def _calibrated(
     The times need it because a layer measured alone finds its code in the CPU's caches, and its
     data not in the GPU's.
     """
-    gpu = sum(parts.quantize + parts.gemm for parts in all_fp8)
+    gpu = sum(parts.gpu for parts in all_fp8)
     cpu = sum(parts.cpu for parts in all_fp8)
     of_gpu = max(0.0, whole.gpu - rest.gpu) / gpu if gpu else 1.0
     of_cpu = max(0.0, whole.cpu - rest.cpu) / cpu if cpu and mode == "eager" else 1.0
@@ -358,75 +348,49 @@ class _Case(NamedTuple):
         return [sizes(layer)]
 
 
-def _cases(calls: Mapping[str, Sequence[_Case]]) -> list[_Case]:
-    return list(dict.fromkeys(case for found in calls.values() for case in found))
-
-
-def _look(
-    trial: Trial, batch: Any, recipe: Recipe
-) -> tuple[dict[str, list[_Case]], dict[str, int], int]:
+def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[str, int], int]:
     """The calls of each layer, and the bytes that FP8 saves by layer and in all."""
     calls: dict[str, list[_Case]] = {name: [] for name in trial.layers}
     last: list[tuple[Any, int]] = []
-    shares = not recipe.linear.delayed and recipe.linear.fprop and recipe.linear.wgrad
+    plan = recipe.linear
+    shares = not plan.delayed and plan.fprop is not None and plan.wgrad is not None
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if in_backward():
-                return
-            x = args[0] if args else kwargs["inp"]
-            shared = False
-            if isinstance(layer, Linear) and x.grad_fn is not None:
-                same = bool(last) and last[0][0] is x and last[0][1] == x._version
-                shared = shares and same
-                last[:] = [(x, x._version)]
-            kind = x.device.type
-            known = kind != "meta" and torch.is_autocast_enabled(kind)
-            case = _Case(
-                key=(type(layer), repr(layer), *((p.shape, p.dtype) for p in layer.parameters())),
-                shape=tuple(x.shape),
-                dtype=x.dtype,
-                needs_dx=x.requires_grad,
-                autocast=torch.get_autocast_dtype(kind) if known else None,
-                shares=shared,
-                layer=layer,
-            )
-            calls[name].append(case)
+    def look(name: str, layer: nn.Module, x: Tensor, y: Tensor) -> None:
+        shared = False
+        if isinstance(layer, Linear) and x.grad_fn is not None:
+            same = bool(last) and last[0][0] is x and last[0][1] == x._version
+            shared = shares and same
+            last[:] = [(x, x._version)]
+        kind = x.device.type
+        known = kind != "meta" and torch.is_autocast_enabled(kind)
+        case = _Case(
+            key=(type(layer), repr(layer), *((p.shape, p.dtype) for p in layer.parameters())),
+            shape=tuple(x.shape),
+            dtype=x.dtype,
+            needs_dx=x.requires_grad,
+            autocast=torch.get_autocast_dtype(kind) if known else None,
+            shares=shared,
+            layer=layer,
+        )
+        calls[name].append(case)
 
-        return hook
-
-    handles = [
-        layer.register_forward_pre_hook(note(name), with_kwargs=True)
-        for name, layer in trial.layers.items()
-    ]
     trial.rewind()
-    high = saved_by_layer(trial.model, lambda: call(trial.model, batch))
-    for handle in handles:
-        handle.remove()
+    with trial.looking(look):
+        high = saved_by_layer(trial)
     last.clear()
     trial.rewind()
     trial.use(dict.fromkeys(trial.layers, recipe))
-    fp8 = saved_by_layer(trial.model, lambda: call(trial.model, batch))
+    fp8 = saved_by_layer(trial)
     trial.use({})
     less = {name: high.get(name, 0) - fp8.get(name, 0) for name in {**high, **fp8}}
     return calls, less, sum(size for name, size in less.items() if name != OUTPUT)
-
-
-def _step(trial: Trial, batch: Any, loss_fn: LossFn | None) -> Callable[[], Any]:
-    parameters = [p for p in trial.model.parameters() if p.requires_grad]
-
-    def step() -> None:
-        loss = loss_of(trial.model, batch, loss_fn)
-        torch.autograd.grad(loss, parameters, allow_unused=True)
-
-    return step
 
 
 # Times of a case.
 
 
 class _Times(NamedTuple):
-    high: Times
+    high: Times | Parts
     fp8: Parts
     break_even: int | None
 
@@ -436,19 +400,13 @@ def _modelled(case: _Case, recipe: Recipe, mode: str) -> _Times:
         found = [estimate_parts(recipe, tokens, N, K, mode=mode) for N, K in case.weights]
         return Parts(*map(sum, zip(*found, strict=True)))
 
-    def both(tokens: int) -> tuple[Times, Times]:
-        high, fp8 = parts(None, tokens), parts(recipe, tokens)
-        return _whole(high), _whole(fp8)
+    def both(tokens: int) -> tuple[Parts, Parts]:
+        return parts(None, tokens), parts(recipe, tokens)
 
-    high, fp8 = parts(None, case.tokens), parts(recipe, case.tokens)
-    return _Times(_whole(high), fp8, _break_even(both))
+    return _Times(*both(case.tokens), _break_even(both))
 
 
-def _whole(parts: Parts) -> Times:
-    return Times(parts.quantize + parts.gemm, parts.cpu)
-
-
-def _break_even(times: Callable[[int], tuple[Times, Times]]) -> int | None:
+def _break_even(times: Callable[[int], tuple[Times | Parts, Times | Parts]]) -> int | None:
     """The fewest tokens for which FP8 is no slower; None if it is at ``_MOST_TOKENS``, too.
 
     ``times`` gives the times in high precision and in FP8 for a number of tokens.
@@ -456,18 +414,15 @@ def _break_even(times: Callable[[int], tuple[Times, Times]]) -> int | None:
 
     def pays(tokens: int) -> bool:
         high, fp8 = times(tokens)
-        return max(fp8) <= max(high)
+        return max(fp8.gpu, fp8.cpu) <= max(high.gpu, high.cpu)
 
     most = 1
     while not pays(most):
         most *= 2
         if most > _MOST_TOKENS:
             return None
-    least = most // 2
-    while most - least > 1:
-        middle = (most + least) // 2
-        least, most = (least, middle) if pays(middle) else (middle, most)
-    return most
+    between = range(most // 2 + 1, most)
+    return between.start + bisect_left(between, True, key=pays)
 
 
 def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
@@ -502,8 +457,7 @@ class _Bench:
         self.count = max(1, min(_COPIES, _COPIED_ELEMENTS // max(elements, 1)))
         self.layers: list[Any] = [copy.deepcopy(case.layer) for _ in range(self.count)]
         for layer in self.layers:
-            for _, precision in precisions(layer):
-                precision.recipe, precision.pinned, precision.slots = self.recipe, True, {}
+            start_anew(layer, recipe)
         device = next(case.layer.parameters()).device
         self.inputs = [
             torch.randn(case.shape, device=device, dtype=case.dtype).requires_grad_(case.needs_dx)
@@ -576,11 +530,9 @@ def _one_region(recipe: Recipe | None) -> Iterator[None]:
     if recipe is None or not recipe.linear.delayed:
         yield
         return
-    region = STATE.region = Region()
-    try:
+    region = Region()
+    with inside(region):
         yield
-    finally:
-        STATE.region = None
     region.close()
 
 
@@ -600,20 +552,9 @@ class _Recorded(TorchDispatchMode):
 def _row(
     name: str, made: Sequence[_Case], cases: Mapping[_Case, _Times], saved: int
 ) -> LayerAdvice:
-    first = made[0]
     found = [cases[case] for case in made]
-    N, K = first.weights[0]
-    return LayerAdvice(
-        name=name,
-        M=first.tokens,
-        K=K,
-        N=N,
-        calls=len(made),
-        high_gpu=sum(times.high.gpu for times in found),
-        high_cpu=sum(times.high.cpu for times in found),
-        quantize=sum(times.fp8.quantize for times in found),
-        gemm=sum(times.fp8.gemm for times in found),
-        cpu=sum(times.fp8.cpu for times in found),
-        break_even=found[0].break_even,
-        saved=saved,
-    )
+    N, K = made[0].weights[0]
+    high = sum(t.high.gpu for t in found), sum(t.high.cpu for t in found)
+    fp8 = Parts(*map(sum, zip(*(t.fp8 for t in found), strict=True)))
+    sizes = made[0].tokens, K, N, len(made)
+    return LayerAdvice(name, *sizes, *high, *fp8, found[0].break_even, saved)

@@ -35,12 +35,11 @@ from float8lab.arguments import (
 )
 from float8lab.formats import Float8Spec
 from float8lab.inspect.text import aligned
-from float8lab.inspect.trial import LossFn, Trial, loss_of, on_trial, refuse_dtensors
+from float8lab.inspect.trial import LossFn, Trial, on_trial, refuse_dtensors
+from float8lab.nn.casts import plain
 from float8lab.nn.convert import unambiguous
 from float8lab.nn.linear import Linear
-from float8lab.nn.operands import plain
 from float8lab.recipes.recipe import Float8CurrentScaling, LinearPlan, Recipe
-from float8lab.recipes.region import in_backward
 from float8lab.tensor import quantize
 
 __all__ = ["Damage", "Sensitivity", "sensitivity"]
@@ -159,17 +158,8 @@ class Sensitivity:
 
     def to_json(self) -> str:
         """Return the rows, loss, noise and passes as JSON text."""
-        rows = [
-            {
-                "layer": row.layer, "gemm": row.gemm, "recipe": repr(row.recipe),
-                "damage": row.damage, "loss": row.loss, "gradient": row.gradient,
-                "measured": row.measured, "output": row.output, "operands": dict(row.operands),
-            }
-            for row in self.rows
-        ]  # fmt: skip
-        return json.dumps(
-            {"rows": rows, "loss": self.loss, "noise": self.noise, "passes": self.passes}
-        )
+        told = {"loss": self.loss, "noise": self.noise, "passes": self.passes}
+        return json.dumps({"rows": [vars(row) for row in self.rows], **told}, default=repr)
 
     def __str__(self) -> str:
         several = len(self.recipes) > 1
@@ -184,9 +174,7 @@ class Sensitivity:
                     parts or "-", "run" if row.measured else "estimate",
                 )
             )  # fmt: skip
-        text = aligned(lines, left=len(head))
-        if len(self.rows) > _SHOWN:
-            text.append(f"and {len(self.rows) - _SHOWN} more in rows")
+        text = aligned(lines, left=len(head), left_out=len(self.rows) - _SHOWN, of="rows")
         if not several:
             text.append(f"recipe {self.recipes[0]}")
         text.append(
@@ -247,7 +235,7 @@ def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
 
 
 def _gemms_in_fp8(plan: LinearPlan) -> list[str]:
-    return [gemm for gemm in GEMMS if getattr(plan, gemm)]
+    return [name for name, gemm in plan.gemms().items() if gemm]
 
 
 def sensitivity(
@@ -301,9 +289,9 @@ def sensitivity(
         check_instance("recipes", recipe, Recipe, "of float8lab.recipes")
     tried = tuple(dict.fromkeys(given or (Float8CurrentScaling(),)))
     refuse_dtensors(model, "sensitivity")
-    with on_trial(model) as trial:
+    with on_trial(model, batch, loss_fn) as trial:
         trial.convert(filter_fn, exclude)
-        bench = _Bench(trial, batch, loss_fn)
+        bench = _Bench(trial)
         noise, looks = bench.look(tried)
         rows = _measure_worst(_estimates(bench, looks, tried), bench, runs)
     return Sensitivity(
@@ -330,9 +318,8 @@ class _Difference:
 class _Bench:
     """Runs a model on its batch and compares with the first run, in high precision."""
 
-    def __init__(self, trial: Trial, batch: Any, loss_fn: LossFn | None) -> None:
-        self.trial, self.batch, self.loss_fn = trial, batch, loss_fn
-        self.parameters = [p for p in trial.model.parameters() if p.requires_grad]
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.parameters = trial, trial.parameters
         self.elements = sum(p.numel() for p in self.parameters)
         self.passes = 0
         self.loss, self.gradients = self._run()
@@ -346,11 +333,7 @@ class _Bench:
     def _run(self) -> tuple[float, list[Tensor | None]]:
         self.trial.rewind()
         self.passes += 1
-        loss = loss_of(self.trial.model, self.batch, self.loss_fn)
-        gradients: Sequence[Tensor | None] = ()
-        if self.parameters:
-            # Not backward: it would write grad, and call what hooks there.
-            gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        loss, gradients = self.trial.step()
         return loss.item(), [None if g is None else g.detach() for g in gradients]
 
     def compare(self) -> _Difference:
@@ -373,15 +356,17 @@ class _Bench:
     def look(self, recipes: Sequence[Recipe]) -> tuple[_Difference, dict[_Key, _Look]]:
         """Run in high precision again; return how it differs, and FP8's effect at each layer."""
         looks: dict[_Key, _Look] = {}
-        handles = []
-        for name, layer in self.trial.layers.items():
+
+        def look(name: str, layer: Any, inp: Tensor, y: Tensor) -> None:
             if isinstance(layer, Linear):
-                watcher = _Watcher(name, layer, recipes, looks)
-                handles.append(layer.register_forward_hook(watcher, with_kwargs=True))
-        noise = self.compare()
-        for handle in handles:
-            handle.remove()
-        return noise, looks
+                watcher = _Watcher(name, layer, inp, recipes, looks)
+                if y.requires_grad:
+                    y.register_hook(watcher.look)
+                else:
+                    watcher.look(None)
+
+        with self.trial.looking(look):
+            return self.compare(), looks
 
     def run_alone(self, row: Damage) -> Damage:
         """Return the row as measured by a run in which nothing else is in FP8."""
@@ -446,45 +431,38 @@ def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
 
 
 class _Watcher:
-    """A forward hook that looks at the operands of a layer's GEMMs, once dy is known."""
+    """Looks at the operands of the GEMMs of one call of a layer, once dy is known."""
 
     def __init__(
-        self, name: str, layer: Linear, recipes: Sequence[Recipe], looks: dict[_Key, _Look]
+        self,
+        name: str,
+        layer: Linear,
+        inp: Tensor,
+        recipes: Sequence[Recipe],
+        looks: dict[_Key, _Look],
     ) -> None:
         self.name, self.layer, self.recipes, self.looks = name, layer, recipes, looks
-
-    def __call__(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if in_backward():
-            return  # a recomputation
-        y = output[0] if isinstance(output, tuple) else output
-        inp = args[0] if args else kwargs["inp"]
-        x, needs_dx = plain(inp.detach()), inp.requires_grad
-        if y.requires_grad:
-            y.register_hook(lambda dy: self._look(x, dy, needs_dx))
-        else:
-            self._look(x, None, False)
+        self.x, self.needs_dx = plain(inp.detach()), inp.requires_grad
 
     @torch.no_grad()
-    def _look(self, x: Tensor, dy: Tensor | None, needs_dx: bool) -> None:
+    def look(self, dy: Tensor | None) -> None:
         weight, _ = self.layer._whole_parameters()
         w = plain(weight).detach().float()
-        x = x.reshape(-1, x.shape[-1]).float()
+        x = self.x.reshape(-1, self.x.shape[-1]).float()
         needs_dw = any(p.requires_grad for p in self.layer.parameters() if p.ndim == 2)
         if dy is not None:
             dy = plain(dy.detach()).reshape(-1, dy.shape[-1]).float()
         for recipe in self.recipes:
             plan = recipe.linear
             if plan.fprop:
-                error = self._compare("fprop", recipe, (x, plan.x), (w, plan.w))
+                error = self._compare("fprop", recipe, (x, plan.fprop.left), (w, plan.fprop.right))
                 if dy is not None:
                     change = torch.linalg.vecdot(dy.flatten(), error.flatten()).item()
                     self.looks[self.name, "fprop", recipe].loss += change
-            if dy is not None and plan.dgrad and needs_dx:
-                self._compare("dgrad", recipe, (dy, plan.dy), (w.t(), plan.w))
+            if dy is not None and plan.dgrad and self.needs_dx:
+                self._compare("dgrad", recipe, (dy, plan.dgrad.left), (w.t(), plan.dgrad.right))
             if dy is not None and plan.wgrad and needs_dw:
-                self._compare("wgrad", recipe, (dy.t(), plan.dy), (x.t(), plan.x))
+                self._compare("wgrad", recipe, (dy.t(), plan.wgrad.left), (x.t(), plan.wgrad.right))
 
     def _compare(
         self, gemm: str, recipe: Recipe, a: tuple[Tensor, Float8Spec], b: tuple[Tensor, Float8Spec]
@@ -529,24 +507,16 @@ def _estimates(
         else:
             gradient = look.output
         loss = _relative(abs(look.loss), abs(bench.loss)) if gemm == "fprop" else 0.0
-        rows.append(
-            Damage(
-                layer=name,
-                gemm=gemm,
-                recipe=recipe,
-                damage=math.hypot(loss, gradient),
-                loss=loss,
-                gradient=gradient,
-                measured=False,
-                output=look.output,
-                operands=look.operands,
-            )
-        )
+        found = math.hypot(loss, gradient), loss, gradient
+        rows.append(Damage(name, gemm, recipe, *found, False, look.output, look.operands))
     for name, layer in bench.trial.layers.items():
         if not isinstance(layer, Linear):
-            for recipe in recipes:
-                for gemm in _gemms_in_fp8(recipe.linear):
-                    rows.append(Damage(name, gemm, recipe, math.inf, math.inf, math.inf, False))
+            unknown = (math.inf,) * 3
+            rows += [
+                Damage(name, gemm, recipe, *unknown, False)
+                for recipe in recipes
+                for gemm in _gemms_in_fp8(recipe.linear)
+            ]
     return rows
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from float8lab.formats import E4M3, Float8Spec
+from float8lab.inspect.text import aligned
 from float8lab.ops import has_fp8_attention
 from float8lab.ops.attention import LARGEST_HEAD
-from float8lab.ops.gemm import capability_of, has_fp8_gemm
+from float8lab.ops.gemm import capability_of, may_multiply
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -82,16 +83,16 @@ def why_gemm_is_emulated(
     dtypes = {"a_dtype": a_dtype, "b_dtype": b_dtype}
     if device.type != "cuda":
         return "a CPU has no FP8 products; it multiplies in float32"
-    if has_fp8_gemm(a_block, b_block, device, **dtypes):
+    if may_multiply(a_block, b_block, device, **dtypes):
         return ""
     per_row = a_block[1] == b_block[1] == -1
     capability = capability_of(device)
     # The CPU answers as a Hopper GPU does.
-    if has_fp8_gemm(a_block, b_block, torch.device("cpu"), **dtypes):
+    if may_multiply(a_block, b_block, torch.device("cpu"), **dtypes):
         if per_row:
             return f"FP8 tensor cores came with SM 8.9; this GPU is {_sm(capability)}"
         return f"blocks are multiplied on SM 9.0 only; this GPU is {_sm(capability)}"
-    if has_fp8_gemm(a_block, b_block, torch.device("cpu")):
+    if may_multiply(a_block, b_block, torch.device("cpu")):
         return "no GPU multiplies e5m2 by e5m2"
     return f"no FP8 product of {_blocks(a_block)} by {_blocks(b_block)} blocks"
 
@@ -145,11 +146,8 @@ class Environment:
         ]
         lines: list[str] = []
         for title, table in sections:
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
             lines.append(title)
-            for row in table:
-                cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-                lines.append("  " + "  ".join(cells).rstrip())
+            lines += [f"  {line}" for line in aligned(table, left=len(table[0]))]
         return "\n".join(lines)
 
 
@@ -221,15 +219,10 @@ def _support(recipe: Recipe, device: torch.device) -> Support:
     missing = why_casts_are_missing(device)
     if missing:
         return Support(name, "missing", missing)
-    plan = recipe.linear
-    gemms: dict[str, tuple[Float8Spec, Float8Spec]] = {
-        "fprop": (plan.x, plan.w),
-        "dgrad": (plan.dy, plan.w),
-        "wgrad": (plan.dy, plan.x),
-    }
+    gemms = {name: gemm for name, gemm in recipe.linear.gemms().items() if gemm is not None}
     why = {
-        gemm: why_gemm_is_emulated(a.block, b.block, device, a.fp8_dtype, b.fp8_dtype)
-        for gemm, (a, b) in gemms.items()
+        name: why_gemm_is_emulated(a.block, b.block, device, a.fp8_dtype, b.fp8_dtype)
+        for name, (a, b, _) in gemms.items()
     }
     emulated = {gemm: reason for gemm, reason in why.items() if reason}
     if not emulated:

@@ -1,9 +1,12 @@
-"""A Float8Tensor in a notebook: inline SVG and nothing loaded from anywhere."""
+"""HTML that loads nothing from anywhere: pages, and a Float8Tensor in a notebook by inline SVG."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from html import escape
+from importlib.resources import files
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from float8lab.arguments import check_instance
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, blocks, stats
 
-__all__ = ["exponent_bars", "heat_cells", "html"]
+__all__ = ["exponent_bars", "filled", "heat_cells", "html", "page_of"]
 
 MOST_CELLS = 32
 """Rows and columns of a heat map; more blocks than that share a cell, which shows the largest."""
@@ -37,6 +40,28 @@ def html(x: Tensor, text: str = "") -> str:
     return f"<div>{first}<details><summary>statistics</summary><table>{rows}</table></details>" + (
         f"<div style='display:flex;gap:24px;margin-top:8px'>{pictures}</div></div>"
     )
+
+
+def filled(template: str, parts: Mapping[str, str]) -> str:
+    """A template of this folder with parts in the places of ``<!-- name -->``.
+
+    What is put in is not searched for places to fill.
+    """
+    text = files("float8lab.inspect").joinpath(template).read_text(encoding="utf-8")
+    return re.sub(r"<!-- (\w+) -->", lambda place: parts[place[1]], text)
+
+
+def page_of(title: str, body: str, *, css: str, head: str = "") -> str:
+    """A whole page, which a browser lets load nothing.
+
+    Args:
+        title: escaped here.
+        body: HTML.
+        css: its style.
+        head: further elements of the head.
+    """
+    parts = {"title": escape(title), "body": body, "css": css, "head": head}
+    return filled("page.html", parts)
 
 
 def heat_cells(scales: Tensor, most: int = MOST_CELLS) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from float8lab.arguments import check_callables, check_instance, check_module
 from float8lab.inspect.text import aligned, bytes_text
-from float8lab.inspect.trial import LossFn, call, loss_of, on_trial, tensors_in
+from float8lab.inspect.trial import LossFn, Trial, on_trial, tensors_in
 from float8lab.nn.precision import precisions
 from float8lab.optim import MasterWeights
 
@@ -222,10 +222,8 @@ def memory_report(
             counted.add(tensor)
             counted.by_device = defaultdict(int, counted_before)
 
-        def run() -> Any:
-            return call(model, batch) if loss_fn is None else loss_of(model, batch, loss_fn)
-
-        with on_trial(model):
+        with on_trial(model, batch, loss_fn) as trial:
+            run = trial.forward if loss_fn is None else trial.loss
             for name, size in _saved(model, run, counted).items():
                 add(name, "activations", size)
     layers = tuple(LayerMemory(name, **row) for name, row in rows.items() if any(row.values()))
@@ -258,15 +256,12 @@ def _add_optimizer(
             add(name, "optimizer", counted.add(tensor))
 
 
-def saved_by_layer(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
-    """Bytes that autograd keeps of ``run``, by running module, without parameters and buffers.
-
-    It is for use inside ``on_trial``.
-    """
+def saved_by_layer(trial: Trial) -> dict[str, int]:
+    """Bytes that autograd keeps of a forward, by running module, without parameters and buffers."""
     counted = _Counted()
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*trial.model.parameters(), *trial.model.buffers()):
         counted.add(tensor)
-    return _saved(model, run, counted)
+    return _saved(trial.model, trial.forward, counted)
 
 
 def _saved(model: nn.Module, run: Callable[[], Any], counted: _Counted) -> dict[str, int]:

@@ -15,8 +15,7 @@ values.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from float8lab.arguments import check_callables, check_instance, check_module, check_size
 from float8lab.distributed.ranks import rank_and_size
-from float8lab.inspect.trial import call
-from float8lab.nn.precision import precisions_below
-from float8lab.recipes.delayed import DelayedSlots
-from float8lab.recipes.region import STATE, in_backward
+from float8lab.inspect.trial import as_before, call, own_loss
+from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["NonFinite", "find_nan"]
@@ -115,7 +112,7 @@ def find_nan(
     model = getattr(model, "_orig_mod", model)
     look = _Look(model)
     others_wait = rank_and_size()[1] > 1  # in collectives: this process cannot stop early
-    with _as_before(model, optimizer), torch.compiler.set_stance("force_eager"):
+    with as_before(model, optimizer), torch.compiler.set_stance("force_eager"):
         for step in range(steps):
             look.step = step
             look.at_parameters("before" if step == 0 else "optimizer")
@@ -152,7 +149,7 @@ def _run(
 
 
 def _default_loss(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = own_loss(output)
     if isinstance(loss, Tensor):
         return loss
     leaves = [leaf for leaf in tree_leaves(output) if _is_number(leaf)]
@@ -215,7 +212,7 @@ class _Look:
                 ]
                 for own, parameter in module.named_parameters(recurse=False):
                     if parameter.requires_grad:
-                        hook = self._gradient_hook(name, f"gradient of {own}")
+                        hook = self._gradient_hook((name, f"gradient of {own}"))
                         handles.append(parameter.register_hook(hook))
                 for handle in handles:
                     stack.callback(handle.remove)
@@ -273,8 +270,9 @@ class _Look:
         frame = _Frame(module, clears=self.suspect is None)
         self._stack.append(frame)
         name = self.names[module]
+        inputs = [*_named_tensors(args), *_named_tensors(kwargs)]
         if not in_backward():  # a recomputation gives what the forward gave
-            for index, x in _named_inputs(args, kwargs):
+            for index, x in inputs:
                 where, what = name, f"input {index}"
                 if caller is not None:
                     where = self.names[caller]
@@ -284,7 +282,7 @@ class _Look:
         if not torch.is_grad_enabled():
             return None
         # Gradients of the module's own use of its inputs, which others may use as well.
-        found = iter([index for index, _ in _named_inputs(args, kwargs)])
+        found = iter([index for index, _ in inputs])
 
         def own(x: Any) -> Any:
             if not _is_number(x):
@@ -293,7 +291,7 @@ class _Look:
             if not x.requires_grad or type(x) is not Tensor:
                 return x
             alias = x.view_as(x)
-            alias.register_hook(self._gradient_hook(name, f"gradient of input {index}"))
+            alias.register_hook(self._gradient_hook((name, f"gradient of input {index}")))
             return alias
 
         return tree_map(own, args), tree_map(own, kwargs)
@@ -329,21 +327,18 @@ class _Look:
             return
         label = list(where)
         self._labels[x] = x.grad_fn, label
-        x.register_hook(lambda gradient: self._at_gradient(gradient, *label))
+        x.register_hook(self._gradient_hook(label))
 
-    def _at_gradient(self, gradient: Tensor, module: str, tensor: str) -> None:
-        self.at(gradient, module, tensor, phase="backward")
+    def _gradient_hook(self, label: Sequence[str]) -> Callable[[Tensor], None]:
+        """A hook that looks at a gradient by the names of a module and a tensor at that time."""
 
-    def _gradient_hook(self, module: str, tensor: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self._at_gradient(gradient, module, tensor)
+        def hook(gradient: Tensor) -> None:
+            self.at(gradient, *label, phase="backward")
+
+        return hook
 
     def _child(self, module: nn.Module) -> str:
         return self.names[module] or "(model)"
-
-
-def _named_inputs(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    yield from _named_tensors(args)
-    yield from _named_tensors(kwargs)
 
 
 def _local(x: Any) -> Tensor:
@@ -352,66 +347,3 @@ def _local(x: Any) -> Tensor:
     value: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x
     # Float8Tensors, and FP8 dtypes without a scale.
     return value.float() if value.element_size() == 1 else value
-
-
-@contextlib.contextmanager
-def _as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Put back after the block whatever a training step changes."""
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    changed: list[Any] = [
-        *model.buffers(),
-        *(p.main_grad for p in parameters if hasattr(p, "main_grad")),
-    ]
-    if optimizer is not None:
-        changed += parameters
-    modes = {module: module.training for module in model.modules()}
-    slots = {precision: dict(precision.slots) for precision in precisions_below(model)}
-    with torch.no_grad():
-        values = [_copy(x) for x in changed]
-        states = [(s, _tensors(s)) for found in slots.values() for s in found.values()]
-        options = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    region = STATE.region  # the enclosing autocast's, at whose end its packs advance
-    packs = {} if region is None else dict(region.packs)
-    devices = sorted({p.device.index for p in parameters if p.is_cuda})
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for x, value in zip(changed, values, strict=True):
-                _restore(x, value)
-            for state, tensors in states:
-                state.load(tensors)
-        if region is not None:
-            region.packs = packs
-        for precision, found in slots.items():
-            precision.slots.clear()
-            precision.slots.update(found)
-            precision.weight_cast = None
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for module, training in modes.items():
-            module.training = training
-        if optimizer is not None and options is not None:
-            optimizer.load_state_dict(options)
-
-
-def _tensors(slots: DelayedSlots) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in slots.tensors().items()}
-
-
-def _copy(x: Any) -> Any:
-    local = getattr(x, "_local_tensor", x).detach()
-    if isinstance(local, Float8Tensor):
-        return tuple(t.clone() for t in (local.qdata, local.scale, local.amax))
-    return local.clone()
-
-
-def _restore(x: Any, value: Any) -> None:
-    local = getattr(x, "_local_tensor", x)
-    if isinstance(local, Float8Tensor):
-        for target, old in zip((local.qdata, local.scale, local.amax), value, strict=True):
-            target.copy_(old)
-    else:
-        local.detach().copy_(value)

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from float8lab.arguments import check_flags
-from float8lab.inspect.optional import needs
+from float8lab.arguments import check_flags, needs
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import blocks, stats
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from float8lab.arguments import check_instance, check_size
-from float8lab.inspect.optional import needs
+from float8lab.arguments import check_instance, check_size, needs, printable
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, stats
 
-__all__ = ["Grid", "aligned", "bars", "bytes_text", "printable", "summary", "table"]
+__all__ = ["Grid", "Printed", "aligned", "bars", "bytes_text", "rich_table", "summary", "table"]
 
 
 class Grid(NamedTuple):
@@ -41,6 +40,23 @@ class Grid(NamedTuple):
     def __str__(self) -> str:
         lines = aligned([self.columns, *self.rows], left=len(self.columns))
         return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
+
+
+class Printed:
+    """A result that prints as its summary and its tables."""
+
+    def summary(self) -> str:
+        """The result in a few lines."""
+        raise NotImplementedError
+
+    def tables(self) -> list[Grid]:
+        """The tables of the result, each cut to its first rows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.summary(), *map(str, self.tables())])
+
+    __repr__ = __str__
 
 
 def bars(found: Histogram, width: int = 40) -> str:
@@ -79,19 +95,48 @@ def table(x: Tensor) -> Any:
     Raises:
         ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
     """
-    with needs("table", "rich", '"float8lab[inspect]"', "print summary(x)"):
-        from rich.box import SIMPLE
-        from rich.console import Group
+    found = stats(x, local=True)
+    rows = [(n, (text, "bold red" if n in ("nan", "inf") else "")) for n, text in found.rows()]
+    result = rich_table(rows, title="Float8Tensor", otherwise="print summary(x)")
+    drawn = bars(found.histogram("exponent"))
+    if not drawn:
+        return result
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(result, Text(drawn, style="cyan"))
+
+
+def rich_table(
+    rows: Iterable[Sequence[str | tuple[str, str]]],
+    columns: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    styles: Sequence[str] = (),
+    otherwise: str = "",
+    **how: Any,
+) -> Any:
+    """A table for rich to print.
+
+    Args:
+        rows: of cells, each a text, or a text and its style.
+        columns: how each column is shown, by its heading; None for a table without headings.
+        styles: of each row; empty for none.
+        otherwise: a way that works without rich.
+        how: arguments of rich's Table.
+    """
+    with needs("table", "rich", '"float8lab[inspect]"', otherwise):
+        from rich.box import SIMPLE, SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
 
-    found = stats(x, local=True)
-    result = Table(show_header=False, box=SIMPLE, title="Float8Tensor", title_justify="left")
-    for name, value in found.rows():
-        alarming = name in ("nan", "inf")
-        result.add_row(Text(name), Text(value, style="bold red" if alarming else ""))
-    drawn = bars(found.histogram("exponent"))
-    return Group(result, Text(drawn, style="cyan")) if drawn else result
+    box = SIMPLE_HEAD if columns else SIMPLE
+    result = Table(show_header=bool(columns), box=box, title_justify="left", **how)
+    for name, options in (columns or {}).items():
+        result.add_column(name, overflow="fold", **options)
+    for i, cells in enumerate(rows):
+        drawn = (Text(*((cell,) if isinstance(cell, str) else cell)) for cell in cells)
+        result.add_row(*drawn, style=styles[i] if styles else None)
+    return result
 
 
 def _trimmed(found: Histogram) -> list[tuple[str, int]]:
@@ -116,31 +161,23 @@ def bytes_text(size: int) -> str:
     return f"{size} B" if size else "-"
 
 
-def printable(text: str) -> str:
-    r"""Text from outside, such as a tensor's name, with its control characters escaped.
-
-    >>> from float8lab.inspect.text import printable
-    >>> print(printable("w\x1b[31m\n"))
-    w\x1b[31m\n
-    """
-    if text.isprintable():
-        return text
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown)
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def aligned(
+    rows: Sequence[Sequence[str]], left: int = 1, *, left_out: int = 0, of: str = ""
+) -> list[str]:
     """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
+
+    A last line says that so many were left out, and in which attribute all are.
 
     >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
     layer    us
     0      1200
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
+    lines = [
         "  ".join(
             cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
+    return [*lines, f"and {left_out} more in {of}"] if left_out > 0 else lines

@@ -6,29 +6,36 @@ all that this has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from float8lab.distributed.fsdp.shards import reshard
 from float8lab.nn.convert import convert_to_float8, remove_region_hooks
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import precisions, precisions_below
 from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from float8lab.recipes.region import DEFAULT_RECIPE, STATE
+from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
+from float8lab.tensor import Float8Tensor
 
 __all__ = [
     "LossFn",
     "Trial",
+    "as_before",
     "call",
     "loss_of",
     "on_trial",
+    "own_loss",
     "refuse_dtensors",
+    "start_anew",
     "tensors_in",
     "without_reduction",
 ]
@@ -40,6 +47,13 @@ LossFn = Callable[[Any, Any], Tensor]
 def without_reduction(recipe: Recipe | None) -> Recipe | None:
     """The recipe without communication between ranks, which a trial must not take part in."""
     return replace(recipe, reduce_amax=False) if isinstance(recipe, DelayedScaling) else recipe
+
+
+def start_anew(module: nn.Module, recipe: Recipe | None) -> None:
+    """Make a module, without its children, run by a recipe; its delayed scales start anew."""
+    for _, precision in precisions(module):
+        precision.recipe, precision.pinned = without_reduction(recipe), True
+        precision.slots, precision.weight_cast = {}, None
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -59,7 +73,7 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     Raises:
         ValueError: the loss is not one number that requires a gradient.
     """
-    loss = _own_loss(call(model, batch)) if loss_fn is None else loss_fn(model, batch)
+    loss = _default_loss(call(model, batch)) if loss_fn is None else loss_fn(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
@@ -69,8 +83,13 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
-def _own_loss(output: Any) -> Any:
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+def own_loss(output: Any) -> Any:
+    """The ``loss`` that an output has, as a key or an attribute; None if it has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _default_loss(output: Any) -> Any:
+    found = own_loss(output)
     if found is not None:
         return found
     tensors = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
@@ -98,63 +117,94 @@ def refuse_dtensors(model: nn.Module, name: str) -> None:
         )
 
 
-class _Contents:
-    """The state of a module: its class, its attributes, and what its dicts, lists and sets hold."""
+# Each of these keeps something as it is now, and returns a function that puts it back.
 
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.cls = owner, type(owner)
-        self.attributes = dict(vars(owner))
-        self.containers = [
-            (value, value.copy())
-            for value in self.attributes.values()
-            if isinstance(value, (dict, list, set))
-        ]
+_Restore = Callable[[], None]
 
-    def restore(self) -> None:
-        if type(self.owner) is not self.cls:
-            self.owner.__class__ = self.cls
-        vars(self.owner).clear()
-        vars(self.owner).update(self.attributes)
-        for container, copy in self.containers:
+
+def _keep_contents(owner: Any) -> _Restore:
+    """Keep an object's class, its attributes, and what its dicts, lists and sets hold."""
+    cls, attributes = type(owner), dict(vars(owner))
+    held = [(v, v.copy()) for v in attributes.values() if isinstance(v, (dict, list, set))]
+
+    def restore() -> None:
+        if type(owner) is not cls:
+            owner.__class__ = cls
+        vars(owner).clear()
+        vars(owner).update(attributes)
+        for container, copy in held:
             container.clear()
-            if isinstance(container, list):
-                container.extend(copy)
-            else:
-                container.update(copy)
+            (container.extend if isinstance(container, list) else container.update)(copy)
+
+    return restore
 
 
-class _Buffers:
-    """The values of a model's buffers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def _keep_values(tensors: Iterable[Any]) -> _Restore:
+    """Keep the values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
+    local = [getattr(x, "_local_tensor", x) for x in tensors]
+    parts = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
+    kept = [(x, x.detach().clone()) for found in parts for x in found]
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore() -> None:
         # Versions tell nothing, since batch_norm does not count its writes. By .data these writes
         # are not counted either: a graph that the caller has in progress stays valid.
-        for buffer, copy in self.kept:
-            buffer.data.copy_(copy)
+        for x, copy in kept:
+            x.data.copy_(copy)
+
+    return restore
 
 
-class _Random:
-    """The random streams that a model draws from."""
+def _keep_random(model: nn.Module) -> _Restore:
+    """Keep the random streams that a model draws from."""
+    tensors = (*model.parameters(), *model.buffers())
+    devices = sorted({t.device.index for t in tensors if t.is_cuda})
+    getters = [getattr(m, "get_rng_state_tracker", None) for m in model.modules()]
+    trackers = {id(t): t for t in (getter() for getter in getters if callable(getter))}
+    states = [(t, t.get_states()) for t in trackers.values() if hasattr(t, "set_states")]
+    cpu, cuda = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
 
-    def __init__(self, model: nn.Module, devices: Sequence[int]) -> None:
-        self.devices = devices
-        getters = [getattr(m, "get_rng_state_tracker", None) for m in model.modules()]
-        trackers = {id(t): t for t in (getter() for getter in getters if callable(getter))}
-        self.trackers = [t for t in trackers.values() if hasattr(t, "set_states")]
-        self.states = [t.get_states() for t in self.trackers]
-        self.cpu = torch.random.get_rng_state()
-        self.cuda = [torch.cuda.get_rng_state(d) for d in devices]
-
-    def restore(self) -> None:
-        torch.random.set_rng_state(self.cpu)
-        for device, state in zip(self.devices, self.cuda, strict=True):
+    def restore() -> None:
+        torch.random.set_rng_state(cpu)
+        for device, state in zip(devices, cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
-        for tracker, states in zip(self.trackers, self.states, strict=True):
-            tracker.set_states(states)
+        for tracker, found in states:
+            tracker.set_states(found)
+
+    return restore
+
+
+def _keep_scaling(model: nn.Module) -> _Restore:
+    """Keep delayed scales, and what the end of the region around the call will advance."""
+    owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
+    kept = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
+    region = STATE.autocast.region
+    packs = {} if region is None else dict(region.packs)
+
+    def restore() -> None:
+        for slots, tensors in kept:
+            slots.load(tensors)
+        if region is not None:
+            region.packs = packs
+
+    return restore
+
+
+def _keep_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Restore:
+    """Keep gradients and, as an optimizer changes them, parameters and its own state."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    changed = [p.main_grad for p, _ in gradients if hasattr(p, "main_grad")]
+    values = _keep_values(changed if optimizer is None else [*changed, *model.parameters()])
+    state = None if optimizer is None else deepcopy(optimizer.state_dict())
+
+    def restore() -> None:
+        values()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
+
+    return restore
 
 
 class Trial:
@@ -162,15 +212,53 @@ class Trial:
 
     Attributes:
         model: the model, which runs as it was given until ``convert`` is called.
+        parameters: those whose gradients ``step`` returns.
         layers: after ``convert``, the layers that can run in FP8, by name.
         skipped: the candidates that cannot run in FP8, by name, and why.
     """
 
-    def __init__(self, model: nn.Module, buffers: _Buffers, random: _Random) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, start: Sequence[_Restore]
+    ) -> None:
+        self.model, self.batch, self.loss_fn = model, batch, loss_fn
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers: dict[str, Linear | FusedModule] = {}
         self.skipped: dict[str, str] = {}
-        self._buffers, self._random = buffers, random
+        self._start = start
+
+    def forward(self) -> Any:
+        """The model's output."""
+        return call(self.model, self.batch)
+
+    def loss(self) -> Tensor:
+        """The loss, by ``loss_of``."""
+        return loss_of(self.model, self.batch, self.loss_fn)
+
+    def step(self) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and the gradients of ``parameters``, in a forward and a backward pass."""
+        loss = self.loss()
+        if not self.parameters:
+            return loss, []
+        # Not backward: it would write grad, and call what hooks there.
+        return loss, [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
+
+    @contextmanager
+    def looking(self, look: Callable[[str, Any, Tensor, Tensor], None]) -> Iterator[None]:
+        """Call ``look`` with the name, the layer, its input and output after each call of a layer.
+
+        Calls that only compute an activation again are passed over.
+        """
+
+        def hook(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not in_backward():
+                y = output[0] if isinstance(output, tuple) else output
+                look(name, layer, args[0] if args else kwargs["inp"], y)
+
+        with ExitStack() as stack:
+            for name, layer in self.layers.items():
+                handle = layer.register_forward_hook(partial(hook, name), with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
 
     def convert(
         self, filter_fn: Callable[[nn.Module, str], bool] | None, exclude: Sequence[str]
@@ -187,61 +275,71 @@ class Trial:
         modules: dict[str, Any] = dict(self.model.named_modules())
         self.layers = {layer.name: modules[layer.name] for layer in report.converted}
         self.skipped = {layer.name: layer.note for layer in report.skipped}
-        STATE.enabled = None
+        STATE.autocast = STATE.autocast._replace(enabled=None)
         self.use({})
 
     def use(self, recipes: Mapping[str, Recipe | None]) -> None:
         """Run these layers by these recipes, and all else in high precision."""
         chosen = {id(self.layers[name]): recipe for name, recipe in recipes.items()}
         for module in self.model.modules():
-            recipe = without_reduction(chosen.get(id(module)))
-            for _, precision in precisions(module):
-                precision.recipe, precision.pinned = recipe, True
-                precision.slots, precision.weight_cast = {}, None
+            start_anew(module, chosen.get(id(module)))
 
     def rewind(self) -> None:
         """Put buffers and random streams back to what every run starts from."""
-        self._buffers.restore()
-        self._random.restore()
+        for restore in self._start:
+            restore()
 
 
 @contextmanager
-def on_trial(model: nn.Module) -> Iterator[Trial]:
-    """Run a model without a trace.
+def on_trial(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> Iterator[Trial]:
+    """Run a model without a trace, cut off from the state and the regions around it.
 
-    At the end, also after an exception, classes, attributes, hooks, training modes, buffers,
-    delayed-scaling state and random streams are put back. Parameters and their gradients are not
-    written, as long as the block takes gradients by ``torch.autograd.grad``. Inside, delayed
-    scaling starts anew and does not communicate.
+    ``as_before`` puts everything back. Parameters and their gradients are not written, as long as
+    the block takes gradients by ``torch.autograd.grad``. Inside, delayed scaling starts anew and
+    does not communicate.
     """
-    devices = sorted({t.device.index for t in _all_tensors(model) if t.is_cuda})
+    with _kept(model) as start, torch.inference_mode(False), torch.enable_grad():
+        _isolate(model)
+        yield Trial(model, batch, loss_fn, start)
+
+
+@contextmanager
+def as_before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Put back after the block whatever training steps change, parameters and optimizer too."""
+    with _kept(model, lambda: [_keep_scaling(model), _keep_training(model, optimizer)]):
+        yield
+
+
+@contextmanager
+def _kept(
+    model: nn.Module, more: Callable[[], Sequence[_Restore]] = lambda: ()
+) -> Iterator[Sequence[_Restore]]:
+    """Put back at the end, also after an exception, what a run changes; yield what a run starts by.
+
+    That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
+    """
+    reshard(model)  # what is kept are the shards
     state = {name: getattr(STATE, name) for name in _ISOLATED}
-    buffers, random = _Buffers(model), _Random(model, devices)
-    modules = [_Contents(module) for module in model.modules()]
-    owned = [_Contents(precision) for precision in precisions_below(model)]
+    start = [_keep_values(model.buffers()), _keep_random(model)]
+    owners = [*model.modules(), *precisions_below(model)]
+    kept = [*map(_keep_contents, owners), *more(), *start]
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            _isolate(model)
-            yield Trial(model, buffers, random)
+        yield start
     finally:
-        for module in model.modules():
-            if hasattr(module, "unshard") and hasattr(module, "reshard"):
-                module.reshard()  # type: ignore[operator]  # FSDP2's root stays gathered
-        for contents in (*modules, *owned):
-            contents.restore()
-        buffers.restore()
-        random.restore()
+        reshard(model)
+        for restore in kept:
+            restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])
 
 
-_ISOLATED = ("enabled", "recipe", "calibrating", "region", "in_graph", "last_cast")
+_ISOLATED = ("autocast", "in_graph", "last_cast")
 """The fields of ``STATE`` that a trial changes."""
 
 
 def _isolate(model: nn.Module) -> None:
     """Cut a model off from regions, earlier delayed-scaling state and gradients in progress."""
-    in_autocast = STATE.enabled and STATE.recipe is None
+    in_autocast = STATE.autocast.enabled and STATE.autocast.recipe is None
     for module in model.modules():
         remove_region_hooks(module)
         if getattr(module, "fuse_wgrad_accumulation", False):
@@ -251,11 +349,6 @@ def _isolate(model: nn.Module) -> None:
                 precision.recipe = DEFAULT_RECIPE
             precision.recipe = without_reduction(precision.recipe)
             precision.slots, precision.weight_cast = {}, None
-    STATE.recipe = without_reduction(STATE.recipe)
-    STATE.calibrating = False
-    STATE.region = STATE.in_graph = STATE.last_cast = None
-
-
-def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+    recipe = without_reduction(STATE.autocast.recipe)
+    STATE.autocast = STATE.autocast._replace(recipe=recipe, calibrating=False, region=None)
+    STATE.in_graph = STATE.last_cast = None

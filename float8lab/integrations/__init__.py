@@ -37,14 +37,7 @@ __all__ = [
 _ADAPTERS = ("lightning", "pytorch_lightning", "transformers")
 """Modules that import another library at their top, loaded on their first use."""
 
-_CHECKPOINT = (
-    "ExportReport",
-    "LoadReport",
-    "ScalingReport",
-    "export",
-    "load_fp8",
-    "load_te_scaling",
-)
+_CHECKPOINT = {*__all__} - {*globals()}
 """Names of ``checkpoint``, which few programs use: the first use of one loads it."""
 
 

@@ -13,7 +13,7 @@ value.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,9 +92,12 @@ STYLES = {
 """Known names of parameters: ``llama`` (also Mistral's, Qwen2's ...) and ``gpt2``."""
 
 
-def _style(name: str) -> _Style:
-    check_choice("style", name, STYLES)
-    return STYLES[name]
+def _opened(state: Mapping[str, Tensor], style: str, prefix: str | None) -> tuple[_Style, str]:
+    """Check arguments; return the style and the prefix of a Hugging Face model's layers."""
+    check_choice("style", style, STYLES)
+    check_state("state", state)
+    check_instance("prefix", prefix, str, "a string", optional=True)
+    return STYLES[style], STYLES[style].prefix if prefix is None else prefix
 
 
 def _by_layer(
@@ -111,6 +114,21 @@ def _by_layer(
         else:
             layers.setdefault(int(found[1]), {})[found[2]] = value
     return layers, others
+
+
+def _taken(
+    layer: dict[str, Tensor], names: Sequence[str], wanted: Sequence[str], transposed: bool
+) -> dict[str, Tensor]:
+    """Take parameters out of a layer, joined and split anew under other names; none if not there.
+
+    Several are equally large, as are the queries, keys and values of GPT-2.
+    """
+    if names[0] not in layer:
+        return {}
+    whole = torch.cat([layer.pop(name) for name in names])
+    whole = whole.t().contiguous() if transposed else whole
+    parts = whole.chunk(len(wanted))
+    return {name: part.clone() for name, part in zip(wanted, parts, strict=True)}
 
 
 def to_transformer_layers(
@@ -130,10 +148,7 @@ def to_transformer_layers(
     Raises:
         ValueError: an unknown style, no layers, or a parameter of a layer that has no counterpart.
     """
-    found = _style(style)
-    check_state("state", state)
-    check_instance("prefix", prefix, str, "a string", optional=True)
-    prefix = found.prefix if prefix is None else prefix
+    found, prefix = _opened(state, style, prefix)
     layers, result = _by_layer(state, prefix)
     if not layers:
         raise ValueError(
@@ -142,13 +157,8 @@ def to_transformer_layers(
         )
     for number, layer in layers.items():
         for rule in found.rules:
-            if rule.theirs[0] not in layer:
-                continue
-            whole = torch.cat([layer.pop(name) for name in rule.theirs])
-            whole = whole.t().contiguous() if rule.transposed else whole
-            # Several of ours are the queries, keys and values of GPT-2, which are equally many.
-            parts = [part.clone() for part in whole.chunk(len(rule.ours))]
-            result |= {f"{number}.{n}": p for n, p in zip(rule.ours, parts, strict=True)}
+            taken = _taken(layer, rule.theirs, rule.ours, rule.transposed)
+            result |= {f"{number}.{name}": value for name, value in taken.items()}
         left = [name for name in layer if name not in found.ignored]
         if left:
             raise ValueError(
@@ -168,20 +178,12 @@ def from_transformer_layers(
         style: a key of ``STYLES``.
         prefix: of the layers' keys in the result, before their number; None is the usual one.
     """
-    found = _style(style)
-    check_state("state", state)
-    check_instance("prefix", prefix, str, "a string", optional=True)
-    prefix = found.prefix if prefix is None else prefix
+    found, prefix = _opened(state, style, prefix)
     layers, result = _by_layer(state, "")
     for number, layer in layers.items():
         for rule in found.rules:
-            if rule.ours[0] not in layer:
-                continue
-            whole = torch.cat([layer.pop(name) for name in rule.ours])
-            whole = whole.t().contiguous() if rule.transposed else whole
-            parts = [p.clone() for p in whole.chunk(len(rule.theirs))]
-            names = [f"{prefix}{number}.{name}" for name in rule.theirs]
-            result |= dict(zip(names, parts, strict=True))
+            taken = _taken(layer, rule.ours, rule.theirs, rule.transposed)
+            result |= {f"{prefix}{number}.{name}": value for name, value in taken.items()}
         if layer:
             raise ValueError(
                 f"state must hold only parameters that a {style} layer has; got {sorted(layer)} "
@@ -211,7 +213,7 @@ def transformer_layers(config: Any, style: str, **overrides: Any) -> nn.ModuleLi
     >>> len(float8lab.integrations.transformer_layers(config, "gpt2", device="cpu"))
     2
     """
-    _style(style)
+    check_choice("style", style, STYLES)
     if style == "llama":
         count, arguments = config.num_hidden_layers, _llama_arguments(config)
     else:

@@ -5,7 +5,7 @@ Needs ``pip install float8lab[lightning]``; ``import float8lab`` does not load t
 
 from __future__ import annotations
 
-from float8lab.inspect.optional import needs
+from float8lab.arguments import needs
 from float8lab.integrations.lightning_plugin import LightningPlugin
 
 with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from float8lab import recipes
+from float8lab.arguments import needs
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.inspect.optional import needs
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.norm import convert_norms

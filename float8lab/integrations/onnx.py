@@ -7,7 +7,7 @@ by its inverse, which differs in the last bit of float32 before the rounding to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from typing import Any
 
@@ -18,10 +18,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab.arguments import check_flags
 from float8lab.formats import FLOAT32_MAX, Float8Spec, largest
+from float8lab.nn import activation_function, fused_function, gemm, norm_function
+from float8lab.nn.activation_function import activate
+from float8lab.nn.attention import fp8
+from float8lab.nn.casts import plain, stored_as
+from float8lab.nn.fused_function import NormLinearCall
+from float8lab.nn.gemm import output_dtype
+from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.precision import Call, W, X
-from float8lab.ops import as_matrix
-from float8lab.recipes.region import STATE, OnnxForm
-from float8lab.tensor import Float8Tensor
+from float8lab.ops import as_matrix, reference
+from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor, float8_tensor
 
 __all__ = ["onnx_export"]
 
@@ -39,7 +46,7 @@ class onnx_export(ContextDecorator):
     All recipes export. Ask for ``opset_version`` 21 or higher: ONNX has blocks, which
     ``Float8BlockScaling`` and ``MXFP8BlockScaling`` need, since 21 and FP8 since 19. Scales of
     current recipes are computed in the graph; those of ``DelayedScaling`` are constants. Only the
-    forward is exported, and no state changes.
+    forward is exported: gradients are disabled inside, and no state changes.
 
     Args:
         enabled: False changes nothing.
@@ -58,47 +65,103 @@ class onnx_export(ContextDecorator):
         self._outer: list[Any] = []
 
     def __enter__(self) -> onnx_export:
-        self._outer.append(STATE.onnx)
-        STATE.onnx = OnnxForm(_linear, _dequantized) if self._enabled else None
+        self._outer.append((STATE.onnx, torch.is_grad_enabled()))
+        STATE.onnx = _TRANSLATIONS if self._enabled else None
+        if self._enabled:  # only the forward is exported: nothing is computed again in backward
+            torch.set_grad_enabled(False)
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        STATE.onnx = self._outer.pop()
+        STATE.onnx, gradients = self._outer.pop()
+        torch.set_grad_enabled(gradients)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """``nn.linear_function.linear`` in operators that ONNX has."""
+    """FP8 data of x and weight, and a MatMul of what they stand for."""
     plan = call.plan
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    if STATE.region is not None:
-        STATE.region.fp8_calls += 1
+    dtype = output_dtype(x)
+    if STATE.autocast.region is not None:
+        STATE.autocast.region.fp8_calls += 1
     if not plan.fprop:
-        plain = None if bias is None else bias.to(dtype)
-        return F.linear(x.to(dtype), _dequantized(weight).to(dtype), plain)
+        added = None if bias is None else bias.to(dtype)
+        return F.linear(x.to(dtype), plain(weight).to(dtype), added)
     rows = x if plan.x.per_tensor else as_matrix(x)
     a = _round_trip(rows.float(), plan.x, X, call)
-    if isinstance(weight, Float8Tensor) and _as_stored(weight.spec) == _as_stored(plan.w):
-        b = _dequantized(weight).float()
-    else:
-        b = _round_trip(_dequantized(weight).float(), plan.w, W, call)
+    b = plain(weight).float()
+    if not stored_as(weight, plan.w):
+        b = _round_trip(b, plan.w, W, call)
     y = a @ b.t()
     if bias is not None:
         y = y + bias.float()
     return y.to(dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _as_stored(spec: Float8Spec) -> tuple[Any, ...]:
-    return spec.block, spec.fp8_dtype
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, gamma = x.to(wide), kind.gamma(weight).to(wide)
+    if kind.center:
+        assert bias is not None, "LayerNorm has one"
+        y = F.layer_norm(x, x.shape[-1:], gamma, bias.to(wide), kind.eps)
+    else:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + kind.eps) * gamma
+    return y.to(dtype)
 
 
-def _dequantized(weight: Tensor) -> Tensor:
-    if not isinstance(weight, Float8Tensor):
-        return weight
-    spec = weight.spec
-    scale, axis = _as_onnx(weight.scale, spec.block, weight.shape)
-    return _dequantize_linear(weight.qdata, scale, axis).to(weight.dtype)
+def _activation(h: Tensor, activation: str) -> Tensor:
+    """The reference of the op, which is in operators that ONNX has."""
+    h2 = as_matrix(h).to(torch.promote_types(h.dtype, torch.float32))
+    y = reference.value_of(activation, [h2], h.dtype)
+    return y.reshape(*h.shape[:-1], y.shape[-1])
+
+
+def _norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: NormLinearCall,
+) -> Any:
+    normed = normalize(x, norm_weight, norm_bias, how.norm, output_dtype(x))
+    y = _linear(normed, weight, bias, how.linear)
+    return (y, normed) if how.return_norm else y
+
+
+def _norm_mlp(x: Tensor, *parameters_and_how: Any) -> Any:
+    norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, how = parameters_and_how
+    normed = normalize(x, norm_weight, norm_bias, how.norm, output_dtype(x))
+    h = _linear(normed, fc1_weight, fc1_bias, how.fc1)
+    y = _linear(activate(h, how.activation), fc2_weight, fc2_bias, how.fc2)
+    return (y, normed) if how.return_norm else y
+
+
+def _dequantized(x: Float8Tensor) -> Tensor:
+    scale, axis = _as_onnx(x.scale, x.spec.block, x.shape)
+    return _dequantize_linear(x.qdata, scale, axis).to(x.dtype)
+
+
+def _refused_attention(*args: Any) -> Tensor:
+    raise NotImplementedError(
+        "recipe must have fp8_dpa=False and fp8_mha=False inside onnx_export; got "
+        f"{args[-1].recipe}. ONNX has no attention in FP8: export under a recipe without it."
+    )
+
+
+_TRANSLATIONS: tuple[tuple[type, Callable[..., Any]], ...] = (
+    (gemm.LinearFunction, _linear),
+    (norm_function._Norm, _norm),
+    (activation_function._Activation, _activation),
+    (fused_function._NormLinear, _norm_linear),
+    (fused_function._NormMlp, _norm_mlp),
+    (float8_tensor._Dequantize, _dequantized),
+    (fp8._Attention, _refused_attention),
+)
+"""Autograd functions, and what ONNX has operators for to run in place of each, with its arguments.
+
+The functions are the level to translate at. Their ops pad operands to what Hopper wants, and look
+up delayed scales when they run, of which ONNX is to see nothing."""
 
 
 def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call) -> Tensor:
@@ -135,14 +198,15 @@ def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def _delayed_scale(x: Tensor, index: int, call: Call) -> Tensor:
-    assert call.slots is not None, "asked for under a delayed recipe only"
-    if not call.slots.seeded[index]:
+    assert call.precision is not None, "every call of a module has one"
+    slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
+    if slots is None or not slots.seeded[index]:
         raise ValueError(
             "model must have the scales of its delayed recipe before it is exported; got a layer "
             "without. Train it for a step, or run it under autocast(calibrating=True)."
         )
     with _disable_current_modes():  # the value, not a symbol
-        factors, _ = call.scale(index, torch.empty(0, 0))
+        factors, _ = slots.scale_for(index, torch.empty(0, 0), record=False, shared=False)
         value = float(factors.scale)
     return torch.full((), value, dtype=torch.float32, device=x.device)
 

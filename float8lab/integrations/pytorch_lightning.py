@@ -5,7 +5,7 @@ Needs ``pip install pytorch-lightning``; ``import float8lab`` does not load this
 
 from __future__ import annotations
 
-from float8lab.inspect.optional import needs
+from float8lab.arguments import needs
 from float8lab.integrations.lightning_plugin import LightningPlugin
 
 with needs("float8lab.integrations.pytorch_lightning", "pytorch_lightning", "pytorch-lightning"):

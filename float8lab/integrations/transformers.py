@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from float8lab.inspect.optional import needs
+from float8lab.arguments import needs
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import precisions_below

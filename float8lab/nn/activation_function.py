@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_choice
-from float8lab.ops import ACTIVATIONS, as_matrix, reference, value_of_op
-from float8lab.recipes.region import STATE
+from float8lab.ops import ACTIVATIONS, as_matrix, value_of_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["activate", "check_activation"]
@@ -27,11 +26,7 @@ def check_activation(activation: str) -> bool:
 
 def activate(h: Tensor, activation: str) -> Tensor:
     """The activation of ``h`` over the last dimension; ``h`` is what is saved for backward."""
-    if STATE.onnx is not None:  # the reference is in operators that ONNX has
-        h2 = as_matrix(h).to(torch.promote_types(h.dtype, torch.float32))
-        y = reference.value_of(activation, [h2], h.dtype)
-        return y.reshape(*h.shape[:-1], y.shape[-1])
-    result: Tensor = _Activation.apply(h, activation)
+    result: Tensor = _Activation.run(h, activation)
     return result
 
 

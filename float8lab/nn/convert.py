@@ -29,7 +29,7 @@ from float8lab.arguments import (
     check_module,
     check_names,
 )
-from float8lab.distributed.fsdp import (
+from float8lab.distributed.fsdp.shards import (
     is_sharded_plain,
     is_tensor_parallel,
     reshard,
@@ -38,13 +38,13 @@ from float8lab.distributed.fsdp import (
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
+from float8lab.nn.casts import recast
 from float8lab.nn.first_call import FirstCall, remove_hooks, watch_first_call
 from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
-from float8lab.nn.operands import recast
 from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.precision import Precision, place_precisions, precisions, precisions_below
 from float8lab.nn.report import (
@@ -582,12 +582,13 @@ class _CallRegion:
                     precision.prepare(next((p.device for p in layer.parameters()), home))
 
     def before(self, model: nn.Module, args: Any) -> None:
-        if not model.training or STATE.enabled is False or in_backward():
+        if not model.training or STATE.autocast.enabled is False or in_backward():
             return
-        if self._open is None and STATE.region is None:
-            self._open = STATE.region = Region()
+        if self._open is None and STATE.autocast.region is None:
+            self._open = Region()
+            STATE.autocast = STATE.autocast._replace(region=self._open)
             self._finished = False
-        region = STATE.region
+        region = STATE.autocast.region
         assert region is not None, "opened above or before"
         if not torch.compiler.is_compiling() and not self._prepared:
             self._prepared = True
@@ -595,16 +596,17 @@ class _CallRegion:
             # In an enclosing region other ranks may not call this model at all.
             region.first = self._open is not None
         for recipe in self.recipes:
-            region.expect(recipe, STATE.group, calibrating=STATE.calibrating)
+            region.expect(recipe, STATE.autocast.group, calibrating=STATE.autocast.calibrating)
 
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self._open
-        if region is None or STATE.region is not region:
+        if region is None or STATE.autocast.region is not region:
             return
-        self._open = STATE.region = None
+        self._open = None
+        STATE.autocast = STATE.autocast._replace(region=None)
         if torch.compiler.is_compiling():
             region.close()
         else:

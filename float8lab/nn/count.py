@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.nn.report import is_unseen
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["GEMM_OPS", "GemmCounts", "count_gemms"]
@@ -33,7 +33,7 @@ _HIGH_PRECISION = _overloads(
     "_grouped_mm",
 )  # fmt: skip
 _SCALED = _overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
-_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.scaled_bmm.default))
+_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default,))
 GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
 """The overloads that count as a matrix product."""
 
@@ -186,5 +186,5 @@ class _CountingMode(TorchDispatchMode):
 def _runs_in_fp8(op: Any, args: Any) -> bool:
     if op in _FP8:
         a, b = args[0], args[3]
-        return has_fp8_gemm(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
+        return may_multiply(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
     return op in _SCALED and all(x.dtype in (E4M3, E5M2) for x in args[:2])

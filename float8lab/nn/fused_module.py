@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_device, check_dtype, check_flags, check_input
-from float8lab.distributed.fsdp import store_shard
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_input,
+)
+from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.casts import plain
+from float8lab.nn.gemm import fused_weight
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
 from float8lab.nn.norm import check_norm, mark_sequence_parallel
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.operands import fused_weight, plain
 from float8lab.nn.parallel import TensorParallelGroup
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
@@ -24,7 +31,7 @@ __all__ = ["FusedModule"]
 _Init = Callable[[Tensor], Any]
 
 
-class FusedModule(nn.Module, TensorParallelGroup):
+class FusedModule(Shardable, TensorParallelGroup):
     """A norm with parameters ``layer_norm_weight`` and ``layer_norm_bias``, and GEMMs."""
 
     layer_norm_weight: nn.Parameter
@@ -98,7 +105,9 @@ class FusedModule(nn.Module, TensorParallelGroup):
     def _checked(self, inp: Tensor, weight: Tensor, argument: str) -> Tensor:
         """The input in high precision; raises if norm and weight are of another size."""
         features = weight.shape[1]
-        check_input("inp", inp, (features,), argument)
+        dtype = inp.dtype if isinstance(inp, Tensor) else None
+        if dtype not in PARAMETER_DTYPES or inp.shape[-1:] != weight.shape[1:]:
+            check_input("inp", inp, (features,), argument)
         if self.layer_norm_weight.shape != (features,):
             raise ValueError(
                 f"layer_norm_weight must have the {features} features of the weight ({argument}); "
@@ -111,12 +120,11 @@ class FusedModule(nn.Module, TensorParallelGroup):
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
         """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
-        call = precision.begin(x, training=self.training)
-        if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
-            return None
-        call.first_microbatch = first_microbatch
-        call.fused_weight = fused_weight(self, weight)
-        return call
+        call = precision.begin(
+            x, training=self.training, first_microbatch=first_microbatch,
+            fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+        )  # fmt: skip
+        return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 
     def _outputs(
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool
@@ -128,12 +136,6 @@ class FusedModule(nn.Module, TensorParallelGroup):
         if normed is not None:
             outputs.append(normed)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
-        if name.endswith("weight") and "_parameters" in self.__dict__:
-            store_shard(self, name, value)
-        super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from float8lab.arguments import check_flags, check_group, check_instance, check_module, check_size
 from float8lab.nn.precision import Precision, precisions_below
-from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, inside, record, replay
+from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, record, replay
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.recipes.region import PROCESS, STATE, in_backward
+from float8lab.recipes.region import PROCESS, STATE, in_backward, inside
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
 
@@ -416,13 +416,13 @@ class _Graphed:
         exact, gradients = self.limit > 0, torch.is_grad_enabled()
         if not gradients and getattr(self.function, "training", True):
             return None  # a reentrant checkpoint's, perhaps
-        if exact and STATE.calibrating:
+        if exact and STATE.autocast.calibrating:
             return None
         tensors: list[Tensor] = []
         key = [
             spec,
-            STATE.group,
-            STATE.calibrating,
+            STATE.autocast.group,
+            STATE.autocast.calibrating,
             torch.is_autocast_enabled("cuda"),
             parts.modes(),
         ]
@@ -535,7 +535,7 @@ def _is_observed() -> bool:
         PROCESS.observer is not None
         or STATE.onnx is not None
         or bool(STATE.recordings)
-        or isinstance(STATE.region, Trial)
+        or isinstance(STATE.autocast.region, Trial)
         or in_backward()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch._C._are_functorch_transforms_active()

@@ -25,46 +25,33 @@ from torch import Tensor
 
 from float8lab.nn.handles import owner_of
 from float8lab.nn.precision import Call
-from float8lab.ops import (
-    Source,
-    cast_of_op,
-    cast_op,
-    cast_pair_of_op,
-    cast_pair_op,
-    register_stateful,
-    round_up,
-)
-from float8lab.ops.source import source_shape
+from float8lab.ops import Source, cast_op, prologue_shape, round_up
+from float8lab.ops.declare import declare
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph
 
-__all__ = ["cast_in_graph", "cast_pair_in_graph", "leave_to_python"]
+__all__ = ["cast_in_graph", "leave_to_python"]
 
 
 def cast_in_graph(
-    x: Tensor | Source, index: int, call: Call, fp8_dtype: torch.dtype, align: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 data of a matrix, or of one that is computed on the way; its scale and encode factor."""
-    q, factors = _cast_op(*_described(x), *_identified(index, call), fp8_dtype, align)
-    _end_after(factors, index, call)
-    return q, factors[:1], factors[1:]
-
-
-def cast_pair_in_graph(
-    x: Tensor | Source,
+    matrix: tuple[str, Sequence[Tensor], torch.dtype],
     index: int,
     call: Call,
     fp8_dtype: torch.dtype,
     align: int,
-    column_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FP8 data of both orientations, their scale and the column sums."""
-    q, q_t, scale, total = _cast_pair_op(
-        *_described(x), *_identified(index, call), fp8_dtype, align, column_sum
-    )
-    _end_after(scale, index, call)
-    return q, q_t, scale, total
+    straight: bool = True,
+    transposed: bool = False,
+    column_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """FP8 data of a matrix, its scale and encode factor, FP8 data of the transpose, column sums.
+
+    What is not wanted is empty. ``matrix`` is a prologue, its inputs and the dtype of its values.
+    """
+    wanted = (fp8_dtype, align, straight, transposed, column_sum)
+    q, factors, q_t, total = _cast_op(*matrix, *_identified(index, call), *wanted)
+    _end_after(factors, index, call)
+    return q, factors[:1], factors[1:], q_t, total
 
 
 def _end_after(scale: Tensor, index: int, call: Call) -> None:
@@ -73,14 +60,6 @@ def _end_after(scale: Tensor, index: int, call: Call) -> None:
     _, in_forward = call.precision.slot_layout(call.plan)
     if call.record and in_forward[index]:
         come_after_in_graph(scale)
-
-
-_MATRIX = ""
-"""The kind of a source that is a matrix."""
-
-
-def _described(x: Tensor | Source) -> tuple[str, list[Tensor], torch.dtype]:
-    return (x.kind, list(x.inputs), x.dtype) if isinstance(x, Source) else (_MATRIX, [x], x.dtype)
 
 
 _casts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -104,18 +83,8 @@ def _identified(index: int, call: Call) -> tuple[Tensor, int, str, int, bool, in
     return *named, index, call.record, _next_number()
 
 
-def _source(kind: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor | Source:
-    return inputs[0] if kind == _MATRIX else Source(kind, list(inputs), dtype)
-
-
-def _begin(handle: Tensor, recipe: int, group: str, index: int, record: bool, x: Any) -> Any:
-    """Factors and slot for a cast."""
-    found = recipe_numbered(recipe), group_named(group)
-    return owner_of(handle).scale_in_graph(*found, index, record, x)
-
-
 def _cast(
-    kind: str,
+    prologue: str,
     inputs: Sequence[Tensor],
     dtype: torch.dtype,
     handle: Tensor,
@@ -123,80 +92,33 @@ def _cast(
     group: str,
     index: int,
     record: bool,
-    _number: int,
+    number: int,
     fp8_dtype: torch.dtype,
     align: int,
-) -> tuple[Tensor, Tensor]:
-    factors, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
-    encode, both = factors.encode, factors.pair
-    if kind == _MATRIX:
-        return cast_op(inputs[0], encode, slot, fp8_dtype, (-1, -1), align), both
-    return cast_of_op(kind, inputs, dtype, False, encode, slot, fp8_dtype, align), both
-
-
-def _cast_pair(
-    kind: str,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    handle: Tensor,
-    recipe: int,
-    group: str,
-    index: int,
-    record: bool,
-    _number: int,
-    fp8_dtype: torch.dtype,
-    align: int,
+    straight: bool,
+    transposed: bool,
     column_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    factors, slot = _begin(handle, recipe, group, index, record, _source(kind, inputs, dtype))
-    how = (factors.encode, slot, fp8_dtype, align, column_sum)
-    if kind == _MATRIX:
-        q, q_t, total = cast_pair_op(inputs[0], *how)
-    else:
-        q, q_t, total = cast_pair_of_op(kind, inputs, dtype, *how)
-    return q, q_t, factors.scale, total
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    x = Source(prologue, inputs, dtype) if prologue else inputs[0]
+    found = recipe_numbered(recipe), group_named(group)
+    factors, slot = owner_of(handle).scale_in_graph(*found, index, record, x)
+    q, _, _, q_t, _, total = cast_op(
+        *(prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0),
+        *(align, straight, transposed, column_sum, factors.encode, slot),
+    )
+    return q, factors.pair, q_t, total
 
 
-def _shape(kind: str, inputs: Sequence[Tensor]) -> tuple[int, int]:
-    return tuple(inputs[0].shape) if kind == _MATRIX else source_shape(kind, inputs)  # type: ignore[return-value]
+def _outputs(of: Any) -> tuple[Tensor | None, ...]:
+    x, (M, K) = of.inputs[0], prologue_shape(of.prologue, of.inputs)
+    rows, columns = round_up(M, of.align), round_up(K, of.align)
+    q = x.new_empty((rows, columns), dtype=of.fp8_dtype) if of.straight else None
+    q_t = x.new_empty((columns, rows), dtype=of.fp8_dtype) if of.transposed else None
+    total = x.new_empty(K, dtype=torch.float32) if of.column_sum else None
+    return q, x.new_empty(2, dtype=torch.float32), q_t, total
 
 
-def _fake_cast(
-    kind: str, inputs: Sequence[Tensor], dtype: torch.dtype, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    fp8_dtype, align = rest[-2:]
-    M, K = (round_up(size, align) for size in _shape(kind, inputs))
-    x = inputs[0]
-    return x.new_empty((M, K), dtype=fp8_dtype), x.new_empty(2, dtype=torch.float32)
-
-
-def _fake_cast_pair(
-    kind: str, inputs: Sequence[Tensor], dtype: torch.dtype, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, column_sum = rest
-    q, factors = _fake_cast(kind, inputs, dtype, *rest[:-1])
-    columns = _shape(kind, inputs)[1] if column_sum else 0
-    total = q.new_empty(columns, dtype=torch.float32)
-    return q, q.new_empty((q.shape[1], q.shape[0])), factors.new_empty(1), total
-
-
-_SCHEMA = (
-    "(str kind, Tensor[] inputs, ScalarType dtype, Tensor handle, int recipe,"
-    " str group, int index, bool record, int number, ScalarType fp8_dtype, int align"
-)
-
-_cast_op = register_stateful(
-    f"cast_in_graph{_SCHEMA}) -> (Tensor, Tensor)",
-    implementation=_cast,
-    fake=_fake_cast,
-    any_strides=True,
-)
-_cast_pair_op = register_stateful(
-    f"cast_pair_in_graph{_SCHEMA}, bool column_sum) -> (Tensor, Tensor, Tensor, Tensor)",
-    implementation=_cast_pair,
-    fake=_fake_cast_pair,
-    any_strides=True,
-)
+_cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=True)
 
 
 def leave_to_python(function: Any) -> None:

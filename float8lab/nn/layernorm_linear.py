@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import sizes_of_split, store_in_fp8
-from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
+from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormLinear"]
 
@@ -135,7 +134,6 @@ class LayerNormLinear(FusedModule):
         self._reset_norm()
         self._initialise(self._prefixes, self._init_method)
 
-    @eager_while_calibrating
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the linear layer.
 
@@ -160,7 +158,8 @@ class LayerNormLinear(FusedModule):
             results = norm_linear(
                 x, self.layer_norm_weight, self.layer_norm_bias, weight, added, how
             )
-            self._fp8.end(call)
+            if call.record:
+                self._fp8.end(call)
         normed = results[1] if self.return_layernorm_output else None
         return self._outputs(results[0], bias, normed, return_bias=self.return_bias)
 

@@ -13,13 +13,11 @@ from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import store_in_fp8
-from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.operands import plain_weight
 from float8lab.nn.parallel import check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
-from float8lab.recipes.region import STATE
+from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormMLP"]
 
@@ -166,7 +164,6 @@ class LayerNormMLP(FusedModule):
         self._initialise(["fc1_"], self._init_methods[0])
         self._initialise(["fc2_"], self._init_methods[1])
 
-    @eager_while_calibrating
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the MLP.
 
@@ -196,9 +193,11 @@ class LayerNormMLP(FusedModule):
             results = norm_mlp(
                 x, norm, (self.fc1_weight, self.fc1_bias), (self.fc2_weight, added), how
             )
-            self._fp8_fc1.end(fc1)
-            self._fp8_fc2.end(fc2)
-        elif self.checkpoint and torch.is_grad_enabled() and STATE.onnx is None:
+            if fc1.record:
+                self._fp8_fc1.end(fc1)
+            if fc2.record:
+                self._fp8_fc2.end(fc2)
+        elif self.checkpoint and torch.is_grad_enabled():
             results = run_checkpointed(
                 self._forward_in_high_precision, x, added, is_first_microbatch,
                 use_reentrant=False, preserve_rng_state=False,

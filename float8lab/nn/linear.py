@@ -19,12 +19,13 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
-from float8lab.distributed.fsdp import hook_shard, store_shard
+from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.linear_function import linear
-from float8lab.nn.operands import fused_weight, plain, plain_weight
+from float8lab.nn.casts import plain
+from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
-from float8lab.nn.precision import Precision, eager_while_calibrating, place_precisions
+from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
@@ -172,7 +173,7 @@ def normal_init(weight: Tensor) -> None:
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class Linear(nn.Linear, TensorParallelGroup):
+class Linear(Shardable, nn.Linear, TensorParallelGroup):
     """``y = x @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
     Shape: input ``[..., in_features]`` of any leading dimensions and any size, zero and multiples
@@ -282,23 +283,9 @@ class Linear(nn.Linear, TensorParallelGroup):
             return
         initialise(self, self._names, self._init_method, keep=self._keeps_initial_values)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 registers the parameters it shards through here (see distributed/fsdp.py).
-        if name.endswith("weight") and "_parameters" in self.__dict__:
-            store_shard(self, name, value)
-        super().__setattr__(name, value)
-        if name == "weight" and "_fp8" in self.__dict__:
-            self._hook_shard()
+    def _weight_cast(self, name: str) -> WeightCast | None:
+        return self._fp8.weight_gather() if name == "weight" and self._split is None else None
 
-    def _hook_shard(self) -> None:
-        if self._split is None:
-            hook_shard(self._parameters.get("weight"), self._fp8.weight_gather)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._hook_shard()
-
-    @eager_while_calibrating
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -315,22 +302,25 @@ class Linear(nn.Linear, TensorParallelGroup):
             ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
             the bias.
         """
-        weight, bias = self._whole_parameters()
+        whole = self._split is None
+        weight, bias = (self.weight, self.bias) if whole else self._whole_parameters()
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
-        call = self._fp8.begin(x, training=self.training)
+        call = self._fp8.begin(
+            x, training=self.training, first_microbatch=is_first_microbatch,
+            fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+        )  # fmt: skip
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
             y = self._forward_in_high_precision(x, high, added)
         else:
-            call.first_microbatch = is_first_microbatch
-            call.fused_weight = fused_weight(self, weight)
-            y = linear(x, weight, added, call)
-            self._fp8.end(call)
+            y = LinearFunction.run(x, weight, added, call)
+            if call.record:
+                self._fp8.end(call)
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -355,9 +345,7 @@ class Linear(nn.Linear, TensorParallelGroup):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):
-            result = super()._apply(fn, recurse)
-        self._hook_shard()
-        return result
+            return super()._apply(fn, recurse)
 
 
 def sizes_of_split(

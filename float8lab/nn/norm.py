@@ -19,8 +19,8 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
-from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm_function import NormKind, normalize
 
 __all__ = [

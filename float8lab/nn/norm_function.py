@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op, norm_stats_op
-from float8lab.recipes.region import STATE
+from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
@@ -43,24 +41,8 @@ def normalize(
         kind: which norm.
         dtype: of the result.
     """
-    if STATE.onnx is not None:
-        return _in_operators(x, weight, bias, kind, dtype)
-    result: Tensor = _Norm.apply(x, weight, bias, kind, dtype)
+    result: Tensor = _Norm.run(x, weight, bias, kind, dtype)
     return result
-
-
-def _in_operators(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
-) -> Tensor:
-    """``normalize`` in operators that ONNX has."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, gamma = x.to(wide), kind.gamma(weight).to(wide)
-    if kind.center:
-        assert bias is not None, "LayerNorm has one"
-        y = F.layer_norm(x, x.shape[-1:], gamma, bias.to(wide), kind.eps)
-    else:
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + kind.eps) * gamma
-    return y.to(dtype)
 
 
 class _Norm(Float8Function):
@@ -74,7 +56,7 @@ class _Norm(Float8Function):
         dtype: torch.dtype,
     ) -> Tensor:
         x2 = as_matrix(x)
-        y, mean, rstd = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
+        y, mean, rstd, _ = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
         ctx.save_for_backward(x2, weight, mean, rstd)
         ctx.kind, ctx.shape = kind, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -95,13 +77,14 @@ def backward_of_norm(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     kind: NormKind,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias in their dtypes."""
-    dx, dweight, dbias = norm_backward_op(dy, x, kind.gamma(weight), mean, rstd, kind.center)
+    gamma = kind.gamma(weight) if kind.zero_centered else weight
+    dx, dweight, dbias = norm_backward_op(dy, x, gamma, mean, rstd, kind.center, x.dtype)
     return dx, dweight.to(weight.dtype), None if bias_dtype is None else dbias.to(bias_dtype)
 
 
@@ -111,21 +94,24 @@ def source_of_norm(
     bias: Tensor | None,
     kind: NormKind,
     dtype: torch.dtype,
-    stats: tuple[Tensor, Tensor] | None = None,
+    stats: tuple[Tensor | None, Tensor] | None = None,
     *,
     want_amax: bool = False,
-) -> tuple[Source, tuple[Tensor, Tensor]]:
+) -> tuple[Source, tuple[Tensor | None, Tensor]]:
     """The norm of a matrix, to be cast, and its statistics: mean and rstd, computed if not given.
 
     With ``want_amax`` the source knows its amax, which comes with the statistics.
     """
-    gamma = kind.gamma(weight)
+    gamma = kind.gamma(weight) if kind.zero_centered else weight
     amax = None
     if stats is None:
-        mean, rstd, amax = norm_stats_op(x, gamma, bias, kind.eps, kind.center, dtype, want_amax)
+        _, mean, rstd, amax = norm_op(
+            x, gamma, bias, kind.eps, kind.center, dtype, None, (), False, want_amax
+        )
         stats = mean, rstd
     mean, rstd = stats
     known = amax if want_amax else None
     if bias is None:
         return Source("rms_norm", [x, rstd, gamma], dtype, known), stats
+    assert mean is not None, "LayerNorm has one"
     return Source("layer_norm", [x, rstd, gamma, mean, bias], dtype, known), stats

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.casts import plain
+from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.linear import moved_in_place
-from float8lab.nn.linear_function import linear
-from float8lab.nn.operands import plain
-from float8lab.nn.precision import Precision, eager_while_calibrating
+from float8lab.nn.precision import Precision
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear", "sizes"]
@@ -32,6 +32,9 @@ class OtherLinear(nn.Module):
     """
 
     original: ClassVar[type]
+    loaders: ClassVar[dict[str, Callable[[], type[OtherLinear]]]] = {}
+    """Functions that load the FP8 class of a linear layer, by the qualified name of the layer's
+    class; ``register_linear`` enters them."""
     _fp8: Precision
     weight: Tensor
     bias: Tensor | None
@@ -56,7 +59,6 @@ class OtherLinear(nn.Module):
         """Size of the last dimension of the input."""
         return self.matrix(self).shape[1]
 
-    @eager_while_calibrating
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., in]``; returns ``[..., out]``."""
         weight = self.matrix(self)
@@ -66,18 +68,14 @@ class OtherLinear(nn.Module):
             weight = plain(weight)
             self._fp8.calibrate(x, weight)
             return nn.functional.linear(x, weight, self.bias)
-        y = linear(x, weight, self.bias, call)
-        self._fp8.end(call)
+        y: Tensor = LinearFunction.run(x, weight, self.bias, call)
+        if call.record:
+            self._fp8.end(call)
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):
             return super()._apply(fn, recurse)
-
-
-_LOADERS: dict[str, Callable[[], type[OtherLinear]]] = {}
-"""Functions that load the FP8 class of a linear layer, by the qualified name of the layer's
-class."""
 
 
 def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:
@@ -87,19 +85,19 @@ def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:
         name: module and name of the class, as in ``"transformers.pytorch_utils.Conv1D"``.
         load: returns its FP8 class. Called when a model has such a layer.
     """
-    _LOADERS[name] = load
+    OtherLinear.loaders[name] = load
 
 
 def known_linear(cls: type) -> Any:
     """The class of linear layers, torch's or a registered one, that ``cls`` is or derives from."""
     if issubclass(cls, nn.Linear):
         return nn.Linear
-    return next((base for base in cls.__mro__ if _name(base) in _LOADERS), None)
+    return next((base for base in cls.__mro__ if _name(base) in OtherLinear.loaders), None)
 
 
 def load_float8_class(known: type) -> type[OtherLinear]:
     """The FP8 class of a registered class."""
-    return _LOADERS[_name(known)]()
+    return OtherLinear.loaders[_name(known)]()
 
 
 def sizes(layer: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What one module needs to run in FP8: its recipe, delayed state, recomputation records.
+"""The FP8 state of one module: its recipe, delayed state, recomputation records.
 
 A module asks ``Precision.begin`` once, at the top of ``forward``; the answer is a ``Call`` (run in
 FP8, like this) or None (run in high precision). The call is handed down to the autograd function,
@@ -7,24 +7,26 @@ and its backward uses what the forward was given.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Source, as_matrix
-from float8lab.recipes.delayed import DelayedSlots, Factors
+from float8lab.recipes.delayed import DelayedSlots, Factors, Known
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.reduction import channel_of, name_of_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
+    NO_BACKWARD,
+    PROCESS,
     STATE,
     Region,
     advance_in_graph,
@@ -33,7 +35,6 @@ from float8lab.recipes.region import (
     in_backward,
     set_clock,
 )
-from float8lab.tensor.fsdp import MasterGather
 
 __all__ = [
     "DY",
@@ -41,7 +42,6 @@ __all__ = [
     "Precision",
     "W",
     "X",
-    "eager_while_calibrating",
     "precisions",
     "precisions_below",
 ]
@@ -55,49 +55,90 @@ _HERE = object()  # the process group of the enclosing autocast
 
 
 class Call:
-    """How one forward call of a module, and its backward, run in FP8."""
+    """How one forward call of a module, and its backward, run in FP8.
+
+    It does not change after the call has begun, but for a scale that has to be made from the first
+    tensor that a slot sees.
+    """
 
     __slots__ = (
         "first_microbatch",
-        "fixed",
         "fused_weight",
         "group_name",
+        "known",
         "plan",
         "precision",
         "recipe",
         "record",
+        "repeats",
         "slots",
-        "used",
+        "watched",
     )  # fmt: skip
 
-    def __init__(self, recipe: Recipe, slots: DelayedSlots | None, record: bool) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        slots: DelayedSlots | None,
+        record: bool,
+        *,
+        precision: Precision | None = None,
+        known: list[Known | None] | None = None,
+        first_microbatch: bool | None = None,
+        fused_weight: Any = None,
+        group_name: str = "",
+    ) -> None:
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
         self.slots = slots
         self.record = record
-        self.fixed: dict[int, Factors] | None = None  # what a recomputation must use again
-        self.used: dict[int, Factors] = {}  # by tensor of the forward, for such a recomputation
-        self.precision: Precision | None = None
-        self.group_name = ""  # in a compiled graph
-        self.first_microbatch: bool | None = None
-        self.fused_weight: Any = None  # weight whose gradient goes into its main_grad
+        self.precision = precision
+        self.first_microbatch = first_microbatch
+        self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
+        self.group_name = group_name  # in a compiled graph
+        # A compiled graph has no trace of an observer.
+        self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
+        self.repeats = known is not None  # a recomputation: under the scales of its original
+        # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
+        self.known: list[Known | None]
+        if known is not None:
+            self.known = known
+        else:
+            self.known = _UNKNOWN if slots is None else slots.known(record=record)
 
     def asks_for_values(self, index: int) -> bool:
         """Whether ``scale`` will look at the values of its ``x``, not at its shape alone."""
-        if self.fixed is not None and index in self.fixed:
+        if self.known[index] is not None or self.slots is None:  # a graph looks when it runs
             return False
-        if self.slots is None:
-            return False  # in a compiled graph, whose casts look at them when it runs
         return not self.slots.seeded[index]
 
-    def scale(self, index: int, x: Tensor) -> tuple[Factors, Tensor | None]:
+    def scale(self, index: int, x: Tensor | Source) -> Known:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
-        if self.fixed is not None and index in self.fixed:
-            return self.fixed[index], None
-        assert self.slots is not None, "asked for under a delayed recipe only"
-        factors, slot = self.slots.scale_for(index, x, record=self.record)
-        self.used[index] = factors
-        return factors, slot
+        found = self.known[index]
+        if found is None:
+            if isinstance(x, Source):  # looked at for its values, or as empty as it is
+                first = x.inputs[0]
+                unseen = self.slots is not None and not self.slots.seeded[index]
+                x = x.amax() if unseen and first.numel() else first
+            assert self.slots is not None, "asked for under a delayed recipe only"
+            found = self.slots.scale_for(index, x, record=self.record)
+            if self.slots.forward[index]:
+                self.known[index] = found
+        return found
+
+    def again(self, *, first_microbatch: bool | None, fused_weight: Any) -> Call:
+        """A repetition of this call by activation checkpointing: it records gradients alone."""
+        known: list[Known | None] = [found and (found[0], None) for found in self.known]
+        call = Call(
+            self.recipe, self.slots, self.record, precision=self.precision, known=known,
+            first_microbatch=first_microbatch, fused_weight=fused_weight,
+        )  # fmt: skip
+        if self.record and self.slots is not None:
+            # Tied to the backward pass that the recomputation runs in, not to one inside of it.
+            self.slots.pack.await_backward()
+        return call
+
+
+_UNKNOWN: Any = (None, None, None)
 
 
 class Precision:
@@ -129,8 +170,10 @@ class Precision:
         self.handle = new_handle(self, torch.device("cpu"))  # stands for self in compiled graphs
         set_clock(torch.device("cpu"))
         self.warned_of_recast = False
-        self.weight_cast: Any = None  # kept over microbatches; belongs to linear_function
+        self.weight_cast: Any = None  # kept over microbatches; belongs to casts.py
         self._last: Call | None = None
+        self._shared: Call | None = None  # for calls that have nothing of their own
+        self._found: tuple[Any, ...] = (None, None, None, None)  # the last answer of _slots
         self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,14 +204,14 @@ class Precision:
 
     def active_recipe(self) -> Recipe | None:
         """The recipe in force right here, or None for high precision."""
-        enabled = STATE.enabled
-        if enabled is False:
+        autocast = STATE.autocast
+        if autocast.enabled is False:
             return None
-        if self.pinned or enabled is None:
+        if self.pinned or autocast.enabled is None:
             return self.recipe
-        return STATE.recipe or self.recipe or DEFAULT_RECIPE
+        return autocast.recipe or self.recipe or DEFAULT_RECIPE
 
-    def weight_gather(self) -> MasterGather | None:
+    def weight_gather(self) -> WeightCast | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
         recipe = self.recipe
         if not self.fp8_all_gather or recipe is None:
@@ -177,48 +220,83 @@ class Precision:
         if not plan.fprop or not plan.dgrad:
             return None
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
-        return MasterGather(plan.w, amax_epsilon=plan.amax_epsilon, headroom=headroom)
+        return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
-    def begin(self, x: Tensor, *, training: bool) -> Call | None:
-        """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs."""
+    def begin(
+        self,
+        x: Tensor,
+        *,
+        training: bool,
+        first_microbatch: bool | None = None,
+        fused_weight: Any = None,
+    ) -> Call | None:
+        """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
+
+        Args:
+            x: the module's input.
+            training: of the module.
+            first_microbatch: as the user says it of the weight.
+            fused_weight: a weight whose gradient goes into its ``main_grad``.
+        """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
-        if torch.compiler.is_compiling() and STATE.onnx is None:
-            return self._begin_in_graph(x, training=training)
-        frame = _checkpoint_frame()
-        if in_backward():
-            return self._begin_again(x.device, frame)
+        state = STATE
+        if torch.compiler.is_compiling():
+            return self._begin_in_graph(x, training, first_microbatch, fused_weight)
+        hooks = _saved_tensors_hooks(True)
+        frame = None if hooks is None else _checkpoint_frame(hooks)
+        if state.replay is not None or _graph_task() != NO_BACKWARD:
+            return self._begin_again(x.device, frame, first_microbatch, fused_weight)
         recipe = self.active_recipe()
         call = None
         if recipe is not None:
             if type(x) is not Tensor:
                 _refuse_dtensor(x)
-            slots, record = None, False
+            region = state.autocast.region
             if recipe.linear.delayed:
                 slots = self._slots(recipe, x.device)
-                record = (training or STATE.calibrating) and STATE.onnx is None
-            call = Call(recipe, slots, record)
-            call.precision = self
-            region = STATE.region
+                record = training or state.autocast.calibrating
+                call = Call(
+                    recipe, slots, record, precision=self,
+                    first_microbatch=first_microbatch, fused_weight=fused_weight,
+                )  # fmt: skip
+                if record and region is not None:
+                    region.packs[slots.pack] = None
+            else:
+                call = self._shared
+                own = first_microbatch is not None or fused_weight is not None
+                watched = PROCESS.observer is not None
+                if own or call is None or call.recipe is not recipe or call.watched != watched:
+                    call = Call(
+                        recipe, None, False, precision=self,
+                        first_microbatch=first_microbatch, fused_weight=fused_weight,
+                    )  # fmt: skip
+                    self._shared = None if own else call
             if region is not None:
                 region.fp8_calls += 1
-                if record and slots is not None:
-                    region.packs[slots.pack] = None
-        self._remember(call, frame)
+        self._last = call
+        for recording in state.recordings:
+            recording.add(self, call)
+        if frame is not None:
+            self._remember_by_frame(call, frame)
         return call
 
-    def _begin_in_graph(self, x: Tensor, *, training: bool) -> Call | None:
+    def _begin_in_graph(
+        self, x: Tensor, training: bool, first_microbatch: bool | None, fused_weight: Any
+    ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
         if recipe is None:
             return None
         if type(x) is not Tensor:
             _refuse_dtensor(x)
-        call = Call(recipe, None, training and recipe.linear.delayed)
-        call.precision = self
-        if recipe.linear.delayed:
-            call.group_name = name_of_group(STATE.group)
-        return call
+        delayed = recipe.linear.delayed
+        record = delayed and (training or STATE.autocast.calibrating)
+        return Call(
+            recipe, None, record, precision=self,
+            first_microbatch=first_microbatch, fused_weight=fused_weight,
+            group_name=name_of_group(STATE.autocast.group) if delayed else "",
+        )  # fmt: skip
 
     def scale_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source
@@ -234,7 +312,7 @@ class Precision:
             return slots.scale_again(index), None
         if forward:
             slots.pack.advanced = False
-            region = STATE.region or STATE.in_graph
+            region = STATE.autocast.region or STATE.in_graph
             if region is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
@@ -244,31 +322,18 @@ class Precision:
             x = x.amax() if inner.numel() and not slots.seeded[index] else inner
         return slots.scale_for(index, x, record=record, shared=False)
 
-    def _remember(self, call: Call | None, frame: Any) -> None:
-        """Keep a call for its recomputation in backward."""
-        self._last = call
-        for recording in STATE.recordings:
-            recording.add(self, call)
-        if frame is not None:
-            self._remember_by_frame(call, frame)
-
     def _remember_by_frame(self, call: Call | None, frame: Any) -> None:
         if self._by_frame is None:
             self._by_frame = weakref.WeakKeyDictionary()
         self._by_frame[frame] = call
 
-    def _replay(self, frame: Any) -> Call | None:
+    def _replay(self, frame: Any, first_microbatch: bool | None, fused_weight: Any) -> Call | None:
         """The next call of a recording, again: its recipe and scales, and no forward amaxes."""
         assert STATE.replay is not None, "asked for during a replay only"
         original: Call | None = STATE.replay.next(self)
-        call = None
-        if original is not None:
-            # Gradients are recorded if the original's were to be: this call's backward sees them.
-            call = Call(original.recipe, original.slots, original.record)
-            call.precision = self
-            call.fixed = original.used
-            call.used = dict(original.used)
-            self._expect_gradients(call)
+        call = original and original.again(
+            first_microbatch=first_microbatch, fused_weight=fused_weight
+        )
         # A checkpoint inside this one will repeat this call in its turn.
         for recording in STATE.recordings:
             recording.add(self, call)
@@ -276,40 +341,39 @@ class Precision:
             self._remember_by_frame(call, frame)
         return call
 
-    def _begin_again(self, device: torch.device, frame: Any) -> Call | None:
+    def _begin_again(
+        self, device: torch.device, frame: Any, first_microbatch: bool | None, fused_weight: Any
+    ) -> Call | None:
         """The call of a recomputation: the scales of the original call, and nothing recorded."""
         if STATE.replay is not None:
-            return self._replay(frame)
+            return self._replay(frame, first_microbatch, fused_weight)
         by_frame = self._by_frame
         original = by_frame[frame] if by_frame and frame in by_frame else self._last
         # The recomputation runs as the original did, also where backward is called inside another
         # autocast; one entered again inside the checkpointed function speaks for itself.
         recipe = original.recipe if original is not None else None
-        if STATE.enabled is not None and STATE.backward == current_backward():
+        if STATE.autocast.enabled is not None and STATE.autocast.backward == current_backward():
             recipe = self.active_recipe()
         if recipe is None:
             return None
         if original is not None and original.recipe == recipe:
-            # Gradients are recorded if the original's were to be: this call's backward sees them.
-            call = Call(recipe, original.slots, original.record)
-            call.fixed = original.used
-            self._expect_gradients(call)
-        else:
-            slots = self._slots(recipe, device) if recipe.linear.delayed else None
-            call = Call(recipe, slots, False)
-        call.precision = self
-        return call
-
-    def _expect_gradients(self, call: Call) -> None:
-        """Tie a recomputation's gradients to the backward pass that it runs in, not one inside."""
-        if call.record and call.slots is not None:
-            call.slots.pack.await_backward()
+            return original.again(first_microbatch=first_microbatch, fused_weight=fused_weight)
+        slots = self._slots(recipe, device) if recipe.linear.delayed else None
+        return Call(
+            recipe, slots, False, precision=self,
+            first_microbatch=first_microbatch, fused_weight=fused_weight,
+        )  # fmt: skip
 
     def calibrate(self, x: Tensor, weight: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
-        if not STATE.calibrating or STATE.enabled or in_backward():
+        if STATE.autocast.calibrating:
+            self._calibrate(x, weight)
+
+    @torch._disable_dynamo  # a graph cannot hold it
+    def _calibrate(self, x: Tensor, weight: Tensor) -> None:
+        if STATE.autocast.enabled or in_backward():
             return
-        recipe = STATE.recipe or self.recipe or DEFAULT_RECIPE
+        recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
         if self.pinned:
             recipe = self.recipe or recipe
         if not recipe.linear.delayed or x.dtype not in HIGH_PRECISION_DTYPES:
@@ -317,14 +381,12 @@ class Precision:
         slots = self._slots(recipe, x.device)
         slots.observe(X, as_matrix(x.detach()))
         slots.observe(W, weight.detach())
-        if STATE.region is not None:
-            STATE.region.packs[slots.pack] = None
+        if STATE.autocast.region is not None:
+            STATE.autocast.region.packs[slots.pack] = None
 
     def end(self, call: Call) -> None:
         """Close a recording call; outside regions it is one of its own."""
-        if not call.record:
-            return
-        alone = call.fixed is None and STATE.region is None
+        alone = not call.repeats and STATE.autocast.region is None
         if torch.compiler.is_compiling():
             if alone:
                 advance_in_graph(())
@@ -352,17 +414,22 @@ class Precision:
         recipe = recipe or self.recipe
         if isinstance(recipe, DelayedScaling):
             slots = self._slots(recipe, device)
-            found = channel_of(STATE.group)
+            found = channel_of(STATE.autocast.group)
             if found is not None and recipe.reduce_amax:
                 found[1].add(slots)
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
-        group = STATE.group if group is _HERE else group
+        group = STATE.autocast.group if group is _HERE else group
+        last = self._found
+        if last[0] is recipe and last[1] is group and last[2] == device:
+            slots: DelayedSlots = last[3]
+            if slots.pack.scale.device == device:
+                return slots
         key = (recipe, group)
-        slots = self.slots.get(key)
-        if slots is None:
+        found = self.slots.get(key)
+        if found is None:
             fp8_dtypes, forward = self.slot_layout(recipe.linear)
-            slots = DelayedSlots(
+            found = DelayedSlots(
                 recipe,
                 group,
                 fp8_dtypes=fp8_dtypes,
@@ -370,10 +437,11 @@ class Precision:
                 device=device,
                 key=self.key,
             )
-            self.slots[key] = slots
-        elif slots.pack.scale.device != device:
-            slots.to(device)
-        return slots
+            self.slots[key] = found
+        elif found.pack.scale.device != device:
+            found.to(device)
+        self._found = (recipe, group, device, found)
+        return found
 
 
 def place_precisions(module: nn.Module) -> None:
@@ -405,22 +473,6 @@ def precisions_below(model: nn.Module) -> Iterator[Precision]:
             yield precision
 
 
-_Forward = TypeVar("_Forward", bound=Callable[..., Any])
-
-
-def eager_while_calibrating(forward: _Forward) -> _Forward:
-    """Leave a module's ``forward`` out of graphs where it calibrates, which a graph cannot hold."""
-    in_eager = torch._disable_dynamo(forward)
-
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if STATE.calibrating and torch.compiler.is_compiling():
-            return in_eager(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return call  # type: ignore[return-value]  # forward's signature, by functools.wraps
-
-
 def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
     """The FP8 state of each of a module's own GEMMs and its name: "" if there is but one."""
     for name, value in vars(module).items():
@@ -428,17 +480,16 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
             yield name.removeprefix("_fp8").lstrip("_"), value
 
 
-def _checkpoint_frame() -> Any:
+_graph_task = torch._C._current_graph_task_id
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _checkpoint_frame(hooks: Any) -> Any:
     """The object that stands for the enclosing non-reentrant activation checkpoint, or None.
 
     ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats;
     its saved-tensor hooks hold one, the frame, in their closure on both occasions.
     """
-    if torch.compiler.is_compiling():
-        return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return None
     pack = inspect.unwrap(hooks[0])
     code = getattr(pack, "__code__", None)
     if code is None:

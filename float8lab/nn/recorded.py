@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
-from float8lab.recipes.region import STATE, Region
+from float8lab.recipes.region import STATE, Region, inside
 
-__all__ = ["PLAIN", "Recorded", "Trial", "Unit", "inside", "record", "replay"]
+__all__ = ["PLAIN", "Recorded", "Trial", "Unit", "record", "replay"]
 
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.Size}
@@ -245,11 +245,11 @@ class _Replay(torch.autograd.Function):
 
 def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
     """Replay a call, as a part of the region that it is in or as one of its own."""
-    region = STATE.region
+    region = STATE.autocast.region
     own = Region() if region is None and recorded.packs else None
     with inside(own) if own is not None else nullcontext():
         result = recorded(*tensors)
-        region = STATE.region
+        region = STATE.autocast.region
         if region is not None:
             region.fp8_calls += 1
             region.packs.update(dict.fromkeys(recorded.packs))
@@ -334,16 +334,6 @@ def _autocast(enabled: bool) -> AbstractContextManager[Any]:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-@contextmanager
-def inside(region: Region) -> Iterator[None]:
-    """Have calls be part of a region."""
-    outer, STATE.region = STATE.region, region
-    try:
-        yield
-    finally:
-        STATE.region = outer
 
 
 @contextmanager

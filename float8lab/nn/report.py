@@ -25,7 +25,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.other_linear import known_linear, sizes
 from float8lab.nn.precision import precisions
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.recipe import LinearPlan, Recipe
 
 __all__ = [
@@ -315,17 +315,15 @@ def _emulation_notes(layers: Sequence[nn.Module]) -> list[str]:
 
 def emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
     """The FP8 GEMMs of a plan that a device runs in high precision."""
-    gemms = {
-        "fprop": (plan.fprop, plan.x, plan.w),
-        "dgrad": (plan.dgrad, plan.dy, plan.w),
-        "wgrad": (plan.wgrad, plan.dy, plan.x),
-    }
     return [
         name
-        for name, (in_fp8, a, b) in gemms.items()
-        if in_fp8
-        and not has_fp8_gemm(a.block, b.block, device, a_dtype=a.fp8_dtype, b_dtype=b.fp8_dtype)
-    ]
+        for name, gemm in plan.gemms().items()
+        if gemm is not None
+        and not may_multiply(
+            gemm.left.block, gemm.right.block, device,
+            a_dtype=gemm.left.fp8_dtype, b_dtype=gemm.right.fp8_dtype,
+        )
+    ]  # fmt: skip
 
 
 def _attention_notes(model: nn.Module) -> list[str]:

@@ -24,9 +24,9 @@ from float8lab.nn.attention.multihead import (
     RotaryArgument,
     ignore_extra_state,
 )
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import reset_children
-from float8lab.nn.linear_function import output_dtype
 from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.parallel import ContextParallelGroup
 

@@ -13,27 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from float8lab.formats import E4M3, E5M2
+from float8lab.formats import E4M3, E5M2, product_of
 from float8lab.ops import reference
-from float8lab.ops._register import register
+from float8lab.ops.declare import declare
 
-__all__ = ["capability_of", "has_fp8_gemm", "is_cublas_gemm", "scaled_bmm_op", "scaled_mm_op"]
-
-
-def _fake_scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_op"]
 
 
 def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -41,43 +26,15 @@ def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kw
     return 2 * math.prod(a) * b[-2]
 
 
-scaled_mm_op = register(
-    "scaled_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block,"
-    " Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+scaled_mm_op = declare(
+    reference.scaled_mm,
     cuda="gemm:scaled_mm",
-    reference=reference.scaled_mm,
-    fake=_fake_scaled_mm,
+    outputs=lambda of: of.a.new_empty((*of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype),
     flops=_flops,
 )
 
 
-def _fake_scaled_bmm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
-
-
-scaled_bmm_op = register(
-    "scaled_bmm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block,"
-    " ScalarType out_dtype) -> Tensor",
-    cuda="gemm:scaled_bmm",
-    reference=reference.scaled_bmm,
-    fake=_fake_scaled_bmm,
-    flops=_flops,
-)
-
-
-_BLOCKS = ((1, 128), (128, 128))
-"""Of each operand, that Hopper multiplies: cuBLASLt or, what it does not, a kernel of our own."""
-
-
-def has_fp8_gemm(
+def may_multiply(
     a_block: Sequence[int],
     b_block: Sequence[int],
     device: torch.device,
@@ -87,30 +44,28 @@ def has_fp8_gemm(
 ) -> bool:
     """Whether the product runs in FP8 on this device, not as dequantize + high-precision GEMM.
 
-    A device other than CUDA answers as a Hopper GPU would: it runs the reference of that.
+    ``formats.product_of`` has the table of blocks; no GPU multiplies e5m2 by e5m2. A device other
+    than CUDA answers as a Hopper GPU would: it runs the reference of that.
 
-    >>> has_fp8_gemm((1, 128), (128, 128), torch.device("cpu"))
+    >>> may_multiply((1, 128), (128, 128), torch.device("cpu"))
     True
-    >>> has_fp8_gemm((1, 32), (1, 32), torch.device("cpu"))
+    >>> may_multiply((1, 32), (1, 32), torch.device("cpu"))
     False
     """
-    capability = capability_of(device) if device.type == "cuda" else (9, 0)
-    if a_dtype == b_dtype == E5M2:
+    product = product_of(a_block, b_block)
+    if product is None or a_dtype == b_dtype == E5M2:
         return False
-    if a_block[1] == -1 and b_block[1] == -1:
-        return capability >= (8, 9)
-    return tuple(a_block) in _BLOCKS and tuple(b_block) in _BLOCKS and capability[0] == 9
+    capability = capability_of(device) if device.type == "cuda" else (9, 0)
+    return product.since <= capability < product.before
 
 
 def is_cublas_gemm(
     a_block: Sequence[int], b_block: Sequence[int], a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> bool:
-    """Whether a product of blocks that Hopper multiplies is cuBLASLt's.
-
-    It has them since CUDA 12.9, of e4m3 alone, and not where both blocks are square.
-    """
-    of_rows = a_block[0] == 1 or b_block[0] == 1
-    return of_rows and a_dtype == b_dtype == E4M3 and _cuda_version() >= (12, 9)
+    """Whether a product of blocks that Hopper multiplies is cuBLASLt's: e4m3, since CUDA 12.9."""
+    product = product_of(a_block, b_block)
+    known = product is not None and product.cublas and a_dtype == b_dtype == E4M3
+    return known and _cuda_version() >= (12, 9)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

@@ -16,20 +16,24 @@ parameter is still exactly the master's quantized form.
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from float8lab.arguments import check_dtype, check_flags, check_instance
-from float8lab.distributed.fsdp import requantize_shards_
+from float8lab.distributed.fsdp.weight import (
+    layout_of,
+    local_of,
+    requantize_shards_,
+    with_local,
+)
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks_, requantize_blocks
@@ -251,7 +255,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._written[p] = _Written(p, self.masters[p])
 
     def _is_stored(self, p: Tensor) -> bool:
-        local = _local(p)
+        local = local_of(p)
         if isinstance(local, Float8Tensor):
             return True
         return self._also_16_bit and _is_16_bit(local) and local.dtype != self._master_dtype
@@ -288,7 +292,7 @@ class MasterWeights(torch.optim.Optimizer):
         for p, master in self.masters.items():
             if p in self._written and self._written[p].is_current(p):
                 continue
-            local, local_master = _local(p), _local(master)
+            local, local_master = local_of(p), local_of(master)
             if local_master.device != local.device:
                 local_master.data = torch.empty_like(local_master, device=local.device).copy_(
                     local_master
@@ -340,7 +344,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     quantized: list[tuple[Float8Tensor, Tensor]] = []
     rounded: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for p, master in zip(parameters, masters, strict=True):
-        local, value = _local(p), _local(master)
+        local, value = local_of(p), local_of(master)
         if _shares_blocks(p):
             shards.append(p)
             values.append(value)
@@ -357,8 +361,8 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     for pairs in rounded.values():
         torch._foreach_copy_([local for local, _ in pairs], [value for _, value in pairs])
     # The inner tensors were written; the tensors that hold them have not counted that.
-    outside = [[p] if p is _local(p) else [p, _local(p)] for p in parameters if p is not _buffer(p)]
-    torch.autograd.graph.increment_version(list(chain.from_iterable(outside)))
+    holders = [t for p in parameters for t in (p, local_of(p)) if t is not _buffer(p)]
+    torch.autograd.graph.increment_version(list(dict.fromkeys(holders)))
 
 
 class _Written:
@@ -381,34 +385,21 @@ class _Written:
 
 def _buffer(p: Tensor) -> Tensor:
     """The tensor that holds a parameter's data."""
-    local = _local(p)
+    local = local_of(p)
     return local.qdata if isinstance(local, Float8Tensor) else local
 
 
 def _versions(p: Tensor) -> tuple[torch.device, int, int, int]:
-    return p.device, p._version, _local(p)._version, _buffer(p)._version
-
-
-def _is_dtensor(x: Tensor) -> bool:
-    # Where nobody imported the module, which takes 0.4 s, there is no DTensor.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
-
-
-def _local(x: Tensor) -> Tensor:
-    """A DTensor's shard on this rank; any other tensor itself."""
-    return cast(Any, x)._local_tensor if _is_dtensor(x) else x
+    return p.device, p._version, local_of(p)._version, _buffer(p)._version
 
 
 def _shares_blocks(p: Any) -> bool:
     """Whether other ranks can hold parts of a block of this shard, as FSDP2 cuts a weight."""
-    if not _is_dtensor(p) or p.ndim != 2 or not isinstance(_local(p), Float8Tensor):
+    if local_of(p) is p or p.ndim != 2 or not isinstance(local_of(p), Float8Tensor):
         return False
     *copied, cut = p.placements
     by_rows = bool(cut.is_shard(0)) and all(c.is_replicate() for c in copied)
-    local: Any = _local(p)
-    spec = getattr(local, "_gather", local).spec
-    return by_rows and bool(spec.block[0] != 1)
+    return by_rows and layout_of(p).spec.block[0] != 1
 
 
 def _is_16_bit(x: Tensor) -> bool:
@@ -419,28 +410,18 @@ def _plain(local: Tensor) -> Tensor:
     return local.dequantize() if isinstance(local, Float8Tensor) else local
 
 
-def _like(local: Tensor, x: Any) -> Tensor:
-    """``local``, as a DTensor if ``x`` is one."""
-    if not _is_dtensor(x):
-        return local
-    result: Tensor = type(x).from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
-    return result
-
-
 def _high_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype`` and not in FP8; ``x`` itself if it is that already."""
-    local = _local(x)
+    local = local_of(x)
     if isinstance(local, Float8Tensor):
-        x = _like(local.dequantize(), x)
+        x = with_local(x, local.dequantize())
     return x.to(dtype)
 
 
 @torch.no_grad()
 def _new_master(p: Tensor, dtype: torch.dtype) -> Tensor:
     """The master of a stored parameter, of the best initial value there is."""
-    local = _local(p)
+    local = local_of(p)
     value = _plain(local)
     if isinstance(local, Float8Tensor):
         kept = local.get_high_precision_init_val()
@@ -449,7 +430,7 @@ def _new_master(p: Tensor, dtype: torch.dtype) -> Tensor:
             # A checkpoint may have been loaded since.
             value = kept if _describes(kept, local) else value
             local.clear_high_precision_init_val()
-    return _like(value.to(dtype, copy=True).contiguous(), p).detach().requires_grad_()
+    return with_local(p, value.to(dtype, copy=True).contiguous()).detach().requires_grad_()
 
 
 def _describes(value: Tensor, local: Tensor) -> bool:

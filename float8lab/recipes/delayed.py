@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.ops import NO_DATA, amax_op, encode_from_amax, factors_from_amax, update_scales_op
+from float8lab.ops import NO_DATA, amax_of, encode_from_amax, factors_from_amax, update_scales_op
 from float8lab.recipes.recipe import DelayedScaling
 
-__all__ = ["DelayedSlots", "Factors", "ScalePack", "merge_packs"]
+__all__ = ["DelayedSlots", "Factors", "Known", "ScalePack", "merge_packs"]
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 
@@ -51,6 +51,10 @@ class Factors(NamedTuple):
     def of(pair: Tensor) -> Factors:
         """The two of a tensor ``[2]`` that nothing else has."""
         return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
+
+
+Known = tuple[Factors, Tensor | None]
+"""The factors of a cast, and the slot to record its amax in; None: do not record."""
 
 
 class ScalePack:
@@ -100,13 +104,13 @@ class ScalePack:
         self._live: Sequence[Tensor] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
 
-    def current(self, slot: int, *, shared: bool = True) -> Factors:
-        """The factors of a slot, unchanged by later updates.
+    def live(self) -> Sequence[Tensor] | None:
+        """The decode scale and the encode factor of each slot in turn, unchanged by later updates.
 
-        ``shared``: other casts may get the same tensors.
+        None where a CUDA graph records: there each cast makes a copy of its own.
         """
-        if not shared or self.is_recorded():
-            return Factors.of(self.factors[:, slot].clone())
+        if self._recorded or (self.factors.is_cuda and self.is_recorded()):
+            return None
         if self._live is None:
             with torch.inference_mode(False):  # training's casts get the same tensors
                 # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
@@ -114,7 +118,7 @@ class ScalePack:
                 if copy is None:
                     copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
                 self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
-        return Factors(self._live[2 * slot], self._live[2 * slot + 1])
+        return self._live
 
     def is_recorded(self) -> bool:
         """Whether a CUDA graph holds, or is recording, the addresses of these tensors."""
@@ -143,12 +147,13 @@ class ScalePack:
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
-        self.settle()
+        if self._backward is not None:
+            self.settle()
         self.sown.clear()
         if self.keeps_previous:
             self.previous.copy_(self.factors)
         self.advanced = True
-        self.forget_live()
+        self._copy = self._live = None
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             self._update_by_callables()
         else:
@@ -220,18 +225,15 @@ class ScalePack:
 
         A pass inside it, of a reentrant checkpoint, is a part of it.
         """
-        if self._backward is not None and self._backward() is not None:
-            return
         if torch._C._current_graph_task_id() == _NO_TASK:
             return
-        self.settle()
+        if self._backward is not None:
+            if self._backward() is not None:
+                return
+            self.settle()
         backward = _Backward(self)
         self._backward = weakref.ref(backward)
         torch.autograd.Variable._execution_engine.queue_callback(backward)
-
-    def end_backward(self) -> None:
-        """Keep what gradients recorded: their backward pass has ended."""
-        self._backward = None
 
     def settle(self) -> None:
         """Forget what gradients recorded if their backward pass was interrupted."""
@@ -256,7 +258,7 @@ class _Backward:
         self._pack = pack
 
     def __call__(self) -> None:
-        self._pack.end_backward()
+        self._pack._backward = None  # what gradients recorded stays
 
 
 @contextmanager
@@ -403,26 +405,44 @@ class DelayedSlots:
         memo[id(self)] = copy
         return copy
 
-    def scale_for(
-        self, index: int, x: Tensor, *, record: bool, shared: bool = True
-    ) -> tuple[Factors, Tensor | None]:
+    def known(self, *, record: bool) -> list[Known | None]:
+        """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
+        pack, found = self.pack, []
+        live = pack.live()
+        for index, slot in enumerate(range(self.start, self.start + len(self.forward))):
+            one: Known | None = None
+            if self.forward[index] and self.seeded[index]:
+                if live is None:
+                    factors = Factors.of(pack.factors[:, slot].clone())
+                else:
+                    factors = Factors(live[2 * slot], live[2 * slot + 1])
+                one = factors, pack.amaxes[slot] if record else None
+            found.append(one)
+        return found
+
+    def scale_for(self, index: int, x: Tensor, *, record: bool, shared: bool = True) -> Known:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
         slot = self.start + index
         if record and not self.forward[index]:
             self.pack.await_backward()
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
-            factors = self._own_factors(index, x)
+            own = self._own_factors(index, x)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
             pack = self.pack
-            factors = torch.where(pack.has_scale()[slot], pack.factors[:, slot], factors)
+            own = torch.where(pack.has_scale()[slot], pack.factors[:, slot], own)
             if not record:
-                return Factors.of(factors), None
+                return Factors.of(own), None
             if x.numel():
-                self._sow(index, factors)
+                self._sow(index, own)
         pack = self.pack
-        return pack.current(slot, shared=shared), pack.amaxes[slot] if record else None
+        live = pack.live() if shared else None
+        if live is None:
+            factors = Factors.of(pack.factors[:, slot].clone())
+        else:
+            factors = Factors(live[2 * slot], live[2 * slot + 1])
+        return factors, pack.amaxes[slot] if record else None
 
     def scale_again(self, index: int) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""
@@ -436,12 +456,12 @@ class DelayedSlots:
         if not self.seeded[index]:
             self._sow(index, self._own_factors(index, x))
         slot = self.pack.amaxes[self.start + index]
-        slot.copy_(torch.maximum(slot, amax_op(x, (-1, -1)).view(())))
+        slot.copy_(torch.maximum(slot, amax_of("", (x,), x.dtype).view(())))
 
     def _own_factors(self, index: int, x: Tensor) -> Tensor:
         recipe = self.pack.recipe
         rule = "pow2" if recipe.power_of_2_scale else "fp32"
-        scale, encode = factors_from_amax(amax_op(x, (-1, -1)), self.fp8_dtypes[index], rule)
+        scale, encode = factors_from_amax(amax_of("", (x,), x.dtype), self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
         return torch.cat((scale.view(1) * margin, encode.view(1) / margin))
 

@@ -1,12 +1,14 @@
 """Recipes: how the three GEMMs of a linear layer are cast to FP8, as plain frozen data.
 
-``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad), ``dw = dy.T @ x`` (wgrad). A recipe gives one
-``Float8Spec`` each to x, w and dy, says which GEMMs run in FP8, and where the amax comes from.
-``Recipe.linear`` holds exactly that; modules read it and never ask for a recipe's class.
+``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad), ``dw = dy.T @ x`` (wgrad). A recipe says of each
+whether it runs in FP8, and how its two operands are cast then: six ``Float8Spec``. It also says
+where the amax comes from. ``Recipe.linear`` holds exactly that; modules read it and never ask for a
+recipe's class.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -23,6 +25,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "GemmPlan",
     "LinearPlan",
     "MXFP8BlockScaling",
     "Recipe",
@@ -57,23 +60,37 @@ class Format(Enum):
     """e4m3 forward, e5m2 for gradients."""
 
 
+class GemmPlan(NamedTuple):
+    """The casts of the operands of one GEMM, ``left @ right.T``, each in blocks of its own rows."""
+
+    left: Float8Spec
+    right: Float8Spec
+    fast_accum: bool
+    """Let the tensor cores accumulate with fewer bits."""
+
+
 class LinearPlan(NamedTuple):
     """The casts and the GEMMs of a linear layer under a recipe."""
 
+    fprop: GemmPlan | None
+    """x by w; None where this GEMM runs in high precision."""
+    dgrad: GemmPlan | None
+    """dy by w transposed."""
+    wgrad: GemmPlan | None
+    """dy transposed by x transposed."""
     x: Float8Spec
+    """The cast of x for fprop, or for what runs in FP8; also of an x that is stored so."""
     w: Float8Spec
     dy: Float8Spec
-    fprop: bool
-    """Whether this GEMM runs in FP8; ``dgrad`` and ``wgrad`` say so of theirs."""
-    dgrad: bool
-    wgrad: bool
-    fast_accum: tuple[bool, bool, bool]
-    """Per GEMM: let the tensor cores accumulate with fewer bits."""
     delayed: bool
     """Scales come from the amax history; else from the tensor itself."""
     epsilon: str
     """``amax_epsilon`` as text. Under ``torch.compile(dynamic=True)`` a float is an input of the
     graph, and Dynamo does not find it again in a second autograd function."""
+
+    def gemms(self) -> dict[str, GemmPlan | None]:
+        """The three by name."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @property
     def amax_epsilon(self) -> float:
@@ -117,13 +134,15 @@ class Recipe:
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
         object.__setattr__(self, "linear", self._plan())
-        object.__setattr__(self, "number", _number_of(self))
+        object.__setattr__(self, "number", self._numbers.setdefault(self, len(self._numbers)))
 
     # Set once on each instance by __post_init__. Declared as ClassVar to keep them from being
     # dataclass fields: they take no part in __init__, fields() or replace().
     linear: ClassVar[LinearPlan]
     number: ClassVar[int]
     """Number of this recipe among all of this process, by which a compiled graph knows it."""
+    _numbers: ClassVar[dict[Recipe, int]] = {}
+    """The recipes of this process and their numbers, in this order; none is ever taken away."""
     _repr: ClassVar[str]
     _key: ClassVar[tuple[Any, ...]]
     _hash: ClassVar[int]
@@ -152,18 +171,19 @@ class Recipe:
         amax_epsilon: float = 0.0,
     ) -> LinearPlan:
         forward, backward = self.fp8_format.value
+        x_spec, w_spec = (Float8Spec(forward, block, scale_rule) for block in (x, w))
+        dy_spec = Float8Spec(backward, x, scale_rule)
+        pairs = ((x_spec, w_spec), (dy_spec, w_spec), (dy_spec, x_spec))
         high = self.override_linear_precision
+        fprop, dgrad, of_weight = (
+            None if alone else GemmPlan(*pair, fast)
+            for pair, alone, fast in zip(pairs, high, self.fast_accum, strict=True)
+        )
         return LinearPlan(
-            x=Float8Spec(forward, x, scale_rule),
-            w=Float8Spec(forward, w, scale_rule),
-            dy=Float8Spec(backward, x, scale_rule),
-            fprop=not high[0],
-            dgrad=not high[1],
-            wgrad=wgrad and not high[2],
-            fast_accum=self.fast_accum,
+            fprop, dgrad, of_weight if wgrad else None, x_spec, w_spec, dy_spec,
             delayed=delayed,
             epsilon=repr(float(amax_epsilon)),
-        )
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return self._repr
@@ -184,20 +204,9 @@ def check_recipe(name: str, value: Any) -> None:
     check_instance(name, value, Recipe, "one of float8lab.recipes", optional=True)
 
 
-_NUMBERS: dict[Recipe, int] = {}
-_NUMBERED: list[Recipe] = []
-
-
-def _number_of(recipe: Recipe) -> int:
-    if recipe not in _NUMBERS:
-        _NUMBERS[recipe] = len(_NUMBERED)
-        _NUMBERED.append(recipe)
-    return _NUMBERS[recipe]
-
-
 def recipe_numbered(number: int) -> Recipe:
     """The recipe, or one equal to it, whose ``number`` this is."""
-    return _NUMBERED[number]
+    return next(itertools.islice(Recipe._numbers, number, None))
 
 
 def _make(kind: type[Recipe], values: dict[str, Any]) -> Recipe:

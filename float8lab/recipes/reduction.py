@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from float8lab.recipes.delayed import DelayedSlots, ScalePack
 
 __all__ = [
     "AmaxChannel",
+    "channel",
     "channel_of",
     "group_named",
     "has_ranks",
@@ -42,9 +43,18 @@ _Key = tuple[Any, ...]
 
 
 class AmaxChannel:
-    """The slots whose amaxes a process group reduces together."""
+    """The slots whose amaxes a process group reduces together.
+
+    Attributes:
+        filling: weights that FSDP2 gathers, and that will be reduced together; belongs to
+            ``distributed/fsdp``.
+    """
+
+    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, AmaxChannel]] = weakref.WeakKeyDictionary()
+    """The channel of each process group that is alive."""
 
     def __init__(self) -> None:
+        self.filling: Any = None
         self._wire: dict[_Key, int] = {}  # agreed: number of slots of each key, in order
         self._known: dict[_Key, weakref.ref[DelayedSlots]] = {}
         self._keys: weakref.WeakKeyDictionary[DelayedSlots, _Key] = weakref.WeakKeyDictionary()
@@ -153,7 +163,9 @@ class AmaxChannel:
             self._wire.setdefault(key, key[2])
 
 
-_CHANNELS: weakref.WeakKeyDictionary[Any, AmaxChannel] = weakref.WeakKeyDictionary()
+def channel(group: Any) -> AmaxChannel:
+    """The channel of a process group."""
+    return AmaxChannel.of_groups.setdefault(group, AmaxChannel())
 
 
 def has_ranks() -> bool:
@@ -171,7 +183,7 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
         return None
-    return group, _CHANNELS.setdefault(group, AmaxChannel())
+    return group, channel(group)
 
 
 def name_of_group(group: Any) -> str:

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.ops import NO_DATA, register_stateful
+from float8lab.ops import NO_DATA
+from float8lab.ops.declare import declare
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.recipes.recording import Recording
@@ -35,10 +37,11 @@ from float8lab.recipes.reduction import channel_of, group_named, has_ranks, name
 
 __all__ = [
     "DEFAULT_RECIPE",
+    "NO_BACKWARD",
     "PROCESS",
     "STATE",
+    "Autocast",
     "ModelInit",
-    "OnnxForm",
     "Region",
     "advance_in_graph",
     "advance_scales",
@@ -46,6 +49,7 @@ __all__ = [
     "come_after_in_graph",
     "current_backward",
     "in_backward",
+    "inside",
     "set_clock",
     "static_tensor",
 ]
@@ -55,7 +59,7 @@ DEFAULT_RECIPE = DelayedScaling()
 
 
 class ModelInit:
-    """What an ``fp8_model_init`` block asks for."""
+    """The wishes of an ``fp8_model_init`` block."""
 
     __slots__ = ("preserve_high_precision_init_val", "recipe")
 
@@ -64,25 +68,31 @@ class ModelInit:
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
 
 
-class OnnxForm(NamedTuple):
-    """How ``onnx_export`` writes what FP8 has and ONNX calls by other names."""
+NO_BACKWARD = -1
+"""Torch's number of the backward pass that runs on a thread where none does."""
 
-    linear: Callable[..., Tensor]
-    """As ``nn.linear_function.linear``."""
-    dequantized: Callable[[Any], Tensor]
-    """A Float8Tensor in high precision."""
+
+class Autocast(NamedTuple):
+    """The settings that autocast regions have put in force on a thread; replaced whole."""
+
+    enabled: bool | None = None
+    """None: no autocast is active."""
+    recipe: Recipe | None = None
+    """None: the autocast named none."""
+    calibrating: bool = False
+    group: Any = None
+    """The process group over which amaxes are reduced."""
+    backward: int = NO_BACKWARD
+    """The backward pass in which the innermost autocast was entered."""
+    region: Region | None = None
+    """At whose end delayed scaling advances."""
 
 
 class _State(threading.local):
     """A thread's values; every thread begins with those of ``__init__``."""
 
     def __init__(self) -> None:
-        self.enabled: bool | None = None  # None: no autocast is active
-        self.recipe: Recipe | None = None  # None: the autocast named none
-        self.calibrating = False
-        self.group: Any = None
-        self.backward = NO_BACKWARD  # in which the innermost autocast was entered
-        self.region: Region | None = None
+        self.autocast = Autocast()
         self.init: ModelInit | None = None
         self.last_cast: Any = None  # of an input that several layers may have, see shared_cast.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
@@ -90,12 +100,13 @@ class _State(threading.local):
         self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()
         self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
         self.replay: Recording | None = None  # what the recomputation in progress repeats
-        self.onnx: OnnxForm | None = None  # while onnx_export is active
+        # While onnx_export is active: autograd functions, and what runs in place of each.
+        self.onnx: tuple[tuple[type, Callable[..., Any]], ...] | None = None
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
 
 
 class _Process:
-    """What all threads share."""
+    """The few values that all threads share."""
 
     __slots__ = ("clock", "observer", "watch")
 
@@ -105,9 +116,6 @@ class _Process:
         self.observer: Any = None
         self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
-
-NO_BACKWARD = -1
-"""Torch's number of the backward pass that runs on a thread where none does."""
 
 STATE = _State()
 PROCESS = _Process()
@@ -179,6 +187,17 @@ class Region:
             pack.forget(gradients=False)
 
 
+@contextmanager
+def inside(region: Region | None) -> Iterator[None]:
+    """Have the calls in the block belong to ``region``."""
+    outer = STATE.autocast
+    STATE.autocast = outer._replace(region=region)
+    try:
+        yield
+    finally:
+        STATE.autocast = STATE.autocast._replace(region=outer.region)
+
+
 @torch.inference_mode(False)  # the state is not for inference alone
 def advance_scales(
     packs: Iterable[ScalePack], groups: Iterable[Any] = (), *, agree: bool = False
@@ -191,7 +210,8 @@ def advance_scales(
             theirs.
         agree: every rank knows that some rank has new modules (see ``reduction.py``).
     """
-    due = dict.fromkeys(merge_packs(packs))
+    each = list(packs)
+    due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
@@ -247,22 +267,19 @@ def _advance(clock: Tensor, groups: Sequence[str]) -> Tensor:
     region, STATE.in_graph = STATE.in_graph or Region(), None
     region.groups.update(dict.fromkeys(map(group_named, groups)))
     region.close()
-    return _nothing(clock)
-
-
-def _nothing(clock: Tensor, *_: Any) -> Tensor:
-    """An output, by whose device the compiler knows that a CUDA graph can hold the op."""
     return clock.new_empty(0)
 
 
+def _come_after(clock: Tensor, y: Tensor) -> Tensor:
+    return clock.new_empty(0)
+
+
+def _nothing(of: Any) -> Tensor:
+    """An output, by whose device the compiler knows that a CUDA graph can hold the op."""
+    nothing: Tensor = of.clock.new_empty(0)
+    return nothing
+
+
 # To the compiler both write the clock. Nothing reads it, or backward would have to save it.
-_come_after_op = register_stateful(
-    "come_after(Tensor(a!) clock, Tensor y) -> Tensor",
-    implementation=_nothing,
-    fake=_nothing,
-)
-_advance_op = register_stateful(
-    "advance(Tensor(a!) clock, str[] groups) -> Tensor",
-    implementation=_advance,
-    fake=_nothing,
-)
+_come_after_op = declare(_come_after, name="come_after", outputs=_nothing, mutates=("clock",))
+_advance_op = declare(_advance, name="advance", outputs=_nothing, mutates=("clock",))

@@ -17,7 +17,14 @@ from torch import nn
 
 from float8lab.arguments import check_flags, check_group
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
-from float8lab.recipes.region import PROCESS, STATE, ModelInit, Region, current_backward
+from float8lab.recipes.region import (
+    PROCESS,
+    STATE,
+    Autocast,
+    ModelInit,
+    Region,
+    current_backward,
+)
 
 __all__ = ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
 
@@ -88,7 +95,7 @@ class autocast:
         self._calibrating = bool(calibrating)
         self._recipe = recipe
         self._group = group
-        self._outer: tuple[Any, ...] | None = None
+        self._outer: Autocast | None = None
         self._region: Region | None = None
 
     def __enter__(self) -> autocast:
@@ -97,31 +104,23 @@ class autocast:
                 "autocast must not be entered again while it is active; got the same instance "
                 "nested in itself. Create a second autocast(...) for the inner block."
             )
-        state = STATE
-        outer = region = state.region
+        outer = STATE.autocast
+        region = outer.region
         if self._enabled or self._calibrating:
             if region is None:
                 region = self._region = Region()
             region.expect(self._recipe, self._group, calibrating=self._calibrating)
         # From here on nothing raises: what __enter__ sets, only __exit__ takes back.
-        self._outer = (
-            state.enabled, state.recipe, state.calibrating, state.group, state.backward, outer
-        )  # fmt: skip
-        state.enabled = self._enabled
-        state.recipe = self._recipe
-        state.calibrating = self._calibrating
-        state.group = self._group
-        state.backward = current_backward()
-        state.region = region
+        self._outer = outer
+        STATE.autocast = Autocast(
+            self._enabled, self._recipe, self._calibrating, self._group, current_backward(), region
+        )
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        state, region, outer = STATE, self._region, self._outer
+        region, outer = self._region, self._outer
         assert outer is not None, "__exit__ follows __enter__"
-        (
-            state.enabled, state.recipe, state.calibrating, state.group, state.backward,
-            state.region,
-        ) = outer  # fmt: skip
+        STATE.autocast = outer
         self._outer = self._region = None
         if region is None:
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -26,11 +27,15 @@ aten = torch.ops.aten
 _COMPOSITION = 0  # of ``torch.nn.attention.SDPBackend``: products and a softmax, one by one
 
 
-@implements_whole(aten.scaled_dot_product_attention.default)
+@implements_whole(
+    F.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention.default,
+    autocast=torch.get_autocast_dtype,
+)
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -38,10 +43,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    q, k, v = query, key, value
     if attn_mask is None and not dropout_p and _fit(q, k, v, enable_gqa):
         factor = q.shape[3] ** -0.5 if scale is None else scale
         if factor > 0:  # what the kernel takes
-            return _Attention.apply(q, k, v, is_causal, factor)
+            return _Attention.run(q, k, v, is_causal, factor)
     how = (dropout_p, is_causal)
     more = {"scale": scale, "enable_gqa": enable_gqa}
     if aten._fused_sdp_choice(q, k, v, attn_mask, *how, **more) != _COMPOSITION:

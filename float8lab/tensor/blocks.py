@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from float8lab.formats import Float8Spec
+from float8lab.formats import Float8Spec, scale_shape
 from float8lab.ops import (
-    cast_unrecorded_op,
-    dequantize_after_op,
+    cast_many_op,
+    cast_op,
     dequantize_op,
     factors_from_amax,
-    quantize_many_op,
-    quantize_op,
 )
 
 __all__ = [
     "block_amax",
     "block_of_view",
+    "by_block",
     "dequantize_blocks",
     "expand_scale",
     "quantize_blocks",
@@ -61,21 +60,31 @@ def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Te
     return scale.repeat_interleave(old // new, dim).narrow(dim, 0, count)
 
 
-def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Largest absolute value of each block, float32; 0 if empty. bool counts as 0 and 1."""
-    counts = [1 if b == -1 else -(-n // b) for n, b in zip(x.shape, block, strict=True)]
+def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fill: float) -> Tensor:
+    """``reduce(x, dim=...)`` of each block, which is filled up where an edge cuts it."""
+    counts = scale_shape(tuple(x.shape), tuple(block))
     if x.numel() == 0:
-        return x.new_zeros(counts, dtype=torch.float32)
-    x = x.float().abs()
-    if x.ndim == 0:
-        return x
+        return reduce(x.new_full((*counts, 1), fill), dim=[-1])
     sizes = [n if b == -1 else b for n, b in zip(x.shape, block, strict=True)]
     missing = [c * s - n for c, s, n in zip(counts, sizes, x.shape, strict=True)]
-    padding = [pad for right in reversed(missing) for pad in (0, right)]
     if any(missing):
-        x = torch.nn.functional.pad(x, padding)
-    x = x.reshape([part for pair in zip(counts, sizes, strict=True) for part in pair])
-    return x.amax(dim=list(range(1, 2 * len(counts), 2)))
+        padding = [pad for right in reversed(missing) for pad in (0, right)]
+        x = torch.nn.functional.pad(x, padding, value=fill)
+    parts: list[int] = []
+    inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
+    for count, size in zip(counts, sizes, strict=True):
+        parts.append(count)
+        if size != 1:
+            inside.append(len(parts))
+            parts.append(size)
+    if not inside:
+        inside, parts = [len(parts)], [*parts, 1]
+    return reduce(x.reshape(parts), dim=inside)
+
+
+def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest absolute value of each block, float32; 0 if empty. bool counts as 0 and 1."""
+    return by_block(x.float().abs(), block, torch.amax, 0.0)
 
 
 def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:
@@ -117,11 +126,14 @@ def quantize_blocks(
         return how(x, spec, scale, amax_epsilon)
     matrix = _as_matrix(x)
     if scale is None:
-        q, scale, amax = quantize_op(
-            matrix, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1
+        q, scale, amax, *_ = cast_op(
+            "", (matrix,), x.dtype, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon
         )
     else:
-        q = cast_unrecorded_op(matrix, _as_matrix(scale), spec.fp8_dtype, block, 1, True)
+        q, *_ = cast_op(
+            *("", (matrix,), x.dtype, spec.fp8_dtype, block, "decode", 0.0, 1),
+            *(True, False, False, _as_matrix(scale)),
+        )
         amax, scale = scale * spec.largest(), scale.clone()
     return q.reshape(shape), scale.reshape(scales), amax.reshape(scales)
 
@@ -216,7 +228,8 @@ def quantize_blocks_(
                 if matrix.data_ptr() != mine.data_ptr():
                     copies.append((mine, matrix))
     for (*_, block, rule), group in groups.items():
-        quantize_many_op(*map(list, zip(*group, strict=True)), block, rule, 0.0)
+        values, codes, scales, amaxes = map(list, zip(*group, strict=True))
+        cast_many_op(values, codes, block, rule, 0.0, scales, amaxes, [])
     for mine, matrix in copies:
         mine.copy_(matrix.view(mine.shape))
     # The op leaves version counters to its caller.
@@ -246,11 +259,7 @@ def dequantize_blocks(
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
     if q.ndim == 2 and all(size in _OP_SIZES for size in spec.block):
-        result: Tensor
-        if event is None:
-            result = dequantize_op(q, scale, spec.block, dtype)
-        else:
-            result = dequantize_after_op(q, scale, spec.block, dtype, event)
+        result: Tensor = dequantize_op(q, scale, spec.block, dtype, event)
         return result
     return (q.float() * expand_scale(scale, spec.block, q.shape)).to(dtype)
 

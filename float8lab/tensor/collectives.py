@@ -333,13 +333,6 @@ def _all_to_all_base(
     return _Work([work], lambda: _receive(out, received)).boxed()
 
 
-@implements(*_existing(c10d, "allgather_into_tensor_coalesced_"))
-def _all_gather_bases(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
-    gather = c10d._allgather_base_.default
-    pairs = zip(outputs, inputs, strict=True)
-    return _Work([_begun(gather(out, x, group, *args)) for out, x in pairs]).boxed()
-
-
 @implements(*_existing(c10d, "allgather_coalesced_"))
 def _all_gather_lists(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
     columns = zip(zip(*outputs, strict=True), inputs, strict=True)
@@ -418,11 +411,15 @@ def _reduce_scatter_base(op: Any, out: Any, x: Any, group: Any, *args: Any) -> A
     return out, _with_values(lambda out, x: op(out, x, group, *args), [out], out, x)
 
 
-@implements(*_existing(c10d, "reduce_scatter_tensor_coalesced_"))
-def _reduce_scatter_bases(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
-    reduce = c10d._reduce_scatter_base_.default
+@implements(
+    *_existing(c10d, "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
+)
+def _each_base(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    """Run the collective of one pair of tensors for each."""
+    gathers = op is c10d.allgather_into_tensor_coalesced_.default
+    one = c10d._allgather_base_ if gathers else c10d._reduce_scatter_base_
     pairs = zip(outputs, inputs, strict=True)
-    return _Work([_begun(reduce(out, x, group, *args)) for out, x in pairs]).boxed()
+    return _Work([_begun(one.default(out, x, group, *args)) for out, x in pairs]).boxed()
 
 
 # Point to point: straight from and into the tensor, since torch has no work of its own for each of

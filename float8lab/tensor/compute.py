@@ -11,6 +11,8 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from float8lab.tensor.dispatch import announce, implements, implements_whole, run_fallback
@@ -60,22 +62,29 @@ def _of_metadata(op: Any, a: Any, b: Any) -> Any:
 
 # The gradients of these ops multiply by the argument, or write copies of it piece by piece. Neither
 # is to happen in FP8, so autograd sees the ops with dequantized arguments.
-_DEQUANTIZED_WHOLE = (
-    "_pad_circular.default", "cholesky_inverse.default", "cholesky_solve.default",
-    "linalg_lstsq.default", "linalg_pinv.atol_rtol_tensor",
-)  # fmt: skip
+_DEQUANTIZED_WHOLE = {
+    "_pad_circular.default": (F.pad,),
+    "cholesky_inverse.default": (torch.cholesky_inverse, Tensor.cholesky_inverse),
+    "cholesky_solve.default": (torch.cholesky_solve, Tensor.cholesky_solve),
+    "linalg_lstsq.default": (torch.linalg.lstsq,),
+    "linalg_pinv.atol_rtol_tensor": (torch.linalg.pinv, torch.pinverse, Tensor.pinverse),
+}
 
 
-def _enter_dequantized_whole(overload: Any) -> None:
-    @implements_whole(overload)
+def _enter_dequantized_whole(overload: Any, function: Any) -> None:
+    @implements_whole(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if function is F.pad and "circular" not in (*args[2:], kwargs.get("mode")):
+            return NotImplemented
         announce(overload)
-        return overload(*tree_map_only(Float8Tensor, Float8Tensor.dequantize, args), **kwargs)
+        args, kwargs = tree_map_only(Float8Tensor, Float8Tensor.dequantize, (args, kwargs))
+        return function(*args, **kwargs)
 
 
-for _name in _DEQUANTIZED_WHOLE:
-    if hasattr(aten, _name.split(".")[0]):  # not every torch has each
-        _enter_dequantized_whole(operator.attrgetter(_name)(aten))
+for _name, _functions in _DEQUANTIZED_WHOLE.items():
+    _overload = operator.attrgetter(_name)(aten)
+    for _function in (*_functions, _overload):
+        _enter_dequantized_whole(_overload, _function)
 
 
 @implements(aten.neg.default)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from float8lab.recipes.region import STATE
+
 __all__ = ["Float8Function", "once_differentiable"]
 
 _INSTEAD = (
@@ -17,22 +19,28 @@ _INSTEAD = (
 
 
 class Float8Function(torch.autograd.Function):
-    """Base of the autograd functions of FP8 ops, which torch.func's transforms cannot take."""
+    """Base of the autograd functions of FP8 ops, which torch.func's transforms cannot take.
+
+    Inside ``onnx_export`` those that ONNX has operators for run as it says.
+    """
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Run the function as ``torch.autograd.Function.apply`` does.
+    def run(cls, *args: Any) -> Any:
+        """Run the function: ``apply``, which Dynamo takes over and therefore cannot be overridden.
 
         Raises:
             NotImplementedError: a transform of torch.func is active.
         """
+        for function, translation in STATE.onnx or ():
+            if function is cls:
+                return translation(*args)
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 "float8lab's functions must run outside the transforms of torch.func (grad, vmap, "
                 "jvp, ...); got a call inside one. Use torch.autograd.grad, and a batch for vmap. "
                 f"{_INSTEAD}"
             )
-        return super().apply(*args)
+        return cls.apply(*args)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

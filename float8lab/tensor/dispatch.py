@@ -5,7 +5,7 @@ dequantized, the op runs on ordinary tensors, and those that it wrote in place a
 ``fallback`` sets whether that warns (once per op), raises, or stays silent.
 
 Torch splits a *composite* op into others before the table is asked. ``implements_whole`` enters a
-function that takes one whole.
+function that takes one whole, for the class's ``__torch_function__``, which is asked before that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from float8lab.tensor.window import merge_into
 
 __all__ = [
     "ANY_VIEW",
-    "WHOLE_KEYS",
     "announce",
     "announce_address",
     "fallback",
@@ -34,25 +33,24 @@ __all__ = [
 
 Handler = Callable[..., Any]
 
-table: dict[Any, Handler] = {}
-"""Handlers by overload: ``handler(op, *args, **kwargs)``."""
+
+class HandlerTable(dict[Any, Handler]):
+    """Handlers by overload: ``handler(op, *args, **kwargs)``.
+
+    Attributes:
+        whole: functions that take a composite op whole, by the function of torch that is called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole: dict[Any, Handler] = {}
+
+
+table = HandlerTable()
+"""Filled while the package is imported, by the files of handlers."""
 
 ANY_VIEW = "any view"
 """The entry whose handler takes the view ops without one of their own."""
-
-# Only a dispatch key above autograd's acts before torch splits an op. This one is torch's spare for
-# libraries outside it (c10/core/DispatchKey.h); no other tensor carries it, and the ops of a
-# Float8Tensor fall through it, at no cost, where nothing is entered for them.
-_WHOLE = "DeferredInit"
-_WHOLE_KEY = torch._C._dispatch_key_parse(_WHOLE)
-WHOLE_KEYS = torch._C.DispatchKeySet(_WHOLE_KEY)
-"""The dispatch keys that a Float8Tensor carries besides those of any tensor."""
-_BELOW_WHOLE = torch._C._dispatch_keyset_full_after(_WHOLE_KEY)
-_COMPILER_KEY = torch._C._dispatch_key_parse("PythonDispatcher")  # in every set while one traces
-
-_EVERY_OP = torch.library.Library("_", "IMPL")
-_EVERY_OP.fallback(torch.library.fallthrough_kernel, _WHOLE)
-_ATEN = torch.library.Library("aten", "IMPL")
 
 # In-place ops that write some elements: the blocks of the others keep their bits.
 _PARTIAL = frozenset(
@@ -121,26 +119,39 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     return enter
 
 
-def implements_whole(overload: Any) -> Callable[[Handler], Handler]:
-    """Enter the decorated function, differentiable, for a composite op of Float8Tensors.
+def implements_whole(
+    *functions: Any, autocast: Callable[[str], torch.dtype | None] | None = None
+) -> Callable[[Handler], Handler]:
+    """Enter the decorated function, differentiable, for these functions of torch: a composite op.
 
-    It is called with the op's arguments, of which one at least is a Float8Tensor, and returns
+    It is called with their arguments, of which one at least is a Float8Tensor, and returns
     ``NotImplemented`` for those that torch shall split.
+
+    Args:
+        functions: functions of torch, methods of its tensors and overloads, of one signature.
+        autocast: the dtype that ``torch.autocast`` gives the op's tensors on a type of device, or
+            None where it leaves them; without it, torch's own function is under ``autocast``.
     """
 
-    def enter(function: Handler) -> Handler:
-        def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            rest = keys & _BELOW_WHOLE
-            # Autocast and functorch's transforms come first, and call again.
-            following = rest.remove(_COMPILER_KEY).highestPriorityTypeId().name
-            due = following.startswith("Autograd") or following == "Python"
-            result = function(*args, **kwargs) if due else NotImplemented
-            if result is NotImplemented:
-                result = overload.redispatch(rest, *args, **kwargs)
-            return result
+    def enter(handler: Handler) -> Handler:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            device = tensors[0].device.type
+            dtype = autocast(device) if autocast and torch.is_autocast_enabled(device) else None
+            if dtype is None:
+                return handler(*args, **kwargs)
 
-        _ATEN.impl(overload, call, _WHOLE, with_keyset=True)
-        return function
+            def cast(x: Tensor) -> Tensor:
+                is_cast = x.is_floating_point() and x.dtype != torch.float64
+                return x.to(dtype) if is_cast else x
+
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+            with torch.autocast(device, enabled=False):
+                result = handler(*args, **kwargs)
+                return functions[0](*args, **kwargs) if result is NotImplemented else result
+
+        table.whole.update(dict.fromkeys(functions, handler if autocast is None else run))
+        return handler
 
     return enter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, overload
 
@@ -16,7 +17,6 @@ from float8lab.tensor.blocks import dequantize_blocks, expand_scale, quantize_bl
 from float8lab.tensor.differentiation import Float8Function
 from float8lab.tensor.dispatch import (
     ANY_VIEW,
-    WHOLE_KEYS,
     announce_address,
     run_fallback,
     table,
@@ -34,15 +34,13 @@ from float8lab.tensor.statistics import (
 )
 from float8lab.tensor.window import Window
 
-__all__ = ["Float8Tensor", "quantize"]
+__all__ = ["PLAIN", "Float8Tensor", "quantize"]
 
-_FIELDS = ("qdata", "scale", "amax", "spec", "_window", "_readable")
+_FIELDS = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
 
 _NO_DATA = (torch._subclasses.FakeTensor, FunctionalTensor)
 
-# Tensors that may sit in an op beside a Float8Tensor. Any other subclass (a DTensor, say) gets to
-# handle the op first, and calls it again on the Float8Tensors inside it.
-_PLAIN = frozenset(
+PLAIN = frozenset(
     (
         Tensor,
         torch.nn.Parameter,
@@ -51,6 +49,8 @@ _PLAIN = frozenset(
         FunctionalTensor,
     )
 )
+"""Tensors that may sit in an op beside a Float8Tensor. Any other subclass (a DTensor, say) gets to
+handle the op first, and calls it again on the Float8Tensors inside it."""
 
 
 class Float8Tensor(Tensor):
@@ -76,11 +76,11 @@ class Float8Tensor(Tensor):
     _readable: Tensor | None = None
     _high_precision_init_val: Tensor | None = None
 
-    @staticmethod
     def __new__(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> Float8Tensor:
-        wrapper: Float8Tensor = torch.Tensor._make_wrapper_subclass(
+        """Make a tensor of these."""
+        x: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             qdata.shape,
             strides=qdata.stride(),
@@ -88,26 +88,25 @@ class Float8Tensor(Tensor):
             dtype=dtype,
             device=qdata.device,
             requires_grad=False,
-            _extra_dispatch_keys=WHOLE_KEYS,
         )
-        return wrapper
+        x.qdata = qdata
+        x.scale = scale
+        x.amax = amax
+        x.spec = spec
+        x._dtype = dtype
+        return x
+
+    _make = classmethod(__new__)
+    """A tensor of this class, without the constructor of a subclass and its own arguments."""
 
     def __init__(
         self, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> None:
-        self.qdata = qdata
-        self.scale = scale
-        self.amax = amax
-        self.spec = spec
+        """``__new__`` has set all."""
 
-    @classmethod
-    def _make(
-        cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
-    ) -> Float8Tensor:
-        """A tensor of this class, without the constructor of a subclass and its own arguments."""
-        x = Float8Tensor.__new__(cls, qdata, scale, amax, spec, dtype)
-        Float8Tensor.__init__(x, qdata, scale, amax, spec, dtype)
-        return x
+    # Torch asks ``__torch_function__`` for every attribute of its own, this one is none of them.
+    dtype = property(operator.attrgetter("_dtype"))
+    _dtype: torch.dtype
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         context = (self.spec, self.dtype)
@@ -122,15 +121,27 @@ class Float8Tensor(Tensor):
             x._window = Window(base=None)
         return x
 
-    # Ops need no __torch_function__, which would cost every op and attribute a call.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(  # torch's stub lacks the defaults
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if len(types) > 1 and not all(issubclass(t, cls) or _has_no_own(t) for t in types):
+            return NotImplemented  # the other class's turn
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            whole = table.whole.get(function)
+            if whole is not None and not torch._C._are_functorch_transforms_active():
+                result = whole(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
         cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for t in types:
-            if t not in _PLAIN and not issubclass(t, Float8Tensor):
+            if t not in PLAIN and not issubclass(t, Float8Tensor):
                 return NotImplemented
         for arg in args:
             for x in arg if isinstance(arg, (list, tuple)) else (arg,):
@@ -169,7 +180,7 @@ class Float8Tensor(Tensor):
         >>> float8lab.quantize(torch.tensor([1.0, -2.0])).dequantize()
         tensor([ 1., -2.])
         """
-        result: Tensor = _Dequantize.apply(self)
+        result: Tensor = _Dequantize.run(self)
         return result
 
     def requantize_(self, value: Tensor) -> Float8Tensor:
@@ -259,16 +270,6 @@ class Float8Tensor(Tensor):
     def tolist(self) -> Any:
         """The values as nested lists of Python numbers."""
         return self.detach().dequantize().tolist()
-
-    # Torch takes the device of these two from the dispatch keys, and would meet WHOLE_KEYS.
-
-    def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]  # stub: overloads
-        """Make an ordinary tensor, as ``new`` of one of this dtype and device does."""
-        return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
-
-    def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Make an ordinary tensor, as ``new_tensor`` of one of this dtype and device does."""
-        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(*args, **kwargs)
 
     def apply_(self, function: Any) -> Float8Tensor:
         """Replace each value by ``function`` of it. CPU only and slow, as torch's."""
@@ -429,6 +430,12 @@ class Float8Tensor(Tensor):
         return f"Float8Tensor({_INDENT.join([body, ', '.join(facts), *lines])})"
 
 
+def _has_no_own(t: Any) -> bool:
+    """Whether a class has torch's ``__torch_function__``, as ``Tensor`` has."""
+    own, default = (getattr(c.__torch_function__, "__func__", None) for c in (t, Tensor))
+    return own is default
+
+
 _INDENT = ",\n             "  # between the lines of a repr
 
 
@@ -552,7 +559,7 @@ def quantize(
     spec = spec.expand(x.ndim)
     if scale is not None:
         scale = _checked_scale(scale, spec.scale_shape(tuple(x.shape))).to(x.device)
-    result: Float8Tensor = _Quantize.apply(x, spec, scale, amax_epsilon)
+    result: Float8Tensor = _Quantize.run(x, spec, scale, amax_epsilon)
     return result
 
 

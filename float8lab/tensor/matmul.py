@@ -7,139 +7,158 @@ to match its partner; a pair that does not fit is dequantized.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.ops import quantize_op, scaled_bmm_op, scaled_mm_op, transpose_op
+from float8lab.formats import HIGH_PRECISION_DTYPES, product_of
+from float8lab.ops import cast_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
-from float8lab.tensor.dispatch import implements, run_fallback
-from float8lab.tensor.float8_tensor import Float8Tensor
+from float8lab.tensor.dispatch import implements, implements_whole, run_fallback
+from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
 
 __all__: list[str] = []
 
 aten = torch.ops.aten
 
-# Blocks of two operands in [rows, K] form that one FP8 GEMM takes: scales constant along K, or
-# blocks of equal length along it.
-_WHOLE = ((-1, -1), (1, -1))
-_BLOCKS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
-    (1, 128): ((1, 128), (128, 128)),
-    (128, 128): ((1, 128),),
-    (1, 32): ((1, 32),),
-}
+_Block = tuple[int, int]
 
 
-def _gemm_block(block: tuple[int, ...]) -> tuple[int, ...]:
-    """A matrix's block as a GEMM takes it: blocks of several whole rows count as single rows."""
-    *_, rows, columns = block
+def _gemm_block(x: Any, turned: bool) -> _Block | None:
+    """The block of a matrix, or its transpose, as a GEMM takes it; None of an ordinary tensor.
+
+    Blocks of several whole rows count as single rows.
+    """
+    if not isinstance(x, Float8Tensor):
+        return None
+    *_, rows, columns = x.spec.block
+    if turned:
+        rows, columns = columns, rows
     return (1, -1) if columns == -1 and rows > 1 else (rows, columns)
 
 
-def _compatible(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return (a in _WHOLE and b in _WHOLE) or b in _BLOCKS.get(a, ())
+def _gemm_blocks(a: Any, b: Any, turned: bool) -> tuple[_Block, _Block] | None:
+    """The blocks of two operands in [rows, K] form, or None if no FP8 GEMM takes the two.
+
+    An ordinary tensor is to be quantized in blocks that match its partner's. ``turned`` says that
+    ``b`` is given as [K, N].
+    """
+    if a.dtype not in HIGH_PRECISION_DTYPES or a.dtype != b.dtype:
+        return None
+    block_a, block_b = _gemm_block(a, False), _gemm_block(b, turned)
+    partner = block_b if block_a is None else block_a
+    assert partner is not None, "one operand at least is a Float8Tensor"
+    partner = (1, 128) if partner == (128, 128) else partner
+    first, second = block_a or partner, block_b or partner
+    return None if product_of(first, second) is None else (first, second)
 
 
-def _partner_spec(spec: Float8Spec) -> Float8Spec:
-    """How to quantize an ordinary tensor that meets one of ``spec``."""
-    block = (1, 128) if spec.block[-2:] == (128, 128) else _gemm_block(spec.block)
-    return Float8Spec(spec.fp8_dtype, block, spec.scale_rule)
-
-
-def _rows_by_k(x: Any, partner: Float8Spec) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+def _rows_by_k(x: Any, block: _Block, partner: Any, turned: bool) -> tuple[Tensor, Tensor, _Block]:
     """An operand in [rows, K] form: contiguous data, scales as GEMMs read them, block."""
     if not isinstance(x, Float8Tensor):
-        spec = _partner_spec(partner)
-        q, scale, _ = quantize_op(x, spec.fp8_dtype, spec.block, spec.scale_rule, 0.0, 1)
-        return q, scale, spec.block
-    q, scale, block = x.qdata, x.scale, _gemm_block(x.spec.block)
+        spec, x = partner.spec, x.t() if turned else x
+        q, scale, *_ = cast_op("", (x,), x.dtype, spec.fp8_dtype, block, spec.scale_rule)
+        return q, scale, block
+    q, scale, rows = x.qdata, x.scale, x.spec.block[turned]
+    if turned:
+        q, scale = q.t(), scale.t()
     if not q.is_contiguous():
         q = transpose_op(q.t(), 1) if q.t().is_contiguous() else q.contiguous()
-    scale = refine_scale(scale, x.shape[0], x.spec.block[0], block[0], 0)
+    if rows != block[0]:
+        scale = refine_scale(scale, q.shape[0], rows, block[0], 0)
     by_column = block[0] == 1 and block[1] > 1
     return q, scale.t().contiguous().t() if by_column else scale.contiguous(), block
 
 
-def _matching_spec(a: Any, b_t: Any, bias: Tensor | None) -> Float8Spec | None:
-    """The spec of the first Float8Tensor, or None if the two cannot meet in one FP8 GEMM."""
-    specs = [x.spec for x in (a, b_t) if isinstance(x, Float8Tensor)]
-    if not specs or isinstance(bias, Float8Tensor):
+def _product(a: Any, b: Any, bias: Tensor | None = None, *, turned: bool = False) -> Tensor | None:
+    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``turned``; None if no FP8 GEMM does it."""
+    blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, turned)
+    if blocks is None:
         return None
-    if a.dtype not in HIGH_PRECISION_DTYPES or a.dtype != b_t.dtype:
-        return None
-    first = _gemm_block(specs[0].block)
-    second = _gemm_block(specs[1].block) if len(specs) == 2 else _partner_spec(specs[0]).block
-    return specs[0] if _compatible(first, second) else None
-
-
-def _product(a: Any, b_t: Any, bias: Tensor | None) -> Tensor | None:
-    """``a @ b_t.T + bias`` in FP8, or None if the two cannot meet in one FP8 GEMM."""
-    spec = _matching_spec(a, b_t, bias)
-    if spec is None:
-        return None
-    qa, scale_a, block_a = _rows_by_k(a, spec)
-    qb, scale_b, block_b = _rows_by_k(b_t, spec)
-    out: Tensor = scaled_mm_op(
-        qa, scale_a, block_a, qb, scale_b, block_b, bias, a.dtype, False
-    )  # fmt: skip
+    left = _rows_by_k(a, blocks[0], b, False)
+    right = _rows_by_k(b, blocks[1], a, turned)
+    out: Tensor = scaled_mm_op(*left, *right, bias, a.dtype, False)
     return out
+
+
+@implements_whole(F.linear, aten.linear.default)
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """The product at once, where torch would split it only for autograd or autocast."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
+        return NotImplemented
+    learns = torch.is_grad_enabled()
+    for x in (input, weight) if bias is None else (input, weight, bias):
+        if (x._window is not None) if isinstance(x, Float8Tensor) else (type(x) not in PLAIN):
+            return NotImplemented
+        if (
+            x.ndim != 1 + (x is not bias)
+            or x.device != input.device
+            or (learns and x.requires_grad)
+        ):
+            return NotImplemented
+    if input.shape[1] != weight.shape[1]:
+        return NotImplemented  # torch has a message
+    out = _product(input, weight, bias)
+    return NotImplemented if out is None else out
 
 
 @implements(aten.mm.default)
 def _mm(op: Any, a: Any, b: Any) -> Any:
-    out = _product(a, b.t(), None)
+    out = _product(a, b, turned=True)
     return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
 
 
 @implements(aten.mv.default)
 def _mv(op: Any, a: Any, v: Any) -> Any:
-    out = _product(a, v.unsqueeze(0), None)
+    out = _product(a, v.unsqueeze(0))
     return run_fallback(Float8Tensor, op, (a, v), {}) if out is None else out.squeeze(1)
 
 
 @implements(aten.addmm.default)
 def _addmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     is_bias = bias.ndim == 1 and beta == 1 and alpha == 1
-    out = _product(a, b.t(), bias) if is_bias else None
+    out = _product(a, b, bias, turned=True) if is_bias else None
     if out is None:
         kwargs = {"beta": beta, "alpha": alpha}
         return run_fallback(Float8Tensor, op, (bias, a, b), kwargs)
     return out
 
 
-def _batch_operand(x: Any, partner: Float8Spec) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+def _matrices(x: Any, block: _Block, partner: Any, turned: bool) -> tuple[Tensor, Tensor, _Block]:
     """An operand in [B, rows, K] form: data, scales of each matrix, block of a matrix."""
     if not isinstance(x, Float8Tensor):
-        spec = _partner_spec(partner)
-        each = Float8Spec(spec.fp8_dtype, (1, *spec.block), spec.scale_rule)
-        q, scale, _ = quantize_blocks(x, each)
-        return q, scale, spec.block
-    block = _gemm_block(x.spec.block)
+        each = replace(partner.spec, block=(1, *block))
+        q, scale, _ = quantize_blocks(x.mT if turned else x, each)
+        return q, scale, block
     scale = refine_scale(x.scale, x.shape[0], x.spec.block[0], 1, 0)
-    return x.qdata, refine_scale(scale, x.shape[1], x.spec.block[1], block[0], 1), block
+    q, scale, rows = x.qdata, scale, x.spec.block[1 + turned]
+    if turned:
+        q, scale = q.mT, scale.mT
+    return q, refine_scale(scale, q.shape[1], rows, block[0], 1), block
 
 
-def _batch(a: Any, b_t: Any) -> Tensor | None:
-    """``a @ b_t.mT``, each product in FP8, or None if they cannot be."""
-    spec = _matching_spec(a, b_t, None)
-    if spec is None:
+def _batch(a: Any, b: Any) -> Tensor | None:
+    """``a @ b``, each product in FP8, or None if they cannot be."""
+    blocks = _gemm_blocks(a, b, True)
+    if blocks is None:
         return None
-    operands = (*_batch_operand(a, spec), *_batch_operand(b_t, spec))
-    out: Tensor = scaled_bmm_op(*operands, a.dtype)
+    operands = (*_matrices(a, blocks[0], b, False), *_matrices(b, blocks[1], a, True))
+    out: Tensor = scaled_mm_op(*operands, None, a.dtype, False)
     return out
 
 
 @implements(aten.bmm.default)
 def _bmm(op: Any, a: Any, b: Any) -> Any:
-    out = _batch(a, b.transpose(1, 2))
+    out = _batch(a, b)
     return run_fallback(Float8Tensor, op, (a, b), {}) if out is None else out
 
 
 @implements(aten.baddbmm.default)
 def _baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    out = None if isinstance(bias, Float8Tensor) else _batch(a, b.transpose(1, 2))
+    out = None if isinstance(bias, Float8Tensor) else _batch(a, b)
     if out is None:
         return run_fallback(Float8Tensor, op, (bias, a, b), {"beta": beta, "alpha": alpha})
     return torch.add(alpha * out, bias, alpha=beta) if beta else alpha * out

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.ops import fp8_norm_backward_op, fp8_norm_op, norm_backward_op, norm_op
+from float8lab.ops import norm_backward_op, norm_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 from float8lab.tensor.dispatch import implements, implements_whole
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -58,11 +59,12 @@ def _forward(
     vectors = _vector(weight, K, x, 1.0), _vector(bias, K, x, 0.0) if center else None
     how = (*vectors, eps, center, x.dtype)
     if isinstance(rows, Float8Tensor):
-        y, mean, rstd = fp8_norm_op(rows.qdata, rows.scale, rows.spec.block, *how)
+        y, mean, rstd, _ = norm_op(rows.qdata, *how, rows.scale, rows.spec.block)
     else:
-        y, mean, rstd = norm_op(rows, *how)
+        y, mean, rstd, _ = norm_op(rows, *how)
     one_each = (*x.shape[: x.ndim - len(shape)], *(1 for _ in shape))
-    return y.view(x.shape), mean.view(one_each if center else 0), rstd.view(one_each)
+    mean = mean.view(one_each) if center else rstd.new_empty(0)
+    return y.view(x.shape), mean, rstd.view(one_each)
 
 
 def _backward(
@@ -79,12 +81,12 @@ def _backward(
     """The gradients of x, weight and bias that are needed; ``mean`` is None for RMSNorm."""
     rows, center = _rows(x, shape), mean is not None
     M, K = rows.shape
-    stats = rstd.new_empty(0) if mean is None else mean.reshape(M), rstd.reshape(M)
-    how = (_vector(weight, K, x, 1.0), *stats, center)
+    stats = None if mean is None else mean.reshape(M), rstd.reshape(M)
+    how = (_vector(weight, K, x, 1.0), *stats, center, x.dtype)
     dy = _plain(dy).reshape(M, K)
     if isinstance(rows, Float8Tensor):
-        q = rows.qdata, rows.scale, rows.spec.block
-        dx, dweight, dbias = fp8_norm_backward_op(dy, *q, *how, x.dtype)
+        quantized = rows.scale, rows.spec.block
+        dx, dweight, dbias = norm_backward_op(dy, rows.qdata, *how, *quantized)
     else:
         dx, dweight, dbias = norm_backward_op(dy, rows, *how)
     gradients = (dx, x), (dweight, weight), (dbias, bias)
@@ -136,15 +138,24 @@ def _fused_rms_norm_backward(
     return _backward(dy, x, shape, None, rstd, weight, needs=needs)
 
 
-@implements_whole(aten.rms_norm.default)
+@implements_whole(
+    F.rms_norm,
+    torch.rms_norm,
+    aten.rms_norm.default,
+    autocast=lambda device: torch.float32 if device == "cuda" else None,
+)
 def _rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Any:
+    x, shape = input, normalized_shape
     if list(x.shape[x.ndim - len(shape) :]) != list(shape) or not x.is_floating_point():
         return NotImplemented  # torch has a message for each
     if weight is not None and list(weight.shape) != list(shape):
         return NotImplemented
-    return _RMSNorm.apply(x, shape, weight, _rms_eps(x, eps))
+    return _RMSNorm.run(x, shape, weight, _rms_eps(x, eps))
 
 
 class _RMSNorm(Float8Function):

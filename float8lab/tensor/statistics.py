@@ -22,17 +22,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor
-from float8lab.formats import E4M3, Float8Spec, largest, scale_shape
-from float8lab.tensor.blocks import expand_scale
+from float8lab.formats import E4M3, Float8Spec, largest
+from float8lab.tensor.blocks import by_block, expand_scale
 
 __all__ = [
     "BlockStats",
@@ -104,8 +104,44 @@ class Comparison:
         )
 
 
+_Share = TypeVar("_Share", float, Tensor)
+
+
+class _Shares(Generic[_Share]):
+    """The shares of the kinds of codes, by name: of a whole tensor, or of each block."""
+
+    def share(self, kind: str) -> _Share:
+        """Elements of a kind as a share of all."""
+        raise NotImplementedError
+
+    @property
+    def saturated(self) -> _Share:
+        """Share of the elements at the largest finite code."""
+        return self.share("saturated")
+
+    @property
+    def zero(self) -> _Share:
+        """Share of zeros."""
+        return self.share("zero")
+
+    @property
+    def subnormal(self) -> _Share:
+        """Share of subnormal codes."""
+        return self.share("subnormal")
+
+    @property
+    def nan(self) -> _Share:
+        """Share of NaNs."""
+        return self.share("nan")
+
+    @property
+    def inf(self) -> _Share:
+        """Share of infinities."""
+        return self.share("inf")
+
+
 @dataclass(frozen=True)
-class TensorStats:
+class TensorStats(_Shares[float]):
     """Statistics of a whole tensor, as Python numbers; shares are between 0 and 1."""
 
     shape: tuple[int, ...]
@@ -137,31 +173,6 @@ class TensorStats:
     def share(self, kind: str) -> float:
         """``count`` as a share of all elements, 0 if there are none."""
         return _share(self.count(kind), self.numel)
-
-    @property
-    def saturated(self) -> float:
-        """Share of the elements at the largest finite code."""
-        return self.share("saturated")
-
-    @property
-    def zero(self) -> float:
-        """Share of zeros."""
-        return self.share("zero")
-
-    @property
-    def subnormal(self) -> float:
-        """Share of subnormal codes."""
-        return self.share("subnormal")
-
-    @property
-    def nan(self) -> float:
-        """Share of NaNs."""
-        return self.share("nan")
-
-    @property
-    def inf(self) -> float:
-        """Share of infinities."""
-        return self.share("inf")
 
     @property
     def exponents(self) -> tuple[int, int] | None:
@@ -236,7 +247,7 @@ class TensorStats:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockStats:
+class BlockStats(_Shares[Tensor]):
     """Statistics of each block: tensors of the shape of the scales, on the tensor's device."""
 
     spec: Float8Spec
@@ -260,31 +271,6 @@ class BlockStats:
                 "flushed need an original: stats(original, per_block=True)."
             )
         return self.counts[kind].double() / self.numel.clamp(min=1)
-
-    @property
-    def saturated(self) -> Tensor:
-        """Share of each block's elements at the largest finite code."""
-        return self.share("saturated")
-
-    @property
-    def zero(self) -> Tensor:
-        """Share of zeros."""
-        return self.share("zero")
-
-    @property
-    def subnormal(self) -> Tensor:
-        """Share of subnormal codes."""
-        return self.share("subnormal")
-
-    @property
-    def nan(self) -> Tensor:
-        """Share of NaNs."""
-        return self.share("nan")
-
-    @property
-    def inf(self) -> Tensor:
-        """Share of infinities."""
-        return self.share("inf")
 
     @property
     def flushed(self) -> Tensor:
@@ -469,10 +455,7 @@ def _check_bins(by: str) -> None:
     check_choice("by", by, ("code", "exponent"))
 
 
-_Decibels = TypeVar("_Decibels", float, Tensor)
-
-
-def _bits(sqnr: _Decibels) -> _Decibels:
+def _bits(sqnr: _Share) -> _Share:
     return (sqnr - 1.76) / 6.02
 
 
@@ -600,8 +583,8 @@ def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
     masks = _kinds(qdata.view(torch.uint8), shard.spec.fp8_dtype)
     size = qdata.float().abs()
     number = size.isfinite() & (size > 0)
-    low = -_by_block((-size).masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
-    high = _by_block(size.masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
+    low = -by_block((-size).masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
+    high = by_block(size.masked_fill(~number, -math.inf), block, torch.amax, -math.inf)
     none = high == -math.inf
     first, last = (
         (torch.frexp(v.masked_fill(none, 1.0)).exponent - 1).float().masked_fill(none, math.nan)
@@ -659,38 +642,14 @@ def _maximum(x: Tensor) -> Tensor:
     return x.max().double() if x.numel() else x.new_full((), -math.inf, dtype=torch.float64)
 
 
-def _by_block(
-    x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fill: float
-) -> Tensor:
-    """``reduce(x, dim=...)`` of each block, which is filled up where an edge cuts it."""
-    counts = scale_shape(tuple(x.shape), tuple(block))
-    if x.numel() == 0:
-        return reduce(x.new_full((*counts, 1), fill), dim=[-1])
-    sizes = [n if b == -1 else b for n, b in zip(x.shape, block, strict=True)]
-    missing = [c * s - n for c, s, n in zip(counts, sizes, x.shape, strict=True)]
-    if any(missing):
-        padding = [pad for right in reversed(missing) for pad in (0, right)]
-        x = torch.nn.functional.pad(x, padding, value=fill)
-    parts: list[int] = []
-    inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
-    for count, size in zip(counts, sizes, strict=True):
-        parts.append(count)
-        if size != 1:
-            inside.append(len(parts))
-            parts.append(size)
-    if not inside:
-        inside, parts = [len(parts)], [*parts, 1]
-    return reduce(x.reshape(parts), dim=inside)
-
-
 def _sum(mask: Tensor, block: Sequence[int]) -> Tensor:
-    return _by_block(mask, block, torch.count_nonzero, 0)
+    return by_block(mask, block, torch.count_nonzero, 0)
 
 
 def _norm(x: Tensor, block: Sequence[int]) -> Tensor:
     """Square root of the sum of squares of each block, in float64 without a copy in float64."""
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
-    return _by_block(x, block, norm, 0.0)
+    return by_block(x, block, norm, 0.0)
 
 
 def _block_numel(x: Tensor, block: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import float8lab
-from float8lab.distributed.fsdp import MasterShard
+from float8lab.distributed.fsdp.shards import MasterShard
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -322,6 +322,30 @@ def check_loading_replaces_no_hook(ranks: Ranks) -> None:
     model.load_state_dict(saved)
     torch.__future__.set_swap_module_params_on_conversion(before)
     assert_gathered_equal_cast(model, recipe)
+
+
+def check_one_reduction_a_step_after_loading_and_moving(ranks: Ranks) -> None:
+    if ranks.world == 1:
+        return  # nothing is sent
+    recipe = Float8CurrentScaling()
+    model = make_model(ranks.device)
+    float8lab.convert_to_float8(model, recipe)
+    shard(model, mesh=ranks.mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_step(model, batch(ranks, 0)[1], optimizer)
+    changes: list[Callable[[], Any]] = [
+        lambda: model.to(ranks.device),
+        lambda: model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}),
+        lambda: model.load_state_dict(
+            {k: v / 2 for k, v in model.state_dict().items()}, assign=True
+        ),
+    ]
+    for step, change in enumerate(changes, 1):
+        change()
+        with Collectives() as collectives:
+            train_step(model, batch(ranks, step)[1], optimizer)
+        assert len(collectives.of("allreduce")) == 1, collectives.seen
+        assert_gathered_equal_cast(model, recipe)
 
 
 def check_cpu_offload(ranks: Ranks) -> None:

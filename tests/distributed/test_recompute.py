@@ -256,7 +256,7 @@ def test_backward_inside_another_autocast(use_reentrant):
         with float8lab.autocast(recipe=recipes.Float8BlockScaling()):
             y.sum().backward()
             results.append((y, x.grad))
-            assert STATE.recipe == recipes.Float8BlockScaling()  # as it was
+            assert STATE.autocast.recipe == recipes.Float8BlockScaling()  # as it was
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert_same(model, saving)
     assert STATE.replay is None
@@ -362,7 +362,7 @@ def test_an_exception_leaves_the_state_as_it_was(fails_in, use_reentrant):
             y.sum().backward()
     assert STATE.replay is None
     assert STATE.recordings == ()
-    assert STATE.enabled is None
+    assert STATE.autocast.enabled is None
 
 
 def test_a_function_that_changes_is_an_error():

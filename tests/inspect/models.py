@@ -60,6 +60,6 @@ def snapshot(model: nn.Module) -> Any:
         "plain": (getattr(model, "calls", 0), list(getattr(model, "seen", []))),
         "random": torch.get_rng_state().tolist(),
         "random on GPUs": [state.tolist() for state in torch.cuda.get_rng_state_all()],
-        "autocast": (STATE.enabled, STATE.recipe, STATE.calibrating, STATE.region),
+        "autocast": STATE.autocast,
         "grad mode": torch.is_grad_enabled(),
     }

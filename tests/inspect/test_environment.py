@@ -1,4 +1,4 @@
-"""What `float8lab env` says, here and on GPUs that are pretended."""
+"""`float8lab env` says what is native, here and on GPUs that are pretended."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ def test_why_a_product_is_emulated(pretend):
 
 
 def test_reasons_agree_with_what_the_ops_do(device):
-    """A reason is given exactly where ``has_fp8_gemm`` says no."""
+    """A reason is given exactly where ``may_multiply`` says no."""
     if device.type != "cuda":
         pytest.skip("on a CPU nothing is native")
     for a in (TENSOR, ROW, BLOCK, (128, 128), (1, 32)):
         for b in (TENSOR, ROW, BLOCK, (128, 128), (1, 32)):
-            native = gemm.has_fp8_gemm(a, b, device)
+            native = gemm.may_multiply(a, b, device)
             assert native == (why_gemm_is_emulated(a, b, device) == "")
 
 

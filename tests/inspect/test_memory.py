@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import inspect, recipes
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 from tests.inspect.models import Noted, snapshot
 
 ROWS = 96
@@ -282,33 +279,3 @@ def test_within_5_percent_of_the_allocator(recipe, stored):
     shown = f"{report}\nallocated: {at_rest} at rest, {held} held"
     assert found - report.sum("activations") == pytest.approx(at_rest, rel=0.05), shown
     assert found == pytest.approx(held, rel=0.05), shown
-
-
-def check_shards_count_as_what_the_rank_holds(ranks: Ranks) -> None:
-    layers = [nn.Linear(64, 64, bias=False, device=ranks.device) for _ in range(2)]
-    model = nn.Sequential(*layers)
-    float8lab.convert_to_float8(model)
-    for layer in model:
-        fully_shard(layer, mesh=ranks.mesh())
-    fully_shard(model, mesh=ranks.mesh())
-    x = torch.randn(32, 64, device=ranks.device)
-    report = inspect.memory_report(model, x)
-    rows = by_name(report)
-    assert rows["0"].weights == rows["1"].weights == 4 * 64 * 64 // ranks.world
-    before = [p.to_local().clone() for p in model.parameters()]
-    for name in ("sensitivity", "advise"):
-        with pytest.raises(NotImplementedError, match=f"{name} must be given parameters"):
-            getattr(inspect, name)(model, x)
-    loss = model(x).square().mean()  # still trains
-    loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-    after = [p.to_local() for p in model.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-outcome = ranks_fixture(__name__, 2)
-
-
-@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
-def test_on_ranks(outcome, name):
-    outcome(name)

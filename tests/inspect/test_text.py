@@ -1,4 +1,4 @@
-"""What people read: health, tables, bars, HTML, figures."""
+"""Views that people read: health, tables, bars, HTML, figures."""
 
 from __future__ import annotations
 

@@ -240,6 +240,9 @@ def test_disabled_exports_as_ever():
     with float8lab.onnx_export():
         program = torch.onnx.export(layer, (x,), dynamo=True, verbose=False)
     assert count(program.model_proto, "QuantizeLinear") == 0
-    with float8lab.onnx_export(enabled=True), float8lab.onnx_export(enabled=False):
-        assert float8lab.recipes.state.STATE.onnx is None
+    with float8lab.onnx_export(enabled=True):
+        assert not torch.is_grad_enabled()
+        with float8lab.onnx_export(enabled=False):
+            assert float8lab.recipes.state.STATE.onnx is None
     assert float8lab.recipes.state.STATE.onnx is None
+    assert torch.is_grad_enabled()

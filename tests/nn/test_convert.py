@@ -541,7 +541,7 @@ def test_auto_in_overrides_and_beside_them():
 
 
 def test_auto_needs_an_fp8_gemm(monkeypatch):
-    monkeypatch.setattr(reports, "has_fp8_gemm", lambda *blocks, **dtypes: False)
+    monkeypatch.setattr(reports, "may_multiply", lambda *blocks, **dtypes: False)
     report = float8lab.conversion_report(
         float8lab.convert_to_float8(decoder_layer(4096, 14336), "auto")
     )

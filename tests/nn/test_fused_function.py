@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import fused_function, operands
+from float8lab.nn import casts, fused_function, gemm
 from float8lab.nn.precision import Call, X, precisions
 from float8lab.ops import Source
 from float8lab.tensor import Float8Tensor
@@ -535,19 +535,19 @@ def test_the_activations_gradient_is_cast_and_its_inputs_are_gone(
 ) -> None:
     made: list[StorageWeakRef] = []
     alive: list[list[bool]] = []
-    cast_gradient, dgrad = fused_function.cast_gradient, fused_function.dgrad
+    gradient, dgrad = fused_function.Gradient, gemm._dgrad
 
     def watch(dy: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dy, Source):
             made.extend(StorageWeakRef(x.untyped_storage()) for x in dy.inputs)
-        return cast_gradient(dy, *args, **kwargs)
+        return gradient(dy, *args, **kwargs)
 
     def look(*args: Any, **kwargs: Any) -> Any:
         alive.append([not storage.expired() for storage in made])
         return dgrad(*args, **kwargs)
 
-    monkeypatch.setattr(fused_function, "cast_gradient", watch)
-    monkeypatch.setattr(fused_function, "dgrad", look)
+    monkeypatch.setattr(fused_function, "Gradient", watch)
+    monkeypatch.setattr(gemm, "_dgrad", look)
     module = float8lab.LayerNormMLP(32, 48, activation="swiglu", checkpoint=again)
     x = torch.randn(16, 32, requires_grad=True)
     with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
@@ -575,14 +575,14 @@ def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Reci
         slots = next((s for (r, _), s in layer._fp8.slots.items() if r == recipe), None)
         call = Call(recipe, slots, record=False)
         source, wanted = Source("relu", [x], torch.float32), by_multiplying(x)
-        (q, scale), factor = operands.cast_repeatable(source, call.plan.x, X, call)
+        q, scale, factor, *_ = casts.cast(source, call.plan.x, X, call)
         assert torch.equal(q.view(torch.uint8), wanted)
-        q_t, again = operands.cast_again(source, call.plan.x, scale, factor, call, transposed=True)
+        q_t, again = casts.cast_again(source, call.plan.x, scale, factor, call, transposed=True)
         if call.plan.x.per_tensor:
             assert torch.equal(q_t.view(torch.uint8), wanted.t())
             assert torch.equal(again, scale)
-        (q, scale), factor = operands.cast_weight_repeatable(weight, call)
-        q_2, again = operands.cast_weight_again(weight, scale, factor, call)
+        q, scale, factor = casts.cast_weight(weight, call)
+        q_2, again = casts.cast_again(weight, call.plan.w, scale, factor, call)
         assert torch.equal(q.view(torch.uint8), wanted)
         assert torch.equal(q_2.view(torch.uint8), wanted)
         assert torch.equal(again, scale)

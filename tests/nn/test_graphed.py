@@ -50,7 +50,7 @@ def recorder(monkeypatch):
     """Has tensors on the CPU recorded; counts recordings and replays."""
 
     def capture(run, pool, stream):
-        assert isinstance(STATE.region, recorded.Trial)
+        assert isinstance(STATE.autocast.region, recorded.Trial)
         graph = Again(run)
         return graph, graph.results
 
@@ -58,7 +58,7 @@ def recorder(monkeypatch):
         with recorded.inside(recorded.Trial()):
             for unit, sample in zip(units, samples, strict=True):
                 recorded._run_once(unit, sample, allow_unused)
-            return STATE.region.packs
+            return STATE.autocast.region.packs
 
     monkeypatch.setattr(recorded, "_capture", capture)
     monkeypatch.setattr(recorded, "_warm_up", warm_up)

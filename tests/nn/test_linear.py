@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import linear_function, operands, precision
+from float8lab.nn import casts, gemm, precision
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
 
@@ -405,16 +405,16 @@ def test_float64_stays_in_high_precision():
 
 
 def count_weight_casts(monkeypatch):
-    casts = []
-    original = operands.cast_repeatable
+    made = []
+    original = casts.cast
 
-    def counting(x, spec, index, call):
+    def counting(x, spec, index, call, **kwargs):
         if index == precision.W:
-            casts.append(tuple(x.shape))
-        return original(x, spec, index, call)
+            made.append(tuple(x.shape))
+        return original(x, spec, index, call, **kwargs)
 
-    monkeypatch.setattr(operands, "cast_repeatable", counting)
-    return casts
+    monkeypatch.setattr(casts, "cast", counting)
+    return made
 
 
 def test_no_cast_is_kept_after_backward():
@@ -426,7 +426,7 @@ def test_no_cast_is_kept_after_backward():
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_is_first_microbatch_casts_once_and_gives_the_same_numbers(name, monkeypatch):
-    casts = count_weight_casts(monkeypatch)
+    made = count_weight_casts(monkeypatch)
     layer, plain = float8lab.Linear(32, 32, device="cpu"), float8lab.Linear(32, 32, device="cpu")
     plain.load_state_dict(layer.state_dict())
     for microbatch in range(3):
@@ -435,13 +435,13 @@ def test_is_first_microbatch_casts_once_and_gives_the_same_numbers(name, monkeyp
             with float8lab.autocast(recipe=RECIPES[name]):
                 m(x, is_first_microbatch=first).square().sum().backward()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
-    assert len(casts) == 1 + 3
+    assert len(made) == 1 + 3
     with float8lab.autocast(recipe=RECIPES[name]):
         layer(x, is_first_microbatch=True)
         with torch.no_grad():
             layer.weight.mul_(2.0)
         layer(x, is_first_microbatch=False)  # seen to have changed all the same
-    assert len(casts) == 1 + 3 + 2
+    assert len(made) == 1 + 3 + 2
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -642,20 +642,20 @@ def test_repr():
 
 
 def test_the_cast_for_dgrad_is_gone_before_wgrad(monkeypatch):
-    cast, wgrad = linear_function.cast_gradient, linear_function.wgrad
+    gradient, wgrad = gemm.Gradient, gemm._wgrad
     made, alive = [], []
 
     def watch(*args, **kwargs):
-        found = cast(*args, **kwargs)
-        made.append(StorageWeakRef(found[0][0].untyped_storage()))
+        found = gradient(*args, **kwargs)
+        made.append(StorageWeakRef(found.q[0].untyped_storage()))
         return found
 
     def look(*args, **kwargs):
         alive.append(not made[0].expired())
         return wgrad(*args, **kwargs)
 
-    monkeypatch.setattr(linear_function, "cast_gradient", watch)
-    monkeypatch.setattr(linear_function, "wgrad", look)
+    monkeypatch.setattr(gemm, "Gradient", watch)
+    monkeypatch.setattr(gemm, "_wgrad", look)
     layer = float8lab.Linear(32, 16, device="cpu")
     with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
         y = layer(torch.randn(16, 32, requires_grad=True))

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import other_linear
 from float8lab.nn.other_linear import OtherLinear, register_linear
 from tests.distributed.ranks import RECIPES
 
@@ -53,7 +52,7 @@ class WithForward(Transposed):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_linear, "_LOADERS", dict(other_linear._LOADERS))
+    monkeypatch.setattr(OtherLinear, "loaders", dict(OtherLinear.loaders))
     register_linear(f"{__name__}.Transposed", lambda: Float8Transposed)
 
 

@@ -5,12 +5,19 @@ import torch
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES
+from float8lab.inspect.selfcheck import forms
 from float8lab.ops.reference import attention as reference
 
 
 def quantized(shape, fp8_dtype, device):
-    q, scale, _ = ops.quantize_op(
-        torch.randn(shape, device=device).view(-1, shape[-1]), fp8_dtype, (-1, -1), "fp32", 0.0, 1
+    q, scale, _ = forms.quantize(
+        ops.cast_op,
+        torch.randn(shape, device=device).view(-1, shape[-1]),
+        fp8_dtype,
+        (-1, -1),
+        "fp32",
+        0.0,
+        1,
     )
     return q.view(shape), scale
 

@@ -1,31 +1,42 @@
-"""Blocks in both orientations: by a tile in shared memory, and by the registers of any GPU.
+"""Blocks in both orientations: by a tile in shared memory, and each orientation on its own.
 
-On Hopper the ops take the first for values of two bytes, which the tests of the ops then cover.
-Here both are compared with the reference; and with each other where a source is computed.
+On Hopper the op takes the first for values of two bytes, which the tests of the op then cover.
+Here both are compared with the reference; and with each other where a prologue is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3, FP8_DTYPES
-from float8lab.ops import reference
-from float8lab.ops.kernels import pair, pair_blocks, source_quantize
+from float8lab.inspect.selfcheck import forms
+from float8lab.ops import Source, reference
+from float8lab.ops.kernels import cast as launcher
+from float8lab.ops.kernels import cast_hopper
 
 pytestmark = pytest.mark.gpu
 
 # Whole tiles; parts of a tile, of a block and of four rows; one row; a row and a column of tiles.
 SHAPES = [(256, 384), (200, 136), (130, 264), (16, 8), (1, 128), (3, 4104), (1030, 16)]
-WAYS = {"tile": pair_blocks.quantize_blocks, "registers": pair._quantize_blocks_pair}
 RULES = ["fp32", "pow2", "e8m0"]
 SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 6e4, -6e4, 2.0**-133]
 
-each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+@pytest.fixture(params=[True, False], ids=["tile", "apart"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the op may cast a tile in both orientations at once."""
+    if not request.param:
+        monkeypatch.setattr(launcher, "takes_tiles", lambda *_: False)
+        monkeypatch.setattr(launcher, "has_tiles", lambda *_: False)
+    return bool(request.param)
+
+
+cast = launcher.cast.__wrapped__  # past what is remembered of calls
+
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -51,27 +62,27 @@ def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
             torch.testing.assert_close(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
-@each_way
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [8, 16, 32, 64, 128])
 @each_dtype
-def test_blocks_are_the_reference_s(dtype: torch.dtype, size: int, rule: str, way: Any) -> None:
+def test_blocks_are_the_reference_s(dtype: torch.dtype, size: int, rule: str) -> None:
     torch.manual_seed(size)
     for number, shape in enumerate(SHAPES):
         x = matrix(shape, dtype)
         how = (FP8_DTYPES[number % 2], (1, size), rule, (0.0, 0.1)[number // 2 % 2], 16)
-        *got, _ = way(x, *how, False)
-        *want, _ = reference.quantize_pair(x.cpu(), *how, False)
+        *got, _ = forms.quantize_pair(cast, x, *how, False)
+        *want, _ = forms.quantize_pair(reference.cast, x.cpu(), *how, False)
         same(got, want)
 
 
-@each_way
-def test_rows_may_be_apart_and_columns_summed(way: Any) -> None:
+@pytest.mark.usefixtures("tiles")
+def test_rows_may_be_apart_and_columns_summed() -> None:
     wide = torch.randn(300, 1024, device="cuda").bfloat16()
     for x in (wide[:, 512:768], wide[::2], wide[5:, :8]):
         how = (E4M3, (1, 128), "pow2", 0.0, 16)
-        *got, total = way(x, *how, True)
-        *want, _ = reference.quantize_pair(x.cpu(), *how, False)
+        *got, total = forms.quantize_pair(cast, x, *how, True)
+        *want, _ = forms.quantize_pair(reference.cast, x.cpu(), *how, False)
         same(got, want)
         bound = x.double().abs().sum(0) * 2.0**-24 * x.shape[0]
         assert bool(((total - x.double().sum(0)).abs() <= bound).all())
@@ -79,17 +90,17 @@ def test_rows_may_be_apart_and_columns_summed(way: Any) -> None:
 
 def test_what_a_tile_takes() -> None:
     x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
-    assert pair_blocks.takes_tiles(x, (1, 128), 16) == (
+    assert cast_hopper.takes_tiles(x, x.dtype, (1, 128), 16) == (
         torch.cuda.get_device_capability() >= (9, 0)
     )
-    assert not pair_blocks.takes_tiles(x.float(), (1, 128), 16)
-    assert not pair_blocks.takes_tiles(x.t()[:32], (1, 128), 16)
-    assert not pair_blocks.takes_tiles(x[:, 1:57], (1, 128), 16)
-    assert not pair_blocks.takes_tiles(x[:, :60], (1, 128), 16)
-    assert not pair_blocks.takes_tiles(x, (1, 128), 4)
-    assert not pair_blocks.takes_tiles(x, (128, 128), 16)
-    assert not pair_blocks.takes_tiles(x, (1, -1), 16)
-    assert not pair_blocks.takes_tiles(x, (1, 4), 16)
+    assert not cast_hopper.takes_tiles(x.float(), x.dtype, (1, 128), 16)
+    assert not cast_hopper.takes_tiles(x.t()[:32], x.dtype, (1, 128), 16)
+    assert not cast_hopper.takes_tiles(x[:, 1:57], x.dtype, (1, 128), 16)
+    assert not cast_hopper.takes_tiles(x[:, :60], x.dtype, (1, 128), 16)
+    assert not cast_hopper.takes_tiles(x, x.dtype, (1, 128), 4)
+    assert not cast_hopper.takes_tiles(x, x.dtype, (128, 128), 16)
+    assert not cast_hopper.takes_tiles(x, x.dtype, (1, -1), 16)
+    assert not cast_hopper.takes_tiles(x, x.dtype, (1, 4), 16)
 
 
 def inputs_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
@@ -106,18 +117,17 @@ def inputs_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> list[Te
 @pytest.mark.parametrize("write", [True, False], ids=["both", "transposed"])
 @pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "gelu_backward", "swiglu_backward"])
 @each_dtype
-def test_sources_have_the_same_bytes_both_ways(
+def test_prologues_have_the_same_bytes_both_ways(
     dtype: torch.dtype, kind: str, write: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rows, columns in ((300, 512), (63, 130), (1, 24)):
-        inputs = inputs_of(kind, rows, columns, dtype)
-        how = (dtype, None, E4M3, (1, 128), "fp32", 0.0, 16)
-        flags = {"write": write, "transpose": True, "column_sum": write}
-        results = []
-        for answer in (True, False):
-            with monkeypatch.context() as patch:
-                patch.setattr(source_quantize, "has_tiles", lambda *_, a=answer: a)
-                results.append(source_quantize._quantize(kind, inputs, *how, **flags))
-        (*tile, total, _), (*registers, other_total, _) = results
-        same(tile[0 if write else 2 :], registers[0 if write else 2 :])
-        torch.testing.assert_close(total, other_total, rtol=1e-4, atol=1e-3)
+        matrix = Source(kind, inputs_of(kind, rows, columns, dtype), dtype)[:3]
+        how = (E4M3, (1, 128), "fp32", 0.0, 16, write, True, True)
+        tile = cast(*matrix, *how)
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher, "has_tiles", lambda *_: False)
+            patch.setattr(launcher, "takes_tiles", lambda *_: False)
+            apart = cast(*matrix, *how)
+        assert [one is None for one in tile] == [one is None for one in apart]
+        same(*([one for one in way[:5] if one is not None] for way in (tile, apart)))
+        torch.testing.assert_close(tile[5], apart[5], rtol=1e-4, atol=1e-3)

@@ -29,23 +29,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from float8lab.formats import E4M3, E5M2, scale_shape
-from float8lab.ops import kernels
+from float8lab.inspect.selfcheck import forms
+from float8lab.ops import Source, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
     attention,
     block_gemm,
-    many,
+    cast_hopper,
+    cast_many,
     norm,
-    pair,
-    pair_blocks,
-    quantize,
+    prologue,
     rotary,
     scaling,
-    source,
-    source_cast,
-    source_quantize,
 )
 from float8lab.ops.kernels._launch import Launched
+from float8lab.ops.kernels.cast import cast, dequantize, transpose
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -65,8 +63,13 @@ one = torch.ones(1)
 slots, factors = torch.zeros(8), torch.zeros(2, 8)
 
 
-def quantized(block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3) -> Any:
-    return lambda: quantize.quantize(x, fp8_dtype, block, rule, 0.0, 16)
+def quantized(
+    block: tuple[int, int],
+    rule: str = "fp32",
+    fp8_dtype: torch.dtype = E4M3,
+    matrix: torch.Tensor = x,
+) -> Any:
+    return lambda: forms.quantize(cast, matrix, fp8_dtype, block, rule, 0.0, 16)
 
 
 def many_quantized(
@@ -78,8 +81,9 @@ def many_quantized(
 ) -> Any:
     def call() -> None:
         xs = [torch.zeros(256, columns, dtype=dtype), torch.zeros(64, columns, dtype=dtype)]
-        outputs = [quantize.reference.quantize(y, fp8_dtype, block, rule, 0.0, 1) for y in xs]
-        many.quantize_many_(xs, *map(list, zip(*outputs, strict=True)), block, rule, 0.0)
+        outputs = [reference.quantize(y, fp8_dtype, block, rule) for y in xs]
+        q, scale, amax = map(list, zip(*outputs, strict=True))
+        cast_many.cast_many_(xs, q, block, rule, 0.0, scale, amax, [])
 
     return call
 
@@ -88,7 +92,7 @@ def many_cast(block: tuple[int, int], columns: int = 512) -> Any:
     def call() -> None:
         xs = [torch.zeros(256, columns), torch.zeros(64, columns)]
         scales = [torch.ones(scale_shape(tuple(y.shape), block)) for y in xs]
-        many.cast_many_(xs, scales, [y.to(E4M3) for y in xs], block)
+        cast_many.cast_many_(xs, [y.to(E4M3) for y in xs], block, "encode", 0.0, [], [], scales)
 
     return call
 
@@ -99,67 +103,70 @@ def both(
     column_sum: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
-    return lambda: pair.quantize_pair(x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
+    return lambda: forms.quantize_pair(cast, x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
 
 
-def tiles(rule: str = "fp32", size: int = 128, column_sum: bool = False) -> Any:
-    return lambda: pair_blocks.quantize_blocks(x, E4M3, (1, size), rule, 0.0, 16, column_sum)
+def tiles(
+    matrix: Source,
+    rule: str = "fp32",
+    size: int = 128,
+    fp8_dtype: torch.dtype = E4M3,
+    write: bool = True,
+    column_sum: bool = False,
+) -> Any:
+    how = (matrix[:3], fp8_dtype, (1, size), rule, 0.0, 16)
+    return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
 
 
-def cast(
+def given(
     factor: torch.Tensor,
     block: tuple[int, int],
     slot: torch.Tensor | None = None,
     divide: bool = False,
 ) -> Any:
-    return lambda: quantize.cast(x, factor, slot, E4M3, block, 16, divide)
+    return lambda: forms.encode(cast, x, factor, slot, E4M3, block, 16, divide)
 
 
 def cast_both(column_sum: bool, fp8_dtype: torch.dtype = E4M3) -> Any:
-    return lambda: pair.cast_pair(x, one, one, fp8_dtype, 16, column_sum)
+    return lambda: forms.encode_pair(cast, x, one, one, fp8_dtype, 16, column_sum)
 
 
 def dequantized(scale: torch.Tensor, block: tuple[int, int]) -> Any:
-    return lambda: quantize.dequantize(x.to(E4M3), scale, block, torch.bfloat16)
+    return lambda: dequantize(x.to(E4M3), scale, block, torch.bfloat16)
 
 
 vector, rows_of = torch.ones(512), torch.ones(256)
-SOURCES: dict[str, tuple[str, list[torch.Tensor]]] = {
-    "layer_norm": ("layer_norm", [x, rows_of, vector, rows_of, vector]),
-    "rms_norm": ("rms_norm", [x, rows_of, vector]),
-    "swiglu": ("swiglu", [x]),
-    "gelu_backward": ("gelu_backward", [x, x]),
-    "swiglu_backward": ("swiglu_backward", [x, x[:, :256].contiguous()]),
-    "geglu_backward": ("geglu_backward", [x, x[:, :256].contiguous()]),
+INPUTS: dict[str, list[torch.Tensor]] = {
+    "layer_norm": [x, rows_of, vector, rows_of, vector],
+    "rms_norm": [x, rows_of, vector],
+    "swiglu": [x],
+    "gelu_backward": [x, x],
+    "swiglu_backward": [x, x[:, :256].contiguous()],
+    "geglu_backward": [x, x[:, :256].contiguous()],
 }
-WIDE = ("geglu_backward", [x.float(), x[:, :256].float()])
+SOURCES = {name: Source(name, inputs, torch.bfloat16) for name, inputs in INPUTS.items()}
+PLAIN, HALF = Source("", [x], x.dtype), Source("", [x.half()], torch.float16)
+WIDE = Source("geglu_backward", [x.float(), x[:, :256].float()], torch.float32)
 
 
 def cast_of(name: str, transposed: bool = False, slot: torch.Tensor | None = None) -> Any:
-    arguments = (*SOURCES[name], torch.bfloat16)
-    return lambda: source_cast.cast_of(*arguments, transposed, one, slot, E4M3, 16)
+    how = (one, slot, E4M3, (-1, -1), 16)
+    return lambda: forms.encode(cast, SOURCES[name], *how, transposed=transposed)
 
 
 def pair_of(name: str, slot: torch.Tensor | None = None) -> Any:
-    arguments = (*SOURCES[name], torch.bfloat16)
-    return lambda: source_cast.cast_pair_of(*arguments, one, slot, E5M2, 16, True)
+    return lambda: forms.encode_pair(cast, SOURCES[name], one, slot, E5M2, 16, True)
 
 
 def quantized_of(
     name: str, block: tuple[int, int], transposed: bool = False, rule: str = "fp32"
 ) -> Any:
-    arguments = (*SOURCES[name], torch.bfloat16, transposed, None)
-    return lambda: source_quantize.quantize_of(*arguments, E4M3, block, rule, 0.0, 16)
+    how = (E4M3, block, rule, 0.0, 16)
+    return lambda: forms.quantize(cast, SOURCES[name], *how, transposed=transposed)
 
 
 def both_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
-    arguments = (*SOURCES[name], torch.bfloat16)
-    return lambda: source_quantize.quantize_pair_of(*arguments, E4M3, block, rule, 0.0, 16, True)
-
-
-def tiles_of(name: str, write: bool = True, column_sum: bool = False) -> Any:
-    arguments = (*SOURCES[name], torch.bfloat16, E4M3, (1, 128), "fp32", 0.0, 16)
-    return lambda: pair_blocks.quantize_blocks_of(*arguments, write=write, column_sum=column_sum)
+    return lambda: forms.quantize_pair(cast, SOURCES[name], E4M3, block, rule, 0.0, 16, True)
 
 
 def normed(center: bool, columns: int) -> Any:
@@ -172,20 +179,23 @@ def normed(center: bool, columns: int) -> Any:
 
 def norm_stats(center: bool) -> Any:
     bias = vector if center else None
-    return lambda: norm.norm_stats(x, vector, bias, 1e-5, center, torch.bfloat16, True)
+    how = (1e-5, center, torch.bfloat16, None, (), False, True)
+    return lambda: norm.norm(x, vector, bias, *how)
 
 
 def norm_backward(center: bool, columns: int) -> Any:
     y = x.view(-1, columns)
     stats = torch.ones(y.shape[0])
-    return lambda: norm.norm_backward(y, y, torch.ones(columns), stats, stats, center)
+    return lambda: norm.norm_backward(
+        y, y, torch.ones(columns), stats, stats, center, torch.bfloat16
+    )
 
 
 def fp8_normed(center: bool, columns: int, scale: torch.Tensor, block: tuple[int, int]) -> Any:
     q = x.view(-1, columns).to(E4M3)
-    return lambda: norm.fp8_norm(
-        q, scale, block, torch.ones(columns), torch.ones(columns) if center else None, 1e-5,
-        center, torch.bfloat16,
+    return lambda: norm.norm(
+        q, torch.ones(columns), torch.ones(columns) if center else None, 1e-5, center,
+        torch.bfloat16, scale, block,
     )  # fmt: skip
 
 
@@ -194,8 +204,8 @@ def fp8_norm_backward(
 ) -> Any:
     y = x.view(-1, columns)
     stats = torch.ones(y.shape[0])
-    return lambda: norm.fp8_norm_backward(
-        y, y.to(E5M2), scale, block, torch.ones(columns), stats, stats, center, torch.bfloat16
+    return lambda: norm.norm_backward(
+        y, y.to(E5M2), torch.ones(columns), stats, stats, center, torch.bfloat16, scale, block
     )
 
 
@@ -211,30 +221,24 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "tensor-e5m2-pow2": quantized((-1, -1), "pow2", E5M2),
     "tensor-both": both((-1, -1)),
     "tensor-both-sum": both((-1, -1), column_sum=True),
-    "tensor-column-major": lambda: quantize.quantize(x.t(), E4M3, (-1, -1), "fp32", 0.0, 16),
+    "tensor-column-major": quantized((-1, -1), matrix=x.t()),
     "row": quantized((1, -1)),
-    "row-long": lambda: quantize.quantize(x.view(8, -1), E4M3, (1, -1), "fp32", 0.0, 16),
-    "row-column-major": lambda: quantize.quantize(x.t(), E4M3, (1, -1), "fp32", 0.0, 16),
+    "row-long": quantized((1, -1), matrix=x.view(8, -1)),
+    "row-column-major": quantized((1, -1), matrix=x.t()),
     "row-both": both((1, -1)),
     "row-both-sum": both((1, -1), column_sum=True),
     "1x128": quantized((1, 128)),
     "1x128-both": both((1, 128)),
-    "1x128-both-pow2-sum": both((1, 128), "pow2", column_sum=True),
-    "1x128-both-float16": both((1, 128), dtype=torch.float16),
     "1x128-both-float32": both((1, 128), dtype=torch.float32),
-    "1x32-e8m0-both-float32": both((1, 32), "e8m0", dtype=torch.float32),
-    "tiles": tiles(),
-    "tiles-pow2-sum": tiles("pow2", column_sum=True),
-    "tiles-float16": lambda: pair_blocks.quantize_blocks(
-        x.half(), E5M2, (1, 128), "fp32", 0.0, 16, True
-    ),
-    "tiles-1x32-e8m0": tiles("e8m0", size=32),
-    "tiles-1x8-sum": tiles(size=8, column_sum=True),
+    "tiles": tiles(PLAIN),
+    "tiles-pow2-sum": tiles(PLAIN, "pow2", column_sum=True),
+    "tiles-float16": tiles(HALF, fp8_dtype=E5M2, column_sum=True),
+    "tiles-1x32-e8m0": tiles(PLAIN, "e8m0", size=32),
+    "tiles-1x8-sum": tiles(PLAIN, size=8, column_sum=True),
     "row-both-float32": both((1, -1), dtype=torch.float32),
     "128x128": quantized((128, 128)),
     "128x128-both": both((128, 128)),
     "1x32-e8m0": quantized((1, 32), "e8m0"),
-    "1x32-e8m0-both-sum": both((1, 32), "e8m0", column_sum=True),
     "32x32-both": both((32, 32)),
     "many-tensors": many_quantized((-1, -1)),
     "many-tensors-e5m2-pow2": many_quantized((-1, -1), "pow2", E5M2, torch.bfloat16),
@@ -251,17 +255,17 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "many-cast-128x128": many_cast((128, 128)),
     "many-cast-4x128": many_cast((4, 128)),
     "many-cast-odd": many_cast((128, 128), columns=500),
-    "cast": cast(one, (-1, -1)),
-    "cast-amax": cast(one, (-1, -1), one),
-    "cast-divides": cast(one, (-1, -1), divide=True),
-    "cast-1x128-divides": cast(torch.ones(256, 4), (1, 128), divide=True),
-    "cast-row": cast(torch.ones(256, 1), (1, -1)),
-    "cast-1x128": cast(torch.ones(256, 4), (1, 128)),
-    "cast-128x128": cast(torch.ones(2, 4), (128, 128)),
+    "cast": given(one, (-1, -1)),
+    "cast-amax": given(one, (-1, -1), one),
+    "cast-divides": given(one, (-1, -1), divide=True),
+    "cast-1x128-divides": given(torch.ones(256, 4), (1, 128), divide=True),
+    "cast-row": given(torch.ones(256, 1), (1, -1)),
+    "cast-1x128": given(torch.ones(256, 4), (1, 128)),
+    "cast-128x128": given(torch.ones(2, 4), (128, 128)),
     "cast-both": cast_both(column_sum=False),
     "cast-both-sum": cast_both(column_sum=True),
     "cast-both-e5m2": cast_both(column_sum=False, fp8_dtype=E5M2),
-    "transpose": lambda: pair.transpose(x.to(E4M3), 16),
+    "transpose": lambda: transpose(x.to(E4M3), 16),
     "dequantize": dequantized(one, (-1, -1)),
     "dequantize-row": dequantized(torch.ones(256, 1), (1, -1)),
     "dequantize-1x32": dequantized(torch.ones(256, 16), (1, 32)),
@@ -278,27 +282,24 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "layer-norm-backward-of-tensor": fp8_norm_backward(True, 4096, one, (-1, -1)),
     "layer-norm-backward-of-1x128": fp8_norm_backward(True, 8192, torch.ones(16, 64), (1, 128)),
     "rms-norm-backward-of-row": fp8_norm_backward(False, 512, torch.ones(256, 1), (1, -1)),
-    "value-of-swiglu": lambda: source.value_of(*SOURCES["swiglu"], torch.bfloat16),
-    "value-of-geglu-backward": lambda: source.value_of(*SOURCES["geglu_backward"], torch.float32),
+    "value-of-swiglu": lambda: prologue.value_of(*SOURCES["swiglu"][:3]),
+    "value-of-geglu-backward": lambda: prologue.value_of(
+        *SOURCES["geglu_backward"][:2], torch.float32
+    ),
     "cast-of-layer-norm": cast_of("layer_norm", slot=one),
     "cast-of-rms-norm-transposed": cast_of("rms_norm", transposed=True),
     "cast-of-swiglu": cast_of("swiglu", slot=one),
     "cast-both-of-gelu-backward": pair_of("gelu_backward", slot=one),
     "cast-both-of-geglu-backward": pair_of("geglu_backward", slot=one),
-    "cast-both-of-float32": lambda: source_cast.cast_pair_of(
-        *WIDE, torch.float32, one, one, E5M2, 16, True
-    ),
+    "cast-both-of-float32": lambda: forms.encode_pair(cast, WIDE, one, one, E5M2, 16, True),
     "tensor-of-rms-norm": quantized_of("rms_norm", (-1, -1)),
     "tensor-both-of-swiglu-backward": both_of("swiglu_backward", (-1, -1)),
     "row-of-layer-norm": quantized_of("layer_norm", (1, -1)),
     "row-of-swiglu-transposed": quantized_of("swiglu", (1, -1), transposed=True),
     "row-both-of-geglu-backward": both_of("geglu_backward", (1, -1)),
-    "1x128-of-layer-norm-transposed": quantized_of("layer_norm", (1, 128), transposed=True),
-    "1x128-both-of-geglu-backward": both_of("geglu_backward", (1, 128)),
-    "1x32-e8m0-both-of-swiglu-backward": both_of("swiglu_backward", (1, 32), "e8m0"),
-    **{f"tiles-of-{name.replace('_', '-')}": tiles_of(name) for name in SOURCES},
-    "tiles-of-layer-norm-transposed": tiles_of("layer_norm", write=False),
-    "tiles-of-swiglu-backward-sum": tiles_of("swiglu_backward", column_sum=True),
+    **{f"tiles-of-{name.replace('_', '-')}": tiles(computed) for name, computed in SOURCES.items()},
+    "tiles-of-layer-norm-transposed": tiles(SOURCES["layer_norm"], write=False),
+    "tiles-of-swiglu-backward-sum": tiles(SOURCES["swiglu_backward"], column_sum=True),
     "update-scales": lambda: scaling.update_scales_(
         torch.zeros(1024, 8), slots, factors, slots.int(), slots, 0, 1, False, True
     ),
@@ -382,8 +383,10 @@ def compile_launch(launch: Launch, capability: int) -> Any:
         elif isinstance(value, TensorDescriptor):
             tile = f"{POINTER[value.base.dtype][1:]}{value.block_shape}"
             signature[parameter.name] = f"tensordesc<{tile},{value.layout!r}>"
-        elif parameter.is_constexpr or (
-            type(value) is int and value == 1 and not parameter.do_not_specialize
+        elif (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and not parameter.do_not_specialize)
         ):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
@@ -530,10 +533,8 @@ def test_pointers_from_a_table_allow_wide_accesses(name: str) -> None:
 BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {
     "cast": cast_both(column_sum=True),
     "row": both((1, -1)),
-    "1x128-float32": both((1, 128), dtype=torch.float32),
     "layer-norm": pair_of("layer_norm"),
     "float32-geglu-backward": LAUNCHES["cast-both-of-float32"],
-    "1x128-of-geglu-backward": both_of("geglu_backward", (1, 128)),
 }
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
+from float8lab.inspect.selfcheck import forms
 from float8lab.ops import gemm, reference
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from tests.near_ties import by_multiplying, near_ties
 
 pytestmark = pytest.mark.gpu
@@ -108,7 +109,7 @@ def test_quantize(
         for align in (1, 16):
             x = layout(matrix(shape, dtype))
             arguments = (fp8_dtype, block, rule, eps, align)
-            got = ops.quantize_op(x, *arguments)
+            got = forms.quantize(ops.cast_op, x, *arguments)
             all_same(got, reference.quantize(x.cpu(), *arguments))
 
 
@@ -124,8 +125,8 @@ def test_quantize_pair(
         for align in (1, 16):
             x = layout(matrix(shape, dtype))
             arguments = (fp8_dtype, block, rule, eps, align)
-            *got, sums = ops.quantize_pair_op(x, *arguments, align == 16)
-            all_same(got, reference.quantize_pair(x.cpu(), *arguments, False)[:4])
+            *got, sums = forms.quantize_pair(ops.cast_op, x, *arguments, align == 16)
+            all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *arguments, False)[:4])
             sums_close(sums, x if align == 16 else x[:, :0])
 
 
@@ -139,9 +140,10 @@ def test_quantize_by_a_known_amax(shape: tuple[int, int], dtype: torch.dtype, la
         for align in (1, 16):
             arguments = (E4M3, (-1, -1), "fp32", 0.0, align)
             want = reference.quantize(x.cpu(), *arguments, amax.cpu())
-            all_same(ops.quantize_op(x, *arguments, amax), want)
-            got = ops.quantize_pair_op(x, *arguments, False, amax)
-            all_same(got, reference.quantize_pair(x.cpu(), *arguments, False, amax.cpu()))
+            all_same(forms.quantize(ops.cast_op, x, *arguments, amax)[:2], want[:2])
+            got = forms.quantize_pair(ops.cast_op, x, *arguments, False, amax)
+            arguments = (*arguments, False, amax.cpu())
+            all_same(got[:4], forms.quantize_pair(reference.cast, x.cpu(), *arguments)[:4])
 
 
 @each_layout
@@ -150,7 +152,7 @@ def test_quantize_by_a_known_amax(shape: tuple[int, int], dtype: torch.dtype, la
 def test_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
     x = layout(matrix(shape, dtype))
     for block in ((-1, -1), (1, -1), (1, 128)):
-        same(ops.amax_op(x, block), reference.amax(x.cpu(), block))
+        same(forms.amax(ops.cast_op, x, block), reference.amax(x.cpu(), block))
 
 
 SPECIAL = {
@@ -175,14 +177,19 @@ def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list
     x = torch.tensor(values, device="cuda").to(dtype).repeat(3, 40)
     for block, rule, eps in RECIPES.values():
         arguments = (fp8_dtype, block, rule, eps, 16)
-        all_same(ops.quantize_op(x, *arguments), reference.quantize(x.cpu(), *arguments))
-        got = ops.quantize_pair_op(x, *arguments, False)
-        all_same(got, reference.quantize_pair(x.cpu(), *arguments, False))
+        all_same(
+            forms.quantize(ops.cast_op, x, *arguments), reference.quantize(x.cpu(), *arguments)
+        )
+        got = forms.quantize_pair(ops.cast_op, x, *arguments, False)
+        all_same(got[:4], forms.quantize_pair(reference.cast, x.cpu(), *arguments, False)[:4])
     for scale in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
         factor = torch.tensor(scale)
         for divide in (False, True):
-            got = ops.cast_op(x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, divide)
-            same(got, reference.cast(x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, divide))
+            got = forms.encode(ops.cast_op, x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, divide)
+            same(
+                got,
+                forms.encode(reference.cast, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, divide),
+            )
 
 
 @each_fp8_dtype
@@ -191,10 +198,11 @@ def test_every_float16_casts_as_the_reference_does(fp8_dtype: torch.dtype) -> No
     x = x.view(256, 256)
     for scale in (1.0, 0.37, 2.0**-7):
         factor = torch.tensor(scale)
-        got = ops.cast_pair_op(x, factor.cuda(), None, fp8_dtype, 1, False)
-        all_same(got, reference.cast_pair(x.cpu(), factor, None, fp8_dtype, 1, False))
-        got = ops.cast_op(x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, True)
-        same(got, reference.cast(x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, True))
+        got = forms.encode_pair(ops.cast_op, x, factor.cuda(), None, fp8_dtype, 1, False)
+        want = forms.encode_pair(reference.cast, x.cpu(), factor, None, fp8_dtype, 1, False)
+        all_same(got[:2], want[:2])
+        got = forms.encode(ops.cast_op, x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, True)
+        same(got, forms.encode(reference.cast, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, True))
 
 
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (-1, -1)], ids=str)
@@ -205,38 +213,44 @@ def test_bytes_are_those_of_the_encode_factor(dtype: torch.dtype, block: tuple[i
     for align in (1, 16):
         how = (E4M3, block, "fp32", 0.0, align)
         q, scale, amax = reference.quantize(x.cpu(), *how)
-        all_same(ops.quantize_op(x, *how), (q, scale, amax))
-        *got, _ = ops.quantize_pair_op(x, *how, False)
-        all_same(got, reference.quantize_pair(x.cpu(), *how, False)[:4])
+        all_same(forms.quantize(ops.cast_op, x, *how), (q, scale, amax))
+        *got, _ = forms.quantize_pair(ops.cast_op, x, *how, False)
+        all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *how, False)[:4])
         for divide, factor in (
             (False, reference.factors_from_amax(amax, E4M3, "fp32")[1]),
             (False, 1 / scale),
             (True, scale),
         ):
-            got = ops.cast_op(x, factor.cuda(), None, E4M3, block, align, divide)
-            same(got, reference.cast(x.cpu(), factor, None, E4M3, block, align, divide))
+            got = forms.encode(ops.cast_op, x, factor.cuda(), None, E4M3, block, align, divide)
+            same(
+                got, forms.encode(reference.cast, x.cpu(), factor, None, E4M3, block, align, divide)
+            )
 
 
 def test_near_ties() -> None:
     x = near_ties(64)
     wanted = by_multiplying(x)
     for block in ((1, -1), (1, 256)):  # by a kernel, and by the reference on the GPU
-        q, scale, _ = ops.quantize_op(x.cuda(), E4M3, block, "fp32", 0.0, 1)
+        q, scale, _ = forms.quantize(ops.cast_op, x.cuda(), E4M3, block, "fp32", 0.0, 1)
         assert torch.equal(q.view(torch.uint8).cpu(), wanted)
-        got = ops.cast_op(x.cuda(), scale, None, E4M3, block, 1, True)
-        same(got, reference.cast(x, scale.cpu(), None, E4M3, block, 1, True))
-    _, _, q_t, _, _ = ops.quantize_pair_op(x.t().cuda(), E4M3, (1, -1), "fp32", 0.0, 16, False)
+        got = forms.encode(ops.cast_op, x.cuda(), scale, None, E4M3, block, 1, True)
+        same(got, forms.encode(reference.cast, x, scale.cpu(), None, E4M3, block, 1, True))
+    _, _, q_t, _, _ = forms.quantize_pair(
+        ops.cast_op, x.t().cuda(), E4M3, (1, -1), "fp32", 0.0, 16, False
+    )
     assert torch.equal(q_t.view(torch.uint8).cpu()[:64], wanted)
     for row, bytes_of_row in zip(x[:, None], wanted, strict=True):
         for align in (1, 16):
-            q, _, _ = ops.quantize_op(row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align)
+            q, _, _ = forms.quantize(ops.cast_op, row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align)
             assert torch.equal(q.view(torch.uint8).cpu()[0], bytes_of_row)
-            q, *_ = ops.quantize_pair_op(row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align, False)
+            q, *_ = forms.quantize_pair(
+                ops.cast_op, row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align, False
+            )
             assert torch.equal(q.view(torch.uint8).cpu()[0], bytes_of_row)
-            source = ("relu", [row.cuda()], torch.float32)
+            source = ops.Source("relu", [row.cuda()], torch.float32)
             for how in ((E4M3, (-1, -1)), (E4M3, (1, -1)), (E4M3, (1, 128))):
                 arguments = (*how, "fp32", 0.0, align)
-                q, _, _ = ops.quantize_of_op(*source, False, None, *arguments)
+                q, _, _ = forms.quantize(ops.cast_op, source, *arguments)
                 want, _, _ = reference.quantize(row, *arguments)
                 same(q, want)
 
@@ -254,13 +268,18 @@ def test_cast_and_its_amax(
         wanted_slot = None if start is None else torch.tensor([start])
         slot = None if start is None else torch.tensor([start], device="cuda")
         if pair:
-            *got, sums = ops.cast_pair_op(x, scale.cuda(), slot, E4M3, align, True)
-            want = reference.cast_pair(x.cpu(), scale, wanted_slot, E4M3, align, True)[:2]
+            *got, sums = forms.encode_pair(ops.cast_op, x, scale.cuda(), slot, E4M3, align, True)
+            want = forms.encode_pair(
+                reference.cast, x.cpu(), scale, wanted_slot, E4M3, align, True
+            )[:2]
             all_same(got, want)
             sums_close(sums, x)
         else:
-            got = ops.cast_op(x, scale.cuda(), slot, E4M3, (-1, -1), align)
-            same(got, reference.cast(x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align))
+            got = forms.encode(ops.cast_op, x, scale.cuda(), slot, E4M3, (-1, -1), align)
+            same(
+                got,
+                forms.encode(reference.cast, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align),
+            )
         same(slot, wanted_slot)
 
 
@@ -276,8 +295,8 @@ def test_cast_by_block(block: tuple[int, int], layout: Any, align: int) -> None:
     shape = tuple(reference.round_up(size, align) for size in x.shape)
     scale = torch.rand(scale_shape(shape, block)) + 0.1
     for one in (scale, scale.t().contiguous().t()):
-        got = ops.cast_op(x, one.cuda(), None, E5M2, block, align)
-        same(got, reference.cast(x.cpu(), one, None, E5M2, block, align))
+        got = forms.encode(ops.cast_op, x, one.cuda(), None, E5M2, block, align)
+        same(got, forms.encode(reference.cast, x.cpu(), one, None, E5M2, block, align))
 
 
 @each_dtype
@@ -309,8 +328,10 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
     rows, columns = 41_088, 53_248  # 2.19e9 elements, 4 GiB of bfloat16; whole blocks
     x = torch.randn((rows, columns), device="cuda", dtype=torch.bfloat16)
     x[-1, -1] = 100.0
-    q, scale, q_t, scale_t, _ = ops.quantize_pair_op(x, E4M3, block, "fp32", 0.0, 16, False)
-    q_only, scale_only, amax = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 16)
+    q, scale, q_t, scale_t, _ = forms.quantize_pair(
+        ops.cast_op, x, E4M3, block, "fp32", 0.0, 16, False
+    )
+    q_only, scale_only, amax = forms.quantize(ops.cast_op, x, E4M3, block, "fp32", 0.0, 16)
     assert torch.equal(q.view(torch.uint8), q_only.view(torch.uint8))
     assert torch.equal(scale, scale_only)
     assert amax.max() == 100
@@ -319,7 +340,7 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
         of_chunk = scale if block[0] == -1 else scale[chunk]
         amax_of_chunk = (amax if block[0] == -1 else amax[chunk]).cpu()
         encode = reference.factors_from_amax(amax_of_chunk, E4M3, "fp32")[1]
-        want = reference.cast(x[chunk].cpu(), encode, None, E4M3, block, 1)
+        want = forms.encode(reference.cast, x[chunk].cpu(), encode, None, E4M3, block, 1)
         same(q[chunk], want)
         if block == (-1, -1):
             same(q_t[:, chunk].t().contiguous(), want)
@@ -378,7 +399,7 @@ def test_scaled_mm(
     dequantized = []
     for rows, block, fp8_dtype in zip((M, N), blocks, formats, strict=True):
         x = torch.randn(rows, K, device="cuda")
-        q, scale, _ = ops.quantize_op(x, fp8_dtype, block, "fp32", 0.0, 1)
+        q, scale, _ = forms.quantize(ops.cast_op, x, fp8_dtype, block, "fp32", 0.0, 1)
         operands += [q, scale, block]
         dequantized.append(reference.dequantize(q.cpu(), scale.cpu(), block, torch.float64).cuda())
     left, right = dequantized
@@ -418,7 +439,7 @@ def test_our_product_of_blocks_is_cublas_s(
     for rows, block in ((M, (1, 128)), (N, b_block)):
         x = torch.randn(rows, K, device="cuda")
         x *= torch.logspace(-1, 1, rows, device="cuda")[:, None]
-        q, scale, _ = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1)
+        q, scale, _ = forms.quantize(ops.cast_op, x, E4M3, block, "fp32", 0.0, 1)
         operands += [q, scale, block]
         magnitudes.append(x.abs())
     magnitude = magnitudes[0] @ magnitudes[1].t()
@@ -445,7 +466,9 @@ def test_scaled_bmm(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
         operands: list[Any] = []
         for rows, block in zip((M, N), blocks, strict=True):
             parts = [
-                ops.quantize_op(torch.randn(rows, K, device="cuda"), E4M3, block, "fp32", 0.0, 1)
+                forms.quantize(
+                    ops.cast_op, torch.randn(rows, K, device="cuda"), E4M3, block, "fp32", 0.0, 1
+                )
                 for _ in range(max(B, 1))
             ]
             q, scale = (torch.stack([part[i] for part in parts])[:B] for i in (0, 1))
@@ -453,9 +476,11 @@ def test_scaled_bmm(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
         a, a_scale, a_block, b, b_scale, b_block = operands
         by_column = b.view(torch.uint8).mT.contiguous().mT.view(E4M3)
         for out_dtype in HIGH_PRECISION_DTYPES:
-            got = ops.scaled_bmm_op(*operands, out_dtype)
+            got = ops.scaled_mm_op(*operands, None, out_dtype, False)
             assert (got.dtype, got.shape) == (out_dtype, (B, M, N))
-            again = ops.scaled_bmm_op(a, a_scale, a_block, by_column, b_scale, b_block, out_dtype)
+            again = ops.scaled_mm_op(
+                a, a_scale, a_block, by_column, b_scale, b_block, None, out_dtype, False
+            )
             torch.testing.assert_close(again, got, rtol=0, atol=0)
             for y, left, s, right, t in zip(got, a, a_scale, b, b_scale, strict=True):
                 want = ops.scaled_mm_op(left, s, a_block, right, t, b_block, None, out_dtype, False)
@@ -467,8 +492,8 @@ def test_scaled_mm_of_views() -> None:
     x = torch.randn(64, 257, device="cuda")
     w = torch.randn(48, 257, device="cuda")
     for block in ((-1, -1), (1, -1), (1, 128)):
-        q, scale, _ = ops.quantize_op(x[:, 1:], E4M3, block, "fp32", 0.0, 1)
-        v, v_scale, _ = ops.quantize_op(w[:, 1:], E4M3, block, "fp32", 0.0, 1)
+        q, scale, _ = forms.quantize(ops.cast_op, x[:, 1:], E4M3, block, "fp32", 0.0, 1)
+        v, v_scale, _ = forms.quantize(ops.cast_op, w[:, 1:], E4M3, block, "fp32", 0.0, 1)
         tight = ops.scaled_mm_op(q, scale, block, v, v_scale, block, None, torch.bfloat16, False)
         loose = torch.zeros(64 * 256 + 1, dtype=torch.uint8, device="cuda")[1:].view(E4M3)
         loose = loose.view(64, 256)
@@ -485,15 +510,15 @@ def test_scaled_mm_of_views() -> None:
 @pytest.mark.parametrize(
     ("a_block", "b_block"), [pair for name, pair in GEMM_BLOCKS.items() if "mx" not in name]
 )
-def test_has_fp8_gemm_is_true_of_what_hopper_multiplies(
+def test_may_multiply_is_true_of_what_hopper_multiplies(
     a_block: tuple[int, int], b_block: tuple[int, int]
 ) -> None:
     device = torch.device("cuda")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the table is Hopper's")
-    assert has_fp8_gemm(a_block, b_block, device)
-    assert has_fp8_gemm(a_block, b_block, device, a_dtype=E5M2)
-    assert not has_fp8_gemm(a_block, b_block, device, a_dtype=E5M2, b_dtype=E5M2)
+    assert may_multiply(a_block, b_block, device)
+    assert may_multiply(a_block, b_block, device, a_dtype=E5M2)
+    assert not may_multiply(a_block, b_block, device, a_dtype=E5M2, b_dtype=E5M2)
 
 
 @pytest.mark.parametrize("power_of_2", [False, True], ids=["", "pow2"])

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from float8lab.ops.kernels import many
+from float8lab.ops.kernels import cast_many as many
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROWS = ((4096, 8192, 512, 1024, 5, 7, 7, 1, 1, 0), (64, 128, 192, 256, 2, 3, 3, 1, 1, 9))

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
-from float8lab.ops.kernels import many
+from float8lab.inspect.selfcheck import forms
+from float8lab.ops.kernels import cast_many as many
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +70,7 @@ def matrix(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def alone(xs: Sequence[Tensor], fp8_dtype: torch.dtype, recipe: Recipe) -> list[Stored]:
-    return [ops.quantize_op(x, fp8_dtype, *recipe, 1) for x in xs]
+    return [forms.quantize(ops.cast_op, x, fp8_dtype, *recipe, 1) for x in xs]
 
 
 def blank(like: Sequence[Stored]) -> list[Stored]:
@@ -81,7 +82,8 @@ def blank(like: Sequence[Stored]) -> list[Stored]:
 
 
 def quantize_many_(xs: Sequence[Tensor], stored: Sequence[Stored], recipe: Recipe) -> None:
-    ops.quantize_many_op(list(xs), *map(list, zip(*stored, strict=True)), *recipe)
+    q, scale, amax = map(list, zip(*stored, strict=True))
+    ops.cast_many_op(list(xs), q, *recipe, scale, amax, [])
 
 
 def all_same(got: Sequence[Stored], want: Sequence[Stored]) -> None:
@@ -243,11 +245,11 @@ def test_cast(dtype: torch.dtype, fp8_dtype: torch.dtype, block: tuple[int, int]
     encodes = [torch.rand(scale_shape(tuple(x.shape), block), device="cuda") + 0.1 for x in xs]
     encodes[3] = encodes[3].t().contiguous().t()
     want = [
-        (ops.cast_op(x, encode, None, fp8_dtype, block, 1),)
+        (forms.encode(ops.cast_op, x, encode, None, fp8_dtype, block, 1),)
         for x, encode in zip(xs, encodes, strict=True)
     ]
     got = blank(want)
-    ops.cast_many_op(xs, encodes, [q for (q,) in got], block)
+    ops.cast_many_op(xs, [q for (q,) in got], block, "encode", 0.0, [], [], encodes)
     all_same(got, want)
 
 

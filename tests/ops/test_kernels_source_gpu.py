@@ -19,6 +19,7 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES
+from float8lab.inspect.selfcheck import forms
 from float8lab.ops import reference
 
 pytestmark = pytest.mark.gpu
@@ -122,8 +123,8 @@ def test_values(kind: str, dtype: torch.dtype) -> None:
 def test_amax(kind: str, dtype: torch.dtype) -> None:
     for shape in SHAPES.values():
         inputs = inputs_of(kind, shape, dtype)
-        want = ops.amax_op(ops.value_of_op(kind, inputs, dtype), (-1, -1))
-        same(ops.amax_of_op(kind, inputs, dtype), want)
+        want = forms.amax(ops.cast_op, ops.value_of_op(kind, inputs, dtype))
+        same(forms.amax(ops.cast_op, ops.Source(kind, inputs, dtype)), want)
 
 
 @each_block
@@ -131,15 +132,16 @@ def test_amax(kind: str, dtype: torch.dtype) -> None:
 def test_quantize(kind: str, block: tuple[Any, ...], dtype: torch.dtype) -> None:
     for number, shape in enumerate(SHAPES.values()):
         inputs = inputs_of(kind, shape, dtype)
-        value = ops.value_of_op(kind, inputs, dtype)
+        source = ops.Source(kind, inputs, dtype)
+        value = source.value()
         fp8_dtype, align = FP8_DTYPES[number % 2], 16 if block[0] != (1, -1) else 1
         how = (fp8_dtype, *block, align)
         for transposed in (False, True):
-            *got, _ = ops.quantize_of_op(kind, inputs, dtype, transposed, None, *how)
-            want = ops.quantize_op(value.t() if transposed else value, *how)
+            *got, _ = forms.quantize(ops.cast_op, source, *how, transposed=transposed)
+            want = forms.quantize(ops.cast_op, value.t() if transposed else value, *how)
             all_same(got, want[:2])
-        *got, sums = ops.quantize_pair_of_op(kind, inputs, dtype, *how, number % 2 == 0)
-        *want, _ = ops.quantize_pair_op(value, *how, False)
+        *got, sums = forms.quantize_pair(ops.cast_op, source, *how, number % 2 == 0)
+        *want, _ = forms.quantize_pair(ops.cast_op, value, *how, False)
         all_same(got, want)
         sums_close(sums, value if number % 2 == 0 else value[:, :0])
 
@@ -149,17 +151,21 @@ def test_cast(kind: str, dtype: torch.dtype) -> None:
     encode = torch.tensor([27.1], device="cuda")
     for number, shape in enumerate(SHAPES.values()):
         inputs = inputs_of(kind, shape, dtype)
-        value = ops.value_of_op(kind, inputs, dtype)
+        source = ops.Source(kind, inputs, dtype)
+        value = source.value()
         slot, wanted = (torch.full((1,), ops.NO_DATA, device="cuda") for _ in range(2))
         fp8_dtype, align = FP8_DTYPES[number % 2], (16, 1)[number % 2]
         for transposed in (False, True):
-            got = ops.cast_of_op(kind, inputs, dtype, transposed, encode, slot, fp8_dtype, align)
+            how = (fp8_dtype, (-1, -1), align)
+            got = forms.encode(ops.cast_op, source, encode, slot, *how, transposed=transposed)
             oriented = value.t() if transposed else value
-            same(got, ops.cast_op(oriented, encode, wanted, fp8_dtype, (-1, -1), align))
+            same(
+                got, forms.encode(ops.cast_op, oriented, encode, wanted, fp8_dtype, (-1, -1), align)
+            )
             same(slot, wanted)
         arguments = (encode, None, fp8_dtype, align, True)
-        *got, sums = ops.cast_pair_of_op(kind, inputs, dtype, *arguments)
-        all_same(got, ops.cast_pair_op(value, *arguments)[:2])
+        *got, sums = forms.encode_pair(ops.cast_op, source, *arguments)
+        all_same(got, forms.encode_pair(ops.cast_op, value, *arguments)[:2])
         sums_close(sums, value)
 
 
@@ -168,13 +174,14 @@ def test_inputs_and_values_of_different_widths(kind: str, dtype: torch.dtype) ->
     other = FP32 if dtype == BF16 else BF16
     encode = torch.tensor([27.1], device="cuda")
     inputs = inputs_of(kind, (300, 512), other)
-    value = ops.value_of_op(kind, inputs, dtype)
+    source = ops.Source(kind, inputs, dtype)
+    value = source.value()
     assert value.dtype == dtype
-    got = ops.cast_pair_of_op(kind, inputs, dtype, encode, None, E4M3, 16, False)
-    all_same(got, ops.cast_pair_op(value, encode, None, E4M3, 16, False))
+    got = forms.encode_pair(ops.cast_op, source, encode, None, E4M3, 16, False)[:2]
+    all_same(got, forms.encode_pair(ops.cast_op, value, encode, None, E4M3, 16, False)[:2])
     how = (E5M2, (-1, -1), "fp32", 0.0, 16, False)
-    got = ops.quantize_pair_of_op(kind, inputs, dtype, *how)
-    all_same(got, ops.quantize_pair_op(value, *how))
+    got = forms.quantize_pair(ops.cast_op, source, *how)[:4]
+    all_same(got, forms.quantize_pair(ops.cast_op, value, *how)[:4])
 
 
 @some_kinds
@@ -184,14 +191,17 @@ def test_strided_inputs_and_a_known_amax(kind: str, dtype: torch.dtype) -> None:
         torch.cat((one, one), dim=1)[:, : one.shape[1]] if one.ndim == 2 else one for one in inputs
     ]
     by_column = [one.t().contiguous().t() if one.ndim == 2 else one for one in inputs]
-    amax = ops.amax_of_op(kind, inputs, dtype)
+    amax = forms.amax(ops.cast_op, ops.Source(kind, inputs, dtype))
     how = (E4M3, (-1, -1), "fp32", 0.0, 16)
-    *want, found = ops.quantize_of_op(kind, inputs, dtype, True, None, *how)
+    *want, found = forms.quantize(
+        ops.cast_op, ops.Source(kind, inputs, dtype), *how, transposed=True
+    )
     same(found, amax)
     for one in (inputs, strided, by_column):
-        *got, none = ops.quantize_of_op(kind, one, dtype, True, amax, *how)
+        source = ops.Source(kind, one, dtype)
+        *got, none = forms.quantize(ops.cast_op, source, *how, amax, transposed=True)
         all_same(got, want)
-        assert not none.numel()
+        assert none is None
 
 
 FP8_NORM_BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (-1, 1), (3, 5)]
@@ -206,12 +216,13 @@ def test_norm(shape: tuple[int, int], dtype: torch.dtype, center: bool) -> None:
     weight = torch.randn(shape[1], device="cuda")
     bias = torch.randn(shape[1], device="cuda") if center else None
     arguments = (x, weight, bias, 1e-5, center, dtype)
-    y, mean, rstd = ops.norm_op(*arguments)
+    y, mean, rstd, none = ops.norm_op(*arguments)
+    assert none is None
     check_norm((y, mean, rstd), x, weight, bias)
-    got_mean, got_rstd, amax = ops.norm_stats_op(*arguments, True)
-    all_same((got_mean, got_rstd), (mean, rstd))
-    same(amax, ops.amax_op(y, (-1, -1)))
-    assert ops.norm_stats_op(*arguments, False)[2].numel() == 0
+    none, *stats, amax = ops.norm_op(*arguments, None, (), False, True)
+    assert none is None
+    all_same(stats[not center :], (mean, rstd)[not center :])
+    same(amax, forms.amax(ops.cast_op, y))
 
 
 @each_norm
@@ -222,22 +233,22 @@ def test_fp8_norm(
     block: tuple[int, int], shape: tuple[int, int], dtype: torch.dtype, center: bool
 ) -> None:
     x = torch.randn(shape, device="cuda") * 3 + 1
-    q, scale, _ = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1)
+    q, scale, _ = forms.quantize(ops.cast_op, x, E4M3, block, "fp32", 0.0, 1)
     weight = torch.randn(shape[1], device="cuda")
     bias = torch.randn(shape[1], device="cuda") if center else None
-    got = ops.fp8_norm_op(q, scale, block, weight, bias, 1e-5, center, dtype)
+    *got, _ = ops.norm_op(q, weight, bias, 1e-5, center, dtype, scale, block)
     value = ops.dequantize_op(q, scale, block, dtype)
     check_norm(got, value, weight, bias)
     _, mean, rstd = got
     dy = torch.randn(shape[::-1], device="cuda").to(dtype).t()
-    grads = ops.fp8_norm_backward_op(dy, q, scale, block, weight, mean, rstd, center, dtype)
+    grads = ops.norm_backward_op(dy, q, weight, mean, rstd, center, dtype, scale, block)
     check_norm_backward(grads, dy, value, weight, mean, rstd)
     by_column = q.t().contiguous().t()
-    got = ops.fp8_norm_op(by_column, scale, block, weight, bias, 1e-5, center, dtype)
+    *got, _ = ops.norm_op(by_column, weight, bias, 1e-5, center, dtype, scale, block)
     check_norm(got, value, weight, bias)
 
 
-def check_norm(got: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_norm(got: Sequence[Any], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """The statistics are close to the exact ones; given them, the values are the reference's."""
     y, mean, rstd = got
     center = bias is not None
@@ -261,18 +272,18 @@ def test_norm_backward(shape: tuple[int, int], dtype: torch.dtype, center: bool)
     dy = torch.randn(shape[::-1], device="cuda").to(dtype).t()
     weight = torch.randn(shape[1], device="cuda")
     bias = torch.zeros(shape[1], device="cuda") if center else None
-    _, mean, rstd = ops.norm_op(x, weight, bias, 1e-5, center, dtype)
-    grads = ops.norm_backward_op(dy, x, weight, mean, rstd, center)
+    _, mean, rstd, _ = ops.norm_op(x, weight, bias, 1e-5, center, dtype)
+    grads = ops.norm_backward_op(dy, x, weight, mean, rstd, center, dtype)
     check_norm_backward(grads, dy, x, weight, mean, rstd)
 
 
 def check_norm_backward(
-    got: Sequence[Tensor], dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    got: Sequence[Any], dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> None:
     """The gradients are close to the exact ones of these statistics."""
-    (dx, dweight, dbias), shape, dtype, center = got, x.shape, x.dtype, bool(mean.numel())
-    wide = [one.double() for one in (dy, x, weight, mean, rstd)]
-    want = reference.norm_backward(*wide, center)
+    (dx, dweight, dbias), shape, dtype, center = got, x.shape, x.dtype, mean is not None
+    wide = [None if one is None else one.double() for one in (dy, x, weight, mean, rstd)]
+    want: Any = reference.norm_backward(*wide, center, torch.float64)
     assert (dx.dtype, dweight.dtype) == (dtype, torch.float32)
     xhat = (wide[1] - (wide[3][:, None] if center else 0)) * wide[4][:, None]
     terms = (wide[0] * wide[2]).abs() * wide[4][:, None]  # of dx, which may cancel
@@ -294,11 +305,12 @@ def test_special_values() -> None:
             got = ops.value_of_op(kind, inputs, torch.float32).cpu()
             want = reference.value_of(kind, [one.cpu() for one in inputs], torch.float32)
             torch.testing.assert_close(got, want, rtol=2.0**-16, atol=1e-30, equal_nan=True)
-            q, scale, _ = ops.quantize_of_op(
-                kind, inputs, torch.float32, False, None, E5M2, (1, -1), "fp32", 0.0, 16
+            source = ops.Source(kind, inputs, torch.float32)
+            q, scale, _ = forms.quantize(ops.cast_op, source, E5M2, (1, -1), "fp32", 0.0, 16)
+            value = source.value()
+            wanted_q, wanted_scale, _ = forms.quantize(
+                ops.cast_op, value, E5M2, (1, -1), "fp32", 0.0, 16
             )
-            value = ops.value_of_op(kind, inputs, torch.float32)
-            wanted_q, wanted_scale, _ = ops.quantize_op(value, E5M2, (1, -1), "fp32", 0.0, 16)
             same(scale, wanted_scale)
             nan = wanted_q.float().isnan()
             assert torch.equal(q.float().isnan(), nan)

@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES
+from float8lab.inspect.selfcheck import forms
 from float8lab.ops.kernels import _launch, _replay
 
 pytestmark = pytest.mark.gpu
@@ -28,25 +29,33 @@ def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
 SHAPES = [(272, 1040), (63, 1500), (1030, 131), (5, 9001), (2, 16)]
 
 OPS: dict[str, Callable[[Tensor], Any]] = {
-    "quantize-tensor": lambda x: ops.quantize_op(x, E4M3, (-1, -1), "fp32", 0.0, 16),
-    "quantize-row": lambda x: ops.quantize_op(x, E5M2, (1, -1), "pow2", 0.0, 1),
-    "quantize-1x128": lambda x: ops.quantize_op(x, E4M3, (1, 128), "fp32", 0.0, 16),
-    "quantize-pair": lambda x: ops.quantize_pair_op(x, E4M3, (1, 128), "fp32", 0.0, 16, False),
-    "cast": lambda x: ops.cast_op(x, _scale(x), x.new_full((1,), -1.0).float(), E4M3, (-1, -1), 16),
-    "cast-pair": lambda x: ops.cast_pair_op(x, _scale(x), None, E5M2, 16, True),
-    "quantize-pair-tensor": lambda x: ops.quantize_pair_op(
-        x, E4M3, (-1, -1), "fp32", 0.0, 16, False
+    "quantize-tensor": lambda x: forms.quantize(ops.cast_op, x, E4M3, (-1, -1), "fp32", 0.0, 16),
+    "quantize-row": lambda x: forms.quantize(ops.cast_op, x, E5M2, (1, -1), "pow2", 0.0, 1),
+    "quantize-1x128": lambda x: forms.quantize(ops.cast_op, x, E4M3, (1, 128), "fp32", 0.0, 16),
+    "quantize-pair": lambda x: forms.quantize_pair(
+        ops.cast_op, x, E4M3, (1, 128), "fp32", 0.0, 16, False
     ),
-    "quantize-pair-rows": lambda x: ops.quantize_pair_op(x, E5M2, (1, -1), "fp32", 0.0, 16, False),
-    "cast-pair-no-sum": lambda x: ops.cast_pair_op(x, _scale(x), None, E4M3, 16, False),
-    "cast-of": lambda x: ops.cast_of_op(
-        "gelu", [x], x.dtype, False, _scale(x), x.new_full((1,), -1.0).float(), E4M3, 16
+    "cast": lambda x: forms.encode(
+        ops.cast_op, x, _scale(x), x.new_full((1,), -1.0).float(), E4M3, (-1, -1), 16
     ),
-    "cast-pair-of": lambda x: ops.cast_pair_of_op(
-        "gelu", [x], x.dtype, _scale(x), None, E4M3, 16, False
+    "cast-pair": lambda x: forms.encode_pair(ops.cast_op, x, _scale(x), None, E5M2, 16, True),
+    "quantize-pair-tensor": lambda x: forms.quantize_pair(
+        ops.cast_op, x, E4M3, (-1, -1), "fp32", 0.0, 16, False
     ),
-    "quantize-pair-of": lambda x: ops.quantize_pair_of_op(
-        "gelu", [x], x.dtype, E4M3, (1, 128), "fp32", 0.0, 16, False
+    "quantize-pair-rows": lambda x: forms.quantize_pair(
+        ops.cast_op, x, E5M2, (1, -1), "fp32", 0.0, 16, False
+    ),
+    "cast-pair-no-sum": lambda x: forms.encode_pair(
+        ops.cast_op, x, _scale(x), None, E4M3, 16, False
+    ),
+    "cast-of": lambda x: forms.encode(
+        ops.cast_op, _gelu(x), _scale(x), x.new_full((1,), -1.0).float(), E4M3, (-1, -1), 16
+    ),
+    "cast-pair-of": lambda x: forms.encode_pair(
+        ops.cast_op, _gelu(x), _scale(x), None, E4M3, 16, False
+    ),
+    "quantize-pair-of": lambda x: forms.quantize_pair(
+        ops.cast_op, _gelu(x), E4M3, (1, 128), "fp32", 0.0, 16, False
     ),
     "dequantize": lambda x: ops.dequantize_op(x.to(E4M3), _scale(x), (-1, -1), torch.bfloat16),
     "transpose": lambda x: ops.transpose_op(x.to(E4M3), 16),
@@ -54,6 +63,10 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
         x, x.new_ones(x.shape[1]), x.new_zeros(x.shape[1]), 1e-5, True, torch.bfloat16
     ),
 }
+
+
+def _gelu(x: Tensor) -> ops.Source:
+    return ops.Source("gelu", [x], x.dtype)
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -77,7 +90,8 @@ def inputs(device: str = "cuda") -> list[Tensor]:
 
 
 def flat(outputs: Any) -> list[Tensor]:
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    return [one for one in outputs if one is not None and one.numel()]
 
 
 def through_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES
+from float8lab.inspect.selfcheck import forms
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1)]
 SHAPES = {"M20-K300": (20, 300), "M1-K1": (1, 1), "M0-K48": (0, 48), "M33-K0": (33, 0)}
@@ -27,67 +28,75 @@ def check(op: Any, *arguments: Any) -> None:
         # It compares inputs before and after by torch.allclose, which has no FP8 kernel.
         utilities = tuple(name for name in utilities if name != "test_schema")
     torch.library.opcheck(op.overload, arguments, test_utils=utilities)
+    if op is ops.cast_op and len(arguments) < 10:
+        torch.library.opcheck(torch.ops.float8lab.cast.pure, arguments, test_utils=utilities)
+
+
+ORIENTATIONS = {"straight": (True, False), "transposed": (False, True), "both": (True, True)}
+each_orientation = pytest.mark.parametrize("wanted", ORIENTATIONS.values(), ids=ORIENTATIONS)
 
 
 @each_block
 def test_amax(block: tuple[int, int], device: torch.device) -> None:
-    check(ops.amax_op, torch.randn(20, 300, device=device), block)
+    x = torch.randn(20, 300, device=device)
+    check(ops.cast_op, "", [x], x.dtype, E4M3, block, "fp32", 0.0, 1, False, False)
 
 
 @each_align
 @each_shape
+@each_orientation
 @each_block
-def test_quantize(
-    block: tuple[int, int], shape: tuple[int, int], align: int, device: torch.device
+def test_cast(
+    block: tuple[int, int],
+    wanted: tuple[bool, bool],
+    shape: tuple[int, int],
+    align: int,
+    device: torch.device,
 ) -> None:
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    check(ops.quantize_op, x, E4M3, block, "fp32", 0.0, align)
+    matrix = ("", [x], x.dtype, E5M2 if all(wanted) else E4M3, block)
+    check(ops.cast_op, *matrix, "pow2", 1e-3, align, *wanted, *[True] * (align == 16))
 
 
 @each_align
 @each_shape
-def test_quantize_by_a_known_amax(shape: tuple[int, int], align: int, device: torch.device) -> None:
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    amax = torch.full((1, 1), 3.0, device=device)
-    check(ops.quantize_op, x, E4M3, (-1, -1), "fp32", 0.0, align, amax)
-    check(ops.quantize_pair_op, x, E5M2, (-1, -1), "pow2", 0.0, align, align == 16, amax)
-
-
-@each_block
-def test_quantize_many(block: tuple[int, int], device: torch.device) -> None:
-    xs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in SHAPES.values()]
-    stored = [ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1) for x in xs]
-    targets = map(list, zip(*stored, strict=True))
-    check(ops.quantize_many_op, [-x for x in xs], *targets, block, "fp32", 0.0)
-    q, scale, _ = (list(tensors) for tensors in zip(*stored, strict=True))
-    check(ops.cast_many_op, [-x for x in xs], scale, q, block)
-
-
-@each_align
-@each_shape
-@each_block
-def test_quantize_pair(
-    block: tuple[int, int], shape: tuple[int, int], align: int, device: torch.device
+@each_orientation
+def test_cast_by_what_is_given(
+    wanted: tuple[bool, bool], shape: tuple[int, int], align: int, device: torch.device
 ) -> None:
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    check(ops.quantize_pair_op, x, E5M2, block, "pow2", 1e-3, align, align == 16)
+    matrix, how = ("", [x], x.dtype, E4M3, (-1, -1)), (0.0, align, *wanted, False)
+    check(ops.cast_op, *matrix, "fp32", *how, torch.full((1, 1), 3.0, device=device))
+    for rule in ("encode", "decode"):
+        check(ops.cast_op, *matrix, rule, *how, torch.ones((), device=device))
 
 
-@pytest.mark.parametrize("slot", [False, True], ids=["", "amax"])
-@each_align
+@each_orientation
 @each_shape
-def test_cast(slot: bool, align: int, shape: tuple[int, int], device: torch.device) -> None:
-    x = torch.randn(shape, device=device)
-    amax_slot = torch.full((1,), ops.NO_DATA, device=device) if slot else None
-    scale = torch.ones((), device=device)
-    check(ops.cast_op, x, scale, amax_slot, E4M3, (-1, -1), align)
-    check(ops.cast_pair_op, x, scale, amax_slot, E4M3, align, slot)
+def test_cast_with_a_slot(
+    shape: tuple[int, int], wanted: tuple[bool, bool], device: torch.device
+) -> None:
+    x, scale = torch.randn(shape, device=device), torch.ones((), device=device)
+    slot = torch.full((1,), ops.NO_DATA, device=device)
+    how = ("", [x], x.dtype, E4M3, (-1, -1), "encode", 0.0, 16, *wanted, True, scale, slot)
+    check(ops.cast_op, *how)
 
 
 def test_cast_by_block(device: torch.device) -> None:
-    x = torch.randn(20, 300, device=device)
-    check(ops.cast_op, x, torch.ones(20, 3, device=device), None, E4M3, (1, 128), 1)
-    check(ops.cast_unrecorded_op, x, torch.ones(20, 3, device=device), E4M3, (1, 128), 1, True)
+    x, scale = torch.randn(20, 300, device=device), torch.ones(20, 3, device=device)
+    for rule in ("encode", "decode"):
+        matrix = ("", [x], x.dtype, E4M3, (1, 128))
+        check(ops.cast_op, *matrix, rule, 0.0, 1, True, False, False, scale)
+
+
+@each_block
+def test_cast_many(block: tuple[int, int], device: torch.device) -> None:
+    xs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in SHAPES.values()]
+    stored = [forms.quantize(ops.cast_op, x, E4M3, block, "fp32", 0.0, 1) for x in xs]
+    q, scale, amax = (list(tensors) for tensors in zip(*stored, strict=True))
+    xs = [-x for x in xs]
+    check(ops.cast_many_op, xs, q, block, "fp32", 0.0, scale, amax, [])
+    check(ops.cast_many_op, xs, q, block, "encode", 0.0, [], [], scale)
 
 
 @each_align
@@ -96,10 +105,10 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     q = torch.randn(shape, device=device).to(E4M3)
     one, event = torch.ones(1, 1, device=device), torch.ones(1, device=device)
     check(ops.transpose_op, q, align)
-    check(ops.transpose_after_op, q, align, event)
+    check(ops.transpose_op, q, align, event)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
     check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
-    check(ops.dequantize_after_op, q, one, (-1, -1), torch.bfloat16, event)
+    check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16, event)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
@@ -114,7 +123,7 @@ def test_scaled_mm(
     operands: list[Any] = []
     for rows, block in zip((20, 33), blocks, strict=True):
         x: Tensor = torch.randn(rows, 300, device=device)
-        q, scale, _ = ops.quantize_op(x, E4M3, block, "fp32", 0.0, 1)
+        q, scale, _ = forms.quantize(ops.cast_op, x, E4M3, block, "fp32", 0.0, 1)
         operands += [q, scale, block]
     bias = torch.randn(33, device=device) if with_bias else None
     check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
@@ -122,18 +131,20 @@ def test_scaled_mm(
 
 @pytest.mark.parametrize("batch", [0, 3])
 @pytest.mark.parametrize("blocks", [((-1, -1),) * 2, ((1, -1),) * 2, ((1, 128), (128, 128))])
-def test_scaled_bmm(
+def test_scaled_mm_of_batches(
     blocks: tuple[tuple[int, int], tuple[int, int]], batch: int, device: torch.device
 ) -> None:
     operands: list[Any] = []
     for rows, block in zip((20, 33), blocks, strict=True):
         parts = [
-            ops.quantize_op(torch.randn(rows, 300, device=device), E4M3, block, "fp32", 0.0, 1)
+            forms.quantize(
+                ops.cast_op, torch.randn(rows, 300, device=device), E4M3, block, "fp32", 0.0, 1
+            )
             for _ in range(3)
         ]
         q, scale = (torch.stack([part[i] for part in parts])[:batch] for i in (0, 1))
         operands += [q, scale, block]
-    check(ops.scaled_bmm_op, *operands, torch.bfloat16)
+    check(ops.scaled_mm_op, *operands, None, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("most_recent", [False, True])
@@ -170,19 +181,15 @@ KINDS = ("layer_norm", "rms_norm", "gelu", "swiglu", "qgelu_backward", "geglu_ba
 )
 def test_sources(kind: str, rows: int, device: torch.device) -> None:
     source = (kind, of_kind(kind, rows, device), torch.bfloat16)
-    scale, slot = torch.ones(1, device=device), torch.full((1,), ops.NO_DATA, device=device)
+    scale = torch.ones(1, device=device)
     check(ops.value_of_op, *source)
-    check(ops.amax_of_op, *source)
-    for transposed in (False, True):
-        check(ops.cast_of_op, *source, transposed, scale, slot, E4M3, 16)
-        check(ops.cast_of_unrecorded_op, *source, transposed, scale, E4M3, 16)
+    check(ops.cast_op, *source, E4M3, (-1, -1), "fp32", 0.0, 1, False, False)
+    for wanted in ORIENTATIONS.values():
+        how = (*wanted, all(wanted) and rows > 0)
+        check(ops.cast_op, *source, E5M2, (-1, -1), "encode", 0.0, 16, *how, scale)
         for block in ((-1, -1), (1, 32)):
-            arguments = (*source, transposed, None, E4M3, block, "fp32", 0.0, 16)
-            check(ops.quantize_of_op, *arguments)
-    check(ops.cast_pair_of_op, *source, scale, None, E5M2, 16, True)
-    check(ops.quantize_pair_of_op, *source, E4M3, (1, 128), "pow2", 0.0, 16, rows > 0)
-    known = torch.ones(1, 1, device=device)
-    check(ops.quantize_of_op, *source, False, known, E4M3, (-1, -1), "fp32", 0.0, 16)
+            check(ops.cast_op, *source, E4M3, block, "pow2", 0.0, 16, *how)
+    check(ops.cast_op, *source, E4M3, (-1, -1), "fp32", 0.0, 16, *how, scale.view(1, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -196,9 +203,10 @@ def test_norms(
     bias = torch.randn(shape[1], device=device) if center else None
     arguments = (x, weight, bias, 1e-5, center, torch.bfloat16)
     check(ops.norm_op, *arguments)
-    check(ops.norm_stats_op, *arguments, center)
-    _, mean, rstd = ops.norm_op(*arguments)
-    check(ops.norm_backward_op, x.t().contiguous().t(), x, weight, mean, rstd, center)
+    check(ops.norm_op, *arguments, None, (), False, center)
+    _, mean, rstd, _ = ops.norm_op(*arguments)
+    dy = x.t().contiguous().t()
+    check(ops.norm_backward_op, dy, x, weight, mean, rstd, center, dtype)
 
 
 @pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
@@ -207,12 +215,14 @@ def test_norms(
 def test_fp8_norms(
     shape: tuple[int, int], block: tuple[int, int], center: bool, device: torch.device
 ) -> None:
-    q, scale, _ = ops.quantize_op(torch.randn(shape, device=device), E4M3, block, "fp32", 0.0, 1)
+    q, scale, _ = forms.quantize(
+        ops.cast_op, torch.randn(shape, device=device), E4M3, block, "fp32", 0.0, 1
+    )
     weight = torch.randn(shape[1], device=device)
     bias = torch.randn(shape[1], device=device) if center else None
-    arguments = (q, scale, block, weight, bias, 1e-5, center, torch.bfloat16)
-    check(ops.fp8_norm_op, *arguments)
-    _, mean, rstd = ops.fp8_norm_op(*arguments)
+    arguments = (q, weight, bias, 1e-5, center, torch.bfloat16, scale, block)
+    check(ops.norm_op, *arguments)
+    _, mean, rstd, _ = ops.norm_op(*arguments)
     dy = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    arguments = (dy, q, scale, block, weight, mean, rstd, center, torch.bfloat16)
-    check(ops.fp8_norm_backward_op, *arguments)
+    arguments = (dy, q, weight, mean, rstd, center, torch.bfloat16, scale, block)
+    check(ops.norm_backward_op, *arguments)

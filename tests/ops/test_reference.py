@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3, E5M2, FLOAT32_MAX, largest, scale_shape
+from float8lab.inspect.selfcheck import forms
 from float8lab.ops import NO_DATA, reference
 from tests.near_ties import by_multiplying, near_ties
 
@@ -66,11 +67,13 @@ def test_a_scale_that_is_found_multiplies_and_one_that_is_given_divides() -> Non
         q, own, _ = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
         assert torch.equal(own, scale)
         assert torch.equal(q.float(), found.float())
-        _, _, q_t, _, _ = reference.quantize_pair(x.t(), E4M3, block, "fp32", 0.0, 1, False)
+        _, _, q_t, _, _ = forms.quantize_pair(
+            reference.cast, x.t(), E4M3, block, "fp32", 0.0, 1, False
+        )
         assert torch.equal(q_t.float(), found.float())
-        q = reference.cast(x, encode, None, E4M3, block, 1)
+        q = forms.encode(reference.cast, x, encode, None, E4M3, block, 1)
         assert torch.equal(q.float(), found.float())
-        q = reference.cast(x, scale, None, E4M3, block, 1, divide=True)
+        q = forms.encode(reference.cast, x, scale, None, E4M3, block, 1, divide=True)
         assert torch.equal(q.float(), given.float())
     for row, wanted in zip(x[:, None], found, strict=True):
         q, _, amax = reference.quantize(row, E4M3, (-1, -1), "fp32", 0.0, 1)
@@ -87,7 +90,9 @@ def test_a_division_by_a_scale_is_ieee() -> None:
         (INF, [0.0, 0.0, -0.0, NAN, NAN]),
         (NAN, [NAN] * 5),
     ):
-        q = reference.cast(x, torch.tensor(scale), None, E4M3, (-1, -1), 1, divide=True)
+        q = forms.encode(
+            reference.cast, x, torch.tensor(scale), None, E4M3, (-1, -1), 1, divide=True
+        )
         expected = torch.tensor([expected])
         torch.testing.assert_close(q.float(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -115,13 +120,14 @@ def test_many_are_written_as_one_is_returned(block: tuple[int, int]) -> None:
         for x, fp8_dtype in zip(xs, formats, strict=True)
     ]
     got = [tuple(torch.empty_like(tensor) for tensor in tensors) for tensors in want]
-    reference.quantize_many_(xs, *map(list, zip(*got, strict=True)), block, "pow2", 0.5)
+    q, scale, amax = map(list, zip(*got, strict=True))
+    reference.cast_many_(xs, q, block, "pow2", 0.5, scale, amax, [])
     for tensors, wanted in zip(got, want, strict=True):
         for one, other in zip(tensors, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
     encodes = [1 / scale for _, scale, _ in want]  # exactly, of powers of two
     qs = [torch.empty_like(q) for q, _, _ in want]
-    reference.cast_many_(xs, encodes, qs, block)
+    reference.cast_many_(xs, qs, block, "encode", 0.0, [], [], encodes)
     for one, (other, _, _) in zip(qs, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -130,7 +136,7 @@ def test_many_are_written_as_one_is_returned(block: tuple[int, int]) -> None:
 def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
     limit = largest(fp8_dtype)
     x = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit * 2, INF, -INF, NAN]])
-    q = reference.cast(x, torch.tensor(1.0), None, fp8_dtype, (-1, -1), 1)
+    q = forms.encode(reference.cast, x, torch.tensor(1.0), None, fp8_dtype, (-1, -1), 1)
     expected = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit, limit, -limit, NAN]])
     torch.testing.assert_close(q.float(), expected, rtol=0, atol=0, equal_nan=True)
     assert q.view(torch.uint8)[0, 1] == 0x80
@@ -138,7 +144,7 @@ def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
 
 def test_rounds_to_nearest_even() -> None:
     x = torch.tensor([[1.0625, 1.1875, 17.0, 19.0, 2.0**-10, 1.5 * 2.0**-9]])
-    q = reference.cast(x, torch.tensor(1.0), None, E4M3, (-1, -1), 1)
+    q = forms.encode(reference.cast, x, torch.tensor(1.0), None, E4M3, (-1, -1), 1)
     assert q.float().tolist() == [[1.0, 1.25, 16.0, 20.0, 0.0, 2.0**-8]]
 
 
@@ -177,7 +183,9 @@ def test_align_is_padding_with_zeros_first(block: tuple[int, int]) -> None:
 @each_block
 def test_pair_is_quantize_of_both_orientations(block: tuple[int, int]) -> None:
     x = torch.randn(37, 150)
-    q, scale, q_t, scale_t, sums = reference.quantize_pair(x, E5M2, block, "pow2", 0.0, 16, True)
+    q, scale, q_t, scale_t, sums = forms.quantize_pair(
+        reference.cast, x, E5M2, block, "pow2", 0.0, 16, True
+    )
     want = reference.quantize(x, E5M2, block, "pow2", 0.0, 16)
     want_t = reference.quantize(x.t(), E5M2, block, "pow2", 0.0, 16)
     for one, other in zip((q, scale, q_t, scale_t), want[:2] + want_t[:2], strict=True):
@@ -191,7 +199,7 @@ def test_a_known_amax_makes_the_scale() -> None:
     q, scale, same = reference.quantize(x, E4M3, (-1, -1), "fp32", 0.0, 1, amax)
     assert (scale.tolist(), same.tolist()) == ([[0.25]], [[112.0]])
     assert q.float().tolist() == [[4.0, -12.0], [2.0, 448.0]]
-    pair = reference.quantize_pair(x, E4M3, (-1, -1), "fp32", 0.0, 1, False, amax)
+    pair = forms.quantize_pair(reference.cast, x, E4M3, (-1, -1), "fp32", 0.0, 1, False, amax)
     assert pair[2].float().equal(q.float().t())
     assert pair[3].tolist() == [[0.25]]
 
@@ -230,11 +238,13 @@ def test_empty(shape: tuple[int, int], block: tuple[int, int]) -> None:
 def test_amax_slot_keeps_the_larger() -> None:
     slot = torch.full((1,), NO_DATA)
     for x, expected in ((torch.zeros(2, 2), 0.0), (-torch.ones(2, 2), 1.0), (torch.zeros(2, 2), 1)):
-        reference.cast(x, torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
+        forms.encode(reference.cast, x, torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
         assert slot.item() == expected
-    reference.cast(torch.ones(0, 2), torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
+    forms.encode(reference.cast, torch.ones(0, 2), torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
     assert slot.item() == 1
-    reference.cast(torch.full((1, 1), NAN), torch.tensor(1.0), slot, E4M3, (-1, -1), 1)
+    forms.encode(
+        reference.cast, torch.full((1, 1), NAN), torch.tensor(1.0), slot, E4M3, (-1, -1), 1
+    )
     assert slot.isnan().all()
 
 
@@ -248,7 +258,7 @@ def test_transpose(align: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [((1, -1), (-1, -1)), ((1, 128), (128, 128)), ((5, 7), (3, 7))])
-def test_scaled_bmm_is_scaled_mm_of_each(
+def test_a_batch_is_multiplied_matrix_by_matrix(
     blocks: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
     operands: list[Any] = []
@@ -258,7 +268,9 @@ def test_scaled_bmm_is_scaled_mm_of_each(
         operands += [torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]), block]
     a, a_scale, a_block, b, b_scale, b_block = operands
     by_column = b.mT.contiguous().mT
-    got = reference.scaled_bmm(a, a_scale, a_block, by_column, b_scale, b_block, torch.bfloat16)
+    got = reference.scaled_mm(
+        a, a_scale, a_block, by_column, b_scale, b_block, None, torch.bfloat16, False
+    )
     assert got.dtype == torch.bfloat16
     for y, *matrices in zip(got, a, a_scale, b, b_scale, strict=True):
         q, scale, v, v_scale = matrices

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8lab.formats import E4M3, E5M2
-from float8lab.ops import reference
+from float8lab.inspect.selfcheck import forms
+from float8lab.ops import Source, reference
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -85,10 +86,10 @@ def test_norm_and_its_gradients_are_torchs_in_float64(shape: tuple[int, int], ce
     gradients = torch.autograd.grad(want, inputs, dy)
     x, weight = x.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
-    got, mean, rstd = reference.norm(x, weight, bias, 1e-3, center, torch.float64)
+    got, mean, rstd, _ = reference.norm(x, weight, bias, 1e-3, center, torch.float64)
     torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
-    assert mean.shape == ((shape[0],) if center else (0,))
-    returned = reference.norm_backward(dy, x, weight, mean, rstd, center)
+    assert (mean is not None) == center
+    returned = reference.norm_backward(dy, x, weight, mean, rstd, center, torch.float64)
     for one, other in zip(returned, gradients, strict=False):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
@@ -96,7 +97,7 @@ def test_norm_and_its_gradients_are_torchs_in_float64(shape: tuple[int, int], ce
 def test_statistics_are_float32_whatever_the_input() -> None:
     x = torch.full((1, 4096), 1.0, dtype=torch.bfloat16)
     x[0, 0] = 256.0
-    _, mean, rstd = reference.norm(x, torch.ones(4096), torch.zeros(4096), 0.0, True, x.dtype)
+    _, mean, rstd, _ = reference.norm(x, torch.ones(4096), torch.zeros(4096), 0.0, True, x.dtype)
     exact = x.double()
     assert mean.dtype == rstd.dtype == torch.float32
     torch.testing.assert_close(mean.double(), exact.mean(1), rtol=1e-6, atol=0)
@@ -105,7 +106,7 @@ def test_statistics_are_float32_whatever_the_input() -> None:
 
 def test_a_constant_row_gives_the_bias() -> None:
     x, bias = torch.full((2, 8), 3.0), torch.arange(8.0)
-    y, _, _ = reference.norm(x, torch.ones(8), bias, 1e-5, True, torch.float32)
+    y, *_ = reference.norm(x, torch.ones(8), bias, 1e-5, True, torch.float32)
     torch.testing.assert_close(y, bias.expand(2, 8), rtol=0, atol=0)
 
 
@@ -128,34 +129,34 @@ def source(kind: str) -> list[Tensor]:
 def test_a_cast_of_a_source_has_the_bytes_of_the_cast_of_its_values(
     kind: str, block: tuple[int, int]
 ) -> None:
-    inputs = source(kind)
-    value = reference.value_of(kind, inputs, torch.bfloat16)
+    computed = Source(kind, source(kind), torch.bfloat16)
+    value = reference.value_of(*computed[:3])
     for transposed in (False, True):
         oriented = value.t() if transposed else value
         want = reference.quantize(oriented, E4M3, block, "fp32", 0.0, 16)
-        got = reference.quantize_of(
-            kind, inputs, torch.bfloat16, transposed, None, E4M3, block, "fp32", 0.0, 16
-        )
+        how = (E4M3, block, "fp32", 0.0, 16)
+        got = forms.quantize(reference.cast, computed, *how, transposed=transposed)
         for one, other in zip(got[:2], want[:2], strict=True):
             assert torch.equal(one.float(), other.float())
         slot, slot_wanted = torch.zeros(1), torch.zeros(1)
         encode = torch.tensor([50.0])
-        one = reference.cast_of(kind, inputs, torch.bfloat16, transposed, encode, slot, E5M2, 16)
-        other = reference.cast(oriented, encode, slot_wanted, E5M2, (-1, -1), 16)
+        how = (encode, slot, E5M2, (-1, -1), 16)
+        one = forms.encode(reference.cast, computed, *how, transposed=transposed)
+        other = forms.encode(reference.cast, oriented, encode, slot_wanted, E5M2, (-1, -1), 16)
         assert torch.equal(one.float(), other.float())
         assert torch.equal(slot, slot_wanted)
         assert slot.item() == value.abs().max().item()
 
 
 def test_a_known_amax_takes_the_place_of_a_pass_over_the_source() -> None:
-    inputs = source("gelu")
-    arguments = (torch.bfloat16, False)
-    amax = reference.amax_of("gelu", inputs, torch.bfloat16)
+    gelu = Source("gelu", source("gelu"), torch.bfloat16)
+    amax = forms.amax(reference.cast, gelu)
     how = (E4M3, (-1, -1), "pow2", 0.0, 16)
-    q, scale, found = reference.quantize_of("gelu", inputs, *arguments, None, *how)
-    q2, scale2, _ = reference.quantize_of("gelu", inputs, *arguments, amax, *how)
+    q, scale, found = forms.quantize(reference.cast, gelu, *how)
+    q2, scale2, none = forms.quantize(reference.cast, gelu, *how, amax)
     assert torch.equal(q.float(), q2.float())
     assert torch.equal(scale, scale2)
     assert torch.equal(found, amax)
-    _, doubled, _ = reference.quantize_of("gelu", inputs, *arguments, amax * 2, *how)
+    assert none is None
+    _, doubled, _ = forms.quantize(reference.cast, gelu, *how, amax * 2)
     assert torch.equal(doubled, scale * 2)

@@ -475,6 +475,40 @@ def test_another_subclass_goes_first():
         assert _Outer.met == [aten.eq.Tensor]
 
 
+class _Tagged(torch.Tensor):
+    """A subclass with nothing of its own."""
+
+
+class _Asking(torch.Tensor):
+    """A subclass that is asked for each function."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return "mine"
+
+
+def test_classes_that_torch_asks_beside_a_float8tensor():
+    t, x = make((4, 16), (1, -1)), torch.randn(3, 16)
+    expected = F.linear(x, t)
+    assert torch.equal(F.linear(x.as_subclass(_Tagged), t).as_subclass(torch.Tensor), expected)
+    for args in ((x.as_subclass(_Asking), t), (t, x.as_subclass(_Asking))):
+        assert F.linear(*args) == "mine"
+
+
+def test_a_product_at_once_is_the_one_that_torch_splits():
+    x, w, b = make((8, 16), (1, -1)), make((4, 16), (-1, -1), 1), torch.randn(4)
+    for bias in (None, b):
+        at_once = F.linear(x, w, bias)
+        leaf = x.detach().requires_grad_()
+        split = F.linear(leaf, w, bias)
+        assert split.requires_grad
+        assert torch.equal(at_once, split)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert F.linear(x, w, bias).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        F.linear(x, w[:, :8])
+
+
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (4, 4)], ids=str)
 def test_compiled_handlers(block):
     def function(t, x):

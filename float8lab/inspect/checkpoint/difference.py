@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_callables, check_names, check_path
-from float8lab.inspect.checkpoint.layout import Item, recognize
-from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.report import Progress, counted, finite, named
-from float8lab.inspect.checkpoint.source import Box, CheckpointError, Source, boxes
-from float8lab.inspect.text import Grid, printable
+from float8lab.arguments import check_callables, check_names, check_path, printable
+from float8lab.checkpoints.layouts import Item, recognize, sizes
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.source import Box, CheckpointError, Source, boxes
+from float8lab.inspect.checkpoint.report import Progress, counted, finite, named, stepping
+from float8lab.inspect.text import Grid, Printed
 
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
 
@@ -75,7 +74,7 @@ class DiffRow:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckpointDiff:
+class CheckpointDiff(Printed):
     """The differences of two checkpoints; ``print`` it, or look at ``rows``."""
 
     a: str
@@ -120,7 +119,7 @@ class CheckpointDiff:
         for row in self.rows:
             if row.status.startswith("only"):
                 kind, shape = row.a_format or row.b_format, row.a_shape or row.b_shape or ()
-                missing.append((row.name, row.status, kind, "x".join(map(str, shape)) or "()"))
+                missing.append((row.name, row.status, kind, sizes(shape)))
             elif row.status != "same":
                 differing.append((row.name, row.status, *_cells(row)))
                 alarming.append(row.status == "shape" or row.unlike > 0)
@@ -142,11 +141,6 @@ class CheckpointDiff:
             "notes": list(self.notes),
             "rows": [row.to_json() for row in self.rows],
         }
-
-    def __str__(self) -> str:
-        return "\n\n".join([self.summary(), *map(str, self.tables())])
-
-    __repr__ = __str__
 
 
 def diff(
@@ -194,20 +188,8 @@ def diff(
             f"{' and '.join(globs)} matches none."
         )
     both = [name for name in order if name in left and name in right]
-    total, done = sum(left[n].nbytes + right[n].nbytes for n in both), 0
-    rows = []
-    for name in order:
-        if name not in left or name not in right:
-            rows.append(_missing(name, left.get(name), right.get(name)))
-            continue
-
-        def step(nbytes: float, name: str = name) -> None:
-            nonlocal done
-            done = min(round(done + nbytes), total)
-            if progress is not None:
-                progress(done, total, name)
-
-        rows.append(_compare(name, left[name], right[name], step))
+    step = stepping(progress, sum(left[n].nbytes + right[n].nbytes for n in both))
+    rows = [_row(name, left.get(name), right.get(name), step) for name in order]
     rows.sort(key=_badness)
     return CheckpointDiff(first.path, second.path, tuple(rows), tuple(notes))
 
@@ -226,34 +208,27 @@ def _prefix(names: dict[str, Item], others: dict[str, Item]) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-def _missing(name: str, a: Item | None, b: Item | None) -> DiffRow:
-    item = a or b
-    assert item is not None
-    status = "only in A" if b is None else "only in B"
-    row = DiffRow(name, status, numel=math.prod(item.entry.shape), nbytes=item.nbytes)
-    if b is None:
-        return replace(row, a_format=item.describe(), a_shape=item.entry.shape)
-    return replace(row, b_format=item.describe(), b_shape=item.entry.shape)
-
-
-def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
+def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float], None]) -> DiffRow:
+    first = a or b
+    assert first is not None, "one of them has it"
+    status = "only in A" if b is None else "only in B" if a is None else "shape"
     row = DiffRow(
         name,
-        "shape",
-        a.describe(),
-        b.describe(),
-        a.entry.shape,
-        b.entry.shape,
-        numel=math.prod(a.entry.shape),
-        nbytes=a.nbytes + b.nbytes,
+        status,
+        a_format=a.describe() if a is not None else "",
+        b_format=b.describe() if b is not None else "",
+        a_shape=a.entry.shape if a is not None else None,
+        b_shape=b.entry.shape if b is not None else None,
+        numel=math.prod(first.entry.shape),
+        nbytes=sum(item.nbytes for item in (a, b) if item is not None),
     )
-    if a.entry.shape != b.entry.shape:
+    if a is None or b is None or a.entry.shape != b.entry.shape:
         return row
     if a.entry.dtype is None or b.entry.dtype is None:
         return replace(row, status="differs" if row.a_format != row.b_format else "equal")
     alike = _bits(a) == _bits(b)
     # A box starts at whole blocks of both; -1 is no constraint.
-    align = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(_align(a), _align(b), strict=True)]
+    align = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
     same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
     changed, changed_scales, unlike = 0, 0, 0
     signal = noise = worst = element_noise = 0.0
@@ -264,9 +239,9 @@ def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
             changed += _changed(_raw(a, box), _raw(b, box))
         if same_blocks:
             changed_scales += _changed(
-                read_scale(a, box).view(torch.int32), read_scale(b, box).view(torch.int32)
+                a.scales(box).view(torch.int32), b.scales(box).view(torch.int32)
             )
-        x, y = decode(a, box), decode(b, box)
+        x, y = a.values(box), b.values(box)
         reference = y if reference_is_b else x
         finite_both = x.isfinite() & y.isfinite()
         error = (y - x).abs().masked_fill_(~finite_both, 0.0)
@@ -278,9 +253,9 @@ def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
             signal += _square(reference)
             # 0 / 0 counts as no loss, and an error / 0 as the loss of the whole element.
             element_noise += _square((error / reference.abs()).nan_to_num_(0.0).clamp_(max=1.0))
-        step(share * error.numel())
+        step(name, share * error.numel())
     values = noise == 0 and worst == 0 and not unlike
-    same_format = alike and (same_blocks or not a.fp8) and _scaled_alike(a, b)
+    same_format = alike and (same_blocks or not a.fp8) and (a.scale is None) == (b.scale is None)
     same = values and same_format and not changed and not changed_scales
     return replace(
         row,
@@ -295,21 +270,13 @@ def _compare(name: str, a: Item, b: Item, step: Any) -> DiffRow:
     )
 
 
-def _scaled_alike(a: Item, b: Item) -> bool:
-    return (a.scale is None) == (b.scale is None)
-
-
 def _bits(item: Item) -> torch.dtype | None:
     """The format of an element."""
     return item.entry.dtype if item.spec is None else item.spec.fp8_dtype
 
 
-def _align(item: Item) -> tuple[int, ...]:
-    return (1,) * len(item.entry.shape) if item.spec is None else item.spec.block
-
-
 def _raw(item: Item, box: Box) -> Tensor:
-    return read_codes(item, box) if item.fp8 else item.entry.read(box)
+    return item.codes(box) if item.fp8 else item.entry.read(box)
 
 
 def _changed(x: Tensor, y: Tensor) -> int:
@@ -325,12 +292,8 @@ def _changed(x: Tensor, y: Tensor) -> int:
 
 
 def _square(x: Tensor) -> float:
-    return (
-        float(
-            torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64)
-        )
-        ** 2
-    )
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(x, dtype=wide)) ** 2
 
 
 def _badness(row: DiffRow) -> tuple[Any, ...]:
@@ -350,7 +313,7 @@ def _decibels(sqnr: float) -> str:
 
 def _cells(row: DiffRow) -> tuple[str, str, str, str, str]:
     if row.status == "shape":
-        shapes = ("x".join(map(str, shape or ())) or "()" for shape in (row.a_shape, row.b_shape))
+        shapes = (sizes(shape or ()) for shape in (row.a_shape, row.b_shape))
         return "", "", "", " -> ".join(shapes), ""
     kinds = row.a_format if row.a_format == row.b_format else f"{row.a_format} -> {row.b_format}"
     changed = "" if row.changed is None else f"{100 * row.changed / max(row.numel, 1):.3g}%"

@@ -13,21 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from float8lab.checkpoints.layouts import Finding, Item, place_of
+from float8lab.checkpoints.source import boxes
 from float8lab.formats import E4M3, Float8Spec, scale_shape
-from float8lab.inspect.checkpoint.layout import Finding, Item
-from float8lab.inspect.checkpoint.source import Box, boxes
-from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.statistics import TensorStats, code_values
 
-__all__ = [
-    "Measured",
-    "PlainStats",
-    "ScaleStats",
-    "decode",
-    "measure",
-    "read_codes",
-    "read_scale",
-]
+__all__ = ["Measured", "PlainStats", "ScaleStats", "measure"]
 
 DEVIATIONS = 5
 """Standard deviations beyond chance from which a block counts as saturated. Values beyond the range
@@ -96,51 +87,6 @@ def measure(item: Item, step: Step) -> Measured:
     return _plain(item, step)
 
 
-def read_codes(item: Item, box: Box) -> Tensor:
-    """The bytes of the codes of a box, uint8."""
-    codes = item.entry.read(box)
-    return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
-
-
-def read_scale(item: Item, box: Box) -> Tensor:
-    """The scales of a box that starts at whole blocks, float32, with one size per dimension.
-
-    They are 1 if the tensor has no scales.
-    """
-    assert item.spec is not None
-    ndim = len(box)
-    if item.scale is None:
-        return torch.ones((1,) * ndim)
-    if item.spec.per_tensor:
-        return _as_scale(item.scale.read(item.scale.whole)).reshape((1,) * ndim)
-    place = _place(box, item.spec.block)
-    found = _as_scale(item.scale.read(place[: len(item.scale.shape)]))
-    return found.reshape([s.stop - s.start for s in place])
-
-
-def _place(box: Box, block: Sequence[int]) -> Box:
-    """The range of blocks that a box covers, in each dimension."""
-    return tuple(
-        slice(0, 1) if size == -1 else slice(s.start // size, -(-s.stop // size))
-        for s, size in zip(box, block, strict=True)
-    )
-
-
-def decode(item: Item, box: Box) -> Tensor:
-    """The values of a box, float32 (float64 of a float64 tensor), not rounded to another dtype."""
-    if item.spec is None:
-        value = item.entry.read(box)
-        return value if value.dtype in (torch.float64, torch.complex128) else value.float()
-    codes = read_codes(item, box).view(item.spec.fp8_dtype)
-    return codes.float() * expand_scale(read_scale(item, box), item.spec.block, codes.shape)
-
-
-def _as_scale(values: Tensor) -> Tensor:
-    if values.dtype == torch.uint8:
-        values = values.view(torch.float8_e8m0fnu)
-    return values.float()
-
-
 class _Blocks:
     """Counts over the blocks of a tensor, to which blocks are added once they were read whole."""
 
@@ -187,27 +133,27 @@ class _Blocks:
 def _fp8(item: Item, step: Step) -> Measured:
     spec, entry = item.spec, item.entry
     assert spec is not None
-    shape = entry.shape
+    shape, block = entry.shape, item.block
     found = _Blocks(spec)
     counts = torch.zeros(256, dtype=torch.int64)
-    whole = scale_shape(shape, spec.block)
+    whole = scale_shape(shape, block)
     kept: list[Tensor] | None = None  # of blocks that boxes cut
     nbytes = item.nbytes / max(math.prod(shape), 1)
-    for box in boxes(shape, spec.block):
-        codes = read_codes(item, box)
+    for box in boxes(shape, block):
+        codes = item.codes(box)
         counts += torch.bincount(codes.reshape(-1), minlength=256)
         body = codes & 0x7F
         top, below = (
-            _each_block((body == code).view(torch.uint8), spec.block, _count)
+            _each_block((body == code).view(torch.uint8), block, _count)
             for code in (found.top, found.top - 1)
         )
-        largest = _each_block(body.masked_fill_(body > found.top, 0), spec.block, torch.amax)
+        largest = _each_block(body.masked_fill_(body > found.top, 0), block, torch.amax)
         cut = any(
             size == -1 and (s.start, s.stop) != (0, n)
-            for s, size, n in zip(box, spec.block, shape, strict=True)
+            for s, size, n in zip(box, block, shape, strict=True)
         )
         if cut:
-            place = _place(box, spec.block)
+            place = place_of(box, block)
             if kept is None:
                 kept = [
                     torch.zeros(whole, dtype=t) for t in (torch.uint8, torch.int64, torch.int64)
@@ -216,10 +162,10 @@ def _fp8(item: Item, step: Step) -> Measured:
             kept[1][place] += top
             kept[2][place] += below
         else:
-            found.add(largest, top, below, read_scale(item, box))
+            found.add(largest, top, below, item.scales(box))
         step(round(nbytes * codes.numel()))
     if kept is not None:
-        found.add(kept[0], kept[1], kept[2], read_scale(item, entry.whole))
+        found.add(kept[0], kept[1], kept[2], item.scales())
     if found.pow2 and spec.scale_rule == "fp32" and item.scale is not None and found.blocks > 1:
         spec = replace(spec, scale_rule="pow2")
     stats = TensorStats(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from html import escape
 
+from float8lab.arguments import printable
 from float8lab.inspect.checkpoint.report import CheckpointReport
-from float8lab.inspect.html import exponent_bars
-from float8lab.inspect.text import Grid, printable
+from float8lab.inspect.html import exponent_bars, page_of
+from float8lab.inspect.text import Grid
 
 __all__ = ["page"]
 
 PICTURES = 100
 """Tensors in FP8 with a histogram: the first ones, as the report sorts them."""
 
-_STYLE = """
+_STYLE = """\
 body { font-family: sans-serif; margin: 2em; color: #222; background: #fff }
 table { border-collapse: collapse; margin: 0 0 1.5em }
 th, td { padding: 2px 10px; text-align: left; vertical-align: baseline }
@@ -44,12 +45,7 @@ def page(report: CheckpointReport) -> str:
     if pictures:
         count = f"the first {PICTURES} of {len(weights)}" if len(weights) > PICTURES else "all"
         parts += [f"<h2>Codes by exponent, {count} in FP8</h2>", *pictures]
-    return (
-        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width'>"
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    return page_of(title, "".join(parts), css=_STYLE)
 
 
 def _table(grid: Grid) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from float8lab.arguments import check_callables, check_names, check_path
-from float8lab.inspect.checkpoint.layout import Finding, Item, recognize
+from float8lab.arguments import check_callables, check_names, check_path, printable
+from float8lab.checkpoints.layouts import Finding, Item, recognize, sizes
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.source import CheckpointError, Source
 from float8lab.inspect.checkpoint.measure import Measured, measure
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.source import CheckpointError, Source
-from float8lab.inspect.text import Grid, printable
+from float8lab.inspect.text import Grid, Printed
 
 __all__ = [
     "CheckpointReport",
@@ -25,6 +26,7 @@ __all__ = [
     "finite",
     "selected",
     "size",
+    "stepping",
 ]
 
 Progress = Callable[[int, int, str], None]
@@ -33,6 +35,12 @@ the tensor that is being read."""
 
 ROWS = 20
 """Rows of a table, unless all are asked for."""
+
+
+_TOLD = ("name", "fp8", "convention", "format", "shape", "nbytes", "file", "severity")
+_TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
+_TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
+_KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
 
 
 @dataclass(frozen=True)
@@ -67,30 +75,14 @@ class CheckpointRow:
     def to_json(self) -> dict[str, Any]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         found = self.measured
-        result: dict[str, Any] = {
-            "name": self.name,
-            "fp8": self.fp8,
-            "convention": self.convention,
-            "format": self.format,
-            "shape": list(self.shape),
-            "nbytes": self.nbytes,
-            "file": self.file,
-            "severity": self.severity,
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        result: dict[str, Any] = {name: getattr(self, name) for name in _TOLD}
+        result["findings"] = [asdict(finding) for finding in self.findings]
         stats = found.stats
         if stats is not None:
-            kinds = ("saturated", "zero", "subnormal", "nan", "inf")
             result["stats"] = {
-                "numel": stats.numel,
-                "amax": stats.amax,
-                "scale_min": stats.scale_min,
-                "scale_max": stats.scale_max,
-                "exponents": stats.exponents,
-                **{kind: stats.count(kind) for kind in kinds},
-                "blocks": found.blocks,
-                "saturated_blocks": found.saturated_blocks,
-                "idle_blocks": found.idle_blocks,
+                **{name: getattr(stats, name) for name in _TOLD_OF_CODES},
+                **{kind: stats.count(kind) for kind in _KINDS},
+                **{name: getattr(found, name) for name in _TOLD_OF_BLOCKS},
             }
         if found.scale is not None:
             result["scale"] = asdict(found.scale)
@@ -100,7 +92,7 @@ class CheckpointRow:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckpointReport:
+class CheckpointReport(Printed):
     """The content of a checkpoint; ``print`` it, or look at ``rows``."""
 
     path: str
@@ -146,7 +138,7 @@ class CheckpointReport:
         weights, others = [], []
         for row in self.rows:
             stats, plain = row.measured.stats, row.measured.plain
-            shape = "x".join(map(str, row.shape)) or "()"
+            shape = sizes(row.shape)
             if stats is not None:
                 shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
                 scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
@@ -177,11 +169,6 @@ class CheckpointReport:
             "notes": list(self.notes),
             "rows": [row.to_json() for row in self.rows],
         }
-
-    def __str__(self) -> str:
-        return "\n\n".join([self.summary(), *map(str, self.tables())])
-
-    __repr__ = __str__
 
 
 def checkpoint(
@@ -218,22 +205,26 @@ def checkpoint(
     source = open_checkpoint(path)
     items = recognize(source)
     chosen = selected(source, items, layer)
-    total, done = sum(item.nbytes for item in chosen), 0
-    rows = []
-    for item in chosen:
-
-        def step(nbytes: int, name: str = item.name) -> None:
-            nonlocal done
-            done = min(done + nbytes, total)
-            if progress is not None:
-                progress(done, total, name)
-
-        rows.append(_row(item, measure(item, step)))
+    step = stepping(progress, sum(item.nbytes for item in chosen))
+    rows = [_row(item, measure(item, functools.partial(step, item.name))) for item in chosen]
     rows.sort(key=lambda row: (-row.severity, -sum(finding.wrong for finding in row.findings)))
     left_out = len(items) - len(chosen)
     return CheckpointReport(
         source.path, source.container, tuple(rows), tuple(_notes(source, items)), left_out
     )
+
+
+def stepping(progress: Progress | None, total: int) -> Callable[[str, float], None]:
+    """Return a function that tells ``progress`` that so many more bytes of a tensor were read."""
+    done = 0
+
+    def step(name: str, nbytes: float) -> None:
+        nonlocal done
+        done = min(round(done + nbytes), total)
+        if progress is not None:
+            progress(done, total, name)
+
+    return step
 
 
 def _notes(source: Source, items: Sequence[Item]) -> list[str]:
@@ -245,17 +236,9 @@ def _notes(source: Source, items: Sequence[Item]) -> list[str]:
 
 
 def _row(item: Item, found: Measured) -> CheckpointRow:
-    return CheckpointRow(
-        name=item.name,
-        fp8=item.fp8,
-        convention=item.convention,
-        format=item.describe(found.stats.spec if found.stats is not None else None),
-        shape=item.entry.shape,
-        nbytes=item.nbytes,
-        file=item.entry.file,
-        measured=found,
-        findings=item.findings + found.findings,
-    )
+    entry, spec = item.entry, found.stats.spec if found.stats is not None else None
+    what = item.name, item.fp8, item.convention, item.describe(spec), entry.shape, item.nbytes
+    return CheckpointRow(*what, entry.file, found, item.findings + found.findings)
 
 
 def selected(source: Source, items: Sequence[Item], layer: str | Sequence[str]) -> list[Item]:

@@ -74,16 +74,14 @@ def embed(log: Log) -> Data:
     lasts = [steps[min(i + stride, len(steps)) - 1] for i in range(0, len(steps), stride)]
 
     columns, rows = _fields(log.records, layers, operands, firsts)
-    histograms = _Histograms.of(log.records, len(layers))
-    for record in log.records:
-        histograms.add(record, rows[record.layer])
-    columns |= {name: _encode(counts) for name, counts in histograms.columns.items()}
+    histograms, counts = _histograms(log.records, rows, len(operands))
+    columns |= counts
 
     meta = {
         "layers": layers,
         "operands": operands,
         "cells": {"first": firsts, "last": lasts, "stride": stride, "steps": len(steps)},
-        "histograms": {"steps": histograms.steps, "low": histograms.low, "high": histograms.high},
+        "histograms": histograms,
         "summary": _summarize(log.records, rows, operands),
         "loss": _losses(log),
         "gemms": _gemms(log, rows),
@@ -124,39 +122,34 @@ def _fields(
     return {f"{o}-{f}": _encode(values) for (o, f), values in arrays.items()}, rows
 
 
-@dataclass(frozen=True)
-class _Histograms:
-    """The histograms of the steps that are kept."""
+def _histograms(
+    records: Iterable[Record], rows: dict[str, int], operands: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The steps whose histograms are kept, at most as many as a page holds, and the columns.
 
-    steps: list[int]
-    low: int
-    high: int
-    """Smallest and largest exponent of the run."""
-    columns: dict[str, array[float]]
-
-    @classmethod
-    def of(cls, records: Sequence[Record], layers: int) -> _Histograms:
-        """Make histograms, with nothing filled in, for at most as many steps as a page holds."""
-        steps = sorted({record.step for record in records if record.exponents})
-        if not steps:
-            return cls([], 0, 0, {})
-        low = min(min(record.exponents) for record in records if record.exponents)
-        high = max(max(record.exponents) for record in records if record.exponents)
-        operands = len({record.operand for record in records})
-        most = max(2, MOST_COUNTS // (layers * operands * (high - low + 1)))
-        return cls(_spread(steps, most), low, high, {})
-
-    def add(self, record: Record, row: int) -> None:
-        at = bisect_right(self.steps, record.step) - 1
-        if at < 0 or self.steps[at] != record.step or not record.exponents:
-            return
-        width = self.high - self.low + 1
-        name = f"{record.operand}-exponents-{row}"
-        counts = self.columns.setdefault(name, _nans(len(self.steps) * width))
-        start = at * width
+    ``low`` and ``high`` are the smallest and the largest exponent of the run.
+    """
+    found = [record for record in records if record.exponents]
+    if not found:
+        return {"steps": [], "low": 0, "high": 0}, {}
+    low = min(min(record.exponents) for record in found)
+    high = max(max(record.exponents) for record in found)
+    width = high - low + 1
+    most = max(2, MOST_COUNTS // (len(rows) * operands * width))
+    steps = _spread(sorted({record.step for record in found}), most)
+    places = {step: at * width for at, step in enumerate(steps)}
+    columns: dict[str, array[float]] = {}
+    for record in found:
+        start = places.get(record.step)
+        if start is None:
+            continue
+        name = f"{record.operand}-exponents-{rows[record.layer]}"
+        counts = columns.setdefault(name, _nans(len(steps) * width))
         counts[start : start + width] = array("f", bytes(4 * width))
         for exponent, count in record.exponents.items():
-            counts[start + exponent - self.low] = count
+            counts[start + exponent - low] = count
+    told = {"steps": steps, "low": low, "high": high}
+    return told, {name: _encode(counts) for name, counts in columns.items()}
 
 
 def _spread(values: list[int], most: int) -> list[int]:

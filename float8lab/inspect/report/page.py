@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
-from float8lab.arguments import check_instance, check_path
-from float8lab.inspect.optional import needs
-from float8lab.inspect.replacing import replacing
+from float8lab.arguments import check_instance, check_path, needs
+from float8lab.checkpoints.replacing import replacing
+from float8lab.inspect.html import filled, page_of
 from float8lab.inspect.report.data import embed
 from float8lab.inspect.watch.records import Log
 
@@ -50,17 +49,17 @@ def report(log: Log, path: str | Path, *, title: str = "FP8 training report") ->
             for name, value in log.about.items()
         ),
         "conversion": escape(log.conversion or "not recorded"),
-        "css": _read("page.css"),
         "plotly": _inline(_unwrapped(get_plotlyjs())),
         "data": data.json(),
         "columns": "\n".join(
             f'<script type="text/plain" id="column-{escape(name)}">{text}</script>'
             for name, text in data.columns.items()
         ),
-        "js": _read("page.js"),
+        "js": filled("report/page.js", {}),
     }
-    # One pass: what is put in is not searched for places to fill.
-    html = re.sub(r"<!-- (\w+) -->", lambda place: parts[place[1]], _read("page.html"))
+    head = '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+    css = filled("report/page.css", {})
+    html = page_of(title, filled("report/body.html", parts), css=css, head=head)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
@@ -92,7 +91,3 @@ def _inline(script: str) -> str:
     """
     script = script.replace("</script", "<\\/script")
     return re.sub(r"[\u0080-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", script)
-
-
-def _read(name: str) -> str:
-    return files("float8lab.inspect.report").joinpath(name).read_text(encoding="utf-8")

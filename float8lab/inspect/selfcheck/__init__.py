@@ -13,7 +13,8 @@ SIAM J. Sci. Comput. 41(5), 2019 (by Hoeffding's inequality).
 """
 
 from float8lab.inspect.selfcheck import attention, casts, norms, products, sources
-from float8lab.inspect.selfcheck.harness import CHECKS, Cases, Check, Report, Row, selfcheck
+from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
+from float8lab.inspect.selfcheck.running import CHECKS, selfcheck
 
 __all__ = [
     "CHECKS",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from float8lab.formats import (
     largest,
     scale_shape,
 )
+from float8lab.inspect.selfcheck import forms
 from float8lab.inspect.selfcheck.grid import (
     LAYOUTS,
     RECIPES,
@@ -33,37 +36,39 @@ from float8lab.ops import reference
 __all__ = ["compare_sums", "values_of"]
 
 
-@checks("casts", REFERENCE, "amax_op")
+@checks("casts", REFERENCE, "cast_op", name="amax")
 def _check_amax(cases: Cases) -> None:
     for block in ((-1, -1), (1, -1), (1, 128)):
         for number, name, x, _ in matrices(cases):
             cases.begin(f"{name} {granularity(block)}")
             there, here = laid_out(x, number, cases.device)
-            cases.same(ops.amax_op(there, block), reference.amax(here, block))
+            cases.same(forms.amax(ops.cast_op, there, block), reference.amax(here, block))
         for name, x in special():
             cases.begin(f"{name} {granularity(block)}")
-            cases.same(ops.amax_op(x.to(cases.device), block), reference.amax(x, block))
+            cases.same(forms.amax(ops.cast_op, x.to(cases.device), block), reference.amax(x, block))
 
 
-@checks("casts", REFERENCE, "quantize_op")
+@checks("casts", REFERENCE, "cast_op", name="quantize")
 def _check_quantize(cases: Cases) -> None:
     for there, here, how in quantize_cases(cases):
-        cases.same(ops.quantize_op(there, *how), reference.quantize(here, *how))
         fp8_dtype, block, rule, eps, align = how
+        got = forms.quantize(ops.cast_op, there, *how)
+        cases.same(got, reference.quantize(here, fp8_dtype, block, rule, eps, align))
         if block == (-1, -1):
             amax = 2 * reference.amax(here, block)
-            got = ops.quantize_op(there, *how, amax.to(there.device))
-            cases.same(got, reference.quantize(here, fp8_dtype, block, rule, eps, align, amax))
+            known = (fp8_dtype, block, rule, eps, align, amax.to(there.device))
+            got = forms.quantize(ops.cast_op, there, *known)
+            want = reference.quantize(here, fp8_dtype, block, rule, eps, align, amax)
+            cases.same(got[:2], want[:2])
 
 
-@checks("casts", f"{REFERENCE}; column sums: float64", "quantize_pair_op")
+@checks("casts", f"{REFERENCE}; column sums: float64", "cast_op", name="quantize_pair")
 def _check_quantize_pair(cases: Cases) -> None:
-    for there, here, how in quantize_cases(cases):
+    for there, here, (fp8_dtype, block, rule, eps, align) in quantize_cases(cases):
         summed = bool((here.double().abs().sum(0) < FLOAT32_MAX).all())
-        *got, sums = ops.quantize_pair_op(there, *how, summed)
-        fp8_dtype, block, rule, eps, align = how
-        want = reference.quantize_pair(here, fp8_dtype, block, rule, eps, align, False)
-        cases.same(got, want[:4])
+        how = (fp8_dtype, block, rule, eps, align, summed)
+        *got, sums = forms.quantize_pair(ops.cast_op, there, *how)
+        cases.same(got, forms.quantize_pair(reference.cast, here, *how)[:4])
         compare_sums(cases, sums, here if summed else here[:, :0])
 
 
@@ -77,7 +82,7 @@ def compare_sums(cases: Cases, got: Tensor, x: Tensor) -> None:
 _TABLE = "the definition of the formats and " + REFERENCE
 
 
-@checks("casts", _TABLE, "cast_op", "cast_unrecorded_op")
+@checks("casts", _TABLE, "cast_op")
 def _check_cast(cases: Cases) -> None:
     for dtype in (FP16, BF16):  # every value of 16 bits, and so every halfway case
         x = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
@@ -87,9 +92,9 @@ def _check_cast(cases: Cases) -> None:
                 cases.begin(f"every {name_of(dtype)} to {format_of(fp8_dtype)} factor {factor:g}")
                 one = torch.tensor([factor], dtype=FP32, device="cpu")
                 how = (x.to(cases.device), one.to(cases.device), None, fp8_dtype, (-1, -1), 1)
-                cases.same(ops.cast_op(*how), _nearest(x.float() * one, fp8_dtype))
+                cases.same(forms.encode(ops.cast_op, *how), _nearest(x.float() * one, fp8_dtype))
                 divided = _nearest(x.float() / one.expand(x.shape), fp8_dtype)
-                cases.same(ops.cast_op(*how, True), divided)
+                cases.same(forms.encode(ops.cast_op, *how, True), divided)
     for fp8_dtype in FP8_DTYPES:
         for name, x in special():
             for factor in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
@@ -97,9 +102,9 @@ def _check_cast(cases: Cases) -> None:
                 one = torch.tensor([factor], dtype=FP32, device="cpu")
                 there, one_there = x.to(cases.device), one.to(cases.device)
                 for divide in (False, True):
-                    arguments = (fp8_dtype, (-1, -1), 1, divide)
-                    got = ops.cast_unrecorded_op(there, one_there, *arguments)
-                    cases.same(got, reference.cast(x, one, None, *arguments))
+                    exactly: Any = (fp8_dtype, (-1, -1), 1, divide)
+                    got = forms.encode(ops.cast_op, there, one_there, None, *exactly)
+                    cases.same(got, forms.encode(reference.cast, x, one, None, *exactly))
     for turn, (block, rule, _) in enumerate(RECIPES.values()):
         for number, name, x, align in matrices(cases, turn):
             fp8_dtype = FP8_DTYPES[number % 2]
@@ -111,9 +116,11 @@ def _check_cast(cases: Cases) -> None:
                 if start is not None and block != (-1, -1):
                     break
                 slots = _slots(start, cases.device)
-                arguments = (fp8_dtype, block, align, number % 3 == 1)
-                got = ops.cast_op(there, factors.to(cases.device), slots[0], *arguments)
-                cases.same(got, reference.cast(here, factors, slots[1], *arguments))
+                arguments: Any = (fp8_dtype, block, align, number % 3 == 1)
+                there_by = factors.to(cases.device), slots[0]
+                got = forms.encode(ops.cast_op, there, *there_by, *arguments)
+                want = forms.encode(reference.cast, here, factors, slots[1], *arguments)
+                cases.same(got, want)
                 if slots[0] is not None and slots[1] is not None:
                     cases.same(slots[0], slots[1])
 
@@ -156,7 +163,7 @@ def values_of(fp8_dtype: torch.dtype) -> Tensor:
     return torch.cat((value, -value))
 
 
-@checks("casts", f"{REFERENCE}; column sums: float64", "cast_pair_op")
+@checks("casts", f"{REFERENCE}; column sums: float64", "cast_op", name="cast_pair")
 def _check_cast_pair(cases: Cases) -> None:
     encode = torch.tensor([0.73], dtype=FP32, device="cpu")
     for start in (None, ops.NO_DATA, 0.5, 1e6, torch.nan):
@@ -166,8 +173,10 @@ def _check_cast_pair(cases: Cases) -> None:
             there, here = laid_out(x, number, cases.device)
             slot, wanted = _slots(start, cases.device)
             arguments = (fp8_dtype, align)
-            *got, sums = ops.cast_pair_op(there, encode.to(cases.device), slot, *arguments, True)
-            cases.same(got, reference.cast_pair(here, encode, wanted, *arguments, False)[:2])
+            there_by = encode.to(cases.device), slot
+            *got, sums = forms.encode_pair(ops.cast_op, there, *there_by, *arguments, True)
+            want = forms.encode_pair(reference.cast, here, encode, wanted, *arguments, False)
+            cases.same(got, want[:2])
             compare_sums(cases, sums, here)
             if slot is not None and wanted is not None:
                 cases.same(slot, wanted)
@@ -176,7 +185,7 @@ def _check_cast_pair(cases: Cases) -> None:
 _MANY_SHAPES = ((63, 1500), (128, 128), (0, 64), (272, 1040), (33, 0), (1, 1), (9, 1), (256, 512))
 
 
-@checks("casts", REFERENCE + ", of each matrix alone", "quantize_many_op", "cast_many_op")
+@checks("casts", REFERENCE + ", of each matrix alone", "cast_many_op")
 def _check_many(cases: Cases) -> None:
     for number, (recipe, (block, rule, eps)) in enumerate(RECIPES.items()):
         fp8_dtype, dtype = FP8_DTYPES[number % 2], HIGH_PRECISION_DTYPES[number % 3]
@@ -186,7 +195,7 @@ def _check_many(cases: Cases) -> None:
         stored = [[torch.zeros_like(t, device=cases.device) for t in one] for one in want]
         q, scale, amax = ([one[i] for one in stored] for i in range(3))
         cases.begin(f"quantize {len(here)} of {name_of(dtype)} {format_of(fp8_dtype)} {recipe}")
-        ops.quantize_many_op(there, q, scale, amax, block, rule, eps)
+        ops.cast_many_op(there, q, block, rule, eps, scale, amax, [])
         for got_one, want_one in zip(stored, want, strict=True):
             cases.same(got_one, want_one)
         cases.begin(f"cast {len(here)} of {name_of(dtype)} {format_of(fp8_dtype)} {recipe}")
@@ -195,7 +204,7 @@ def _check_many(cases: Cases) -> None:
             reference.factors_from_amax(one, fp8_dtype, rule, eps)[1].to(cases.device)
             for _, _, one in want
         ]
-        ops.cast_many_op(there, encodes, again, block)
+        ops.cast_many_op(there, again, block, "encode", 0.0, [], [], encodes)
         cases.same(again, [one[0] for one in want])
 
 
@@ -211,31 +220,11 @@ def _check_transpose(cases: Cases) -> None:
             for align, fp8_dtype in ((1, E4M3), (16, E5M2)):
                 cases.begin(f"{shape[0]}x{shape[1]} {layout} align {align} {format_of(fp8_dtype)}")
                 here = lay_out(cases.bytes(*shape))
-                got = ops.transpose_op(lay_out(here.to(cases.device)).view(fp8_dtype), align)
+                there = lay_out(here.to(cases.device)).view(fp8_dtype)
+                event = None if align == 1 else torch.empty(0, device=cases.device)
+                got = ops.transpose_op(there, align, event)
                 want = reference.transpose(here.view(fp8_dtype), align)
                 cases.same(got.view(torch.uint8), want.view(torch.uint8))
-
-
-@checks("casts", REFERENCE, "transpose_after_op")
-def _check_transpose_after(cases: Cases) -> None:
-    for shape in _TRANSPOSED:
-        cases.begin(f"{shape[0]}x{shape[1]}")
-        here = cases.bytes(*shape)
-        there = here.to(cases.device).view(E4M3)
-        got = ops.transpose_after_op(there, 16, torch.empty(0, device=cases.device))
-        want = reference.transpose(here.view(E4M3), 16)
-        cases.same(got.view(torch.uint8), want.view(torch.uint8))
-
-
-@checks("casts", REFERENCE, "dequantize_after_op")
-def _check_dequantize_after(cases: Cases) -> None:
-    scale = cases.normal(1, 1).exp()
-    for shape in _TRANSPOSED:
-        cases.begin(f"{shape[0]}x{shape[1]}")
-        q = cases.bytes(*shape)
-        there, event = q.to(cases.device).view(E4M3), torch.empty(0, device=cases.device)
-        got = ops.dequantize_after_op(there, scale.to(cases.device), (-1, -1), FP32, event)
-        cases.same(got, reference.dequantize(q.view(E4M3), scale, (-1, -1), FP32))
 
 
 @checks("casts", _TABLE, "dequantize_op")
@@ -253,5 +242,6 @@ def _check_dequantize(cases: Cases) -> None:
             q = cases.bytes(300, 500)
             scale = cases.normal(*scale_shape((300, 500), block)).exp()
             there = lay_out(q.to(cases.device)).view(fp8_dtype)
-            got = ops.dequantize_op(there, scale.to(cases.device), block, dtype)
+            event = torch.empty(0, device=cases.device) if turn % 2 else None
+            got = ops.dequantize_op(there, scale.to(cases.device), block, dtype, event)
             cases.same(got, reference.dequantize(q.view(fp8_dtype), scale, block, dtype))

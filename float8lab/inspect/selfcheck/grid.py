@@ -127,5 +127,5 @@ def granularity(block: Sequence[int]) -> str:
     return Float8Spec(block=tuple(block)).granularity
 
 
-def all_to(cases: Cases, tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [one.to(cases.device) for one in tensors]
+def all_to(cases: Cases, tensors: Iterable[Tensor | None]) -> list[Any]:
+    return [None if one is None else one.to(cases.device) for one in tensors]

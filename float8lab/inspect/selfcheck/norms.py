@@ -39,32 +39,29 @@ def _norms(
     "norms",
     "statistics: float64; given these, values and amax: bit for bit",
     "norm_op",
-    "norm_stats_op",
 )
 def _check_norm(cases: Cases) -> None:
     for center, dtype, wide, weight, bias in _norms(cases):
         x = wide.to(dtype)
-        x_there, weight_there, bias_there = _optional_to(cases, x, weight, bias)
-        arguments = (x_there, weight_there, bias_there, _EPS, center, dtype)
-        y, mean, rstd = ops.norm_op(*arguments)
+        arguments = (*all_to(cases, (x, weight, bias)), _EPS, center, dtype)
+        y, mean, rstd, _ = ops.norm_op(*arguments)
         _compare_norm(cases, (y, mean, rstd), x, weight, bias)
-        *stats, amax = ops.norm_stats_op(*arguments, True)
-        cases.same(stats, (mean, rstd))
-        cases.same(amax, ops.amax_op(y, (-1, -1)))
+        _, *stats, amax = ops.norm_op(*arguments, None, (), False, True)
+        cases.same(stats[not center :], (mean, rstd)[not center :])
+        cases.same(amax, reference.amax(y.cpu(), (-1, -1)))
 
 
 @checks(
     "norms",
     "statistics: float64 of the dequantized; given these, values: bit for bit",
-    "fp8_norm_op",
+    "norm_op",
+    name="fp8_norm",
 )
 def _check_fp8_norm(cases: Cases) -> None:
     for q, scale, block, dtype, weight, bias in _fp8_norms(cases):
-        operands = all_to(cases, (q, scale))
-        _, weight_there, bias_there = _optional_to(cases, q, weight, bias)
-        got = ops.fp8_norm_op(
-            *operands, block, weight_there, bias_there, _EPS, bias is not None, dtype
-        )
+        there = all_to(cases, (q, weight, bias))
+        scale_there, center = scale.to(cases.device), bias is not None
+        *got, _ = ops.norm_op(*there, _EPS, center, dtype, scale_there, block)
         value = reference.dequantize(q, scale, block, dtype)
         _compare_norm(cases, got, value, weight, bias)
 
@@ -78,13 +75,6 @@ def _fp8_norms(
         cases.case += f" {granularity(block)}"
         q, scale, _ = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
         yield q, scale, block, dtype, weight, bias
-
-
-def _optional_to(
-    cases: Cases, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    there = None if bias is None else bias.to(cases.device)
-    return x.to(cases.device), weight.to(cases.device), there
 
 
 def _compare_norm(
@@ -115,25 +105,32 @@ def _compare_norm(
 def _check_norm_backward(cases: Cases) -> None:
     for center, dtype, wide, weight, bias in _norms(cases):
         x, dy = wide.to(dtype), cases.normal(*wide.shape).to(dtype)
-        _, mean, rstd = reference.norm(x, weight, bias, _EPS, center, dtype)
+        _, mean, rstd, _ = reference.norm(x, weight, bias, _EPS, center, dtype)
         inputs = (dy, x, weight, mean, rstd)
-        got = ops.norm_backward_op(*all_to(cases, inputs), center)
+        got = ops.norm_backward_op(*all_to(cases, inputs), center, dtype)
         _compare_norm_backward(cases, got, inputs)
 
 
-@checks("norms", "float64 of the dequantized, given the statistics", "fp8_norm_backward_op")
+@checks(
+    "norms",
+    "float64 of the dequantized, given the statistics",
+    "norm_backward_op",
+    name="fp8_norm_backward",
+)
 def _check_fp8_norm_backward(cases: Cases) -> None:
     for q, scale, block, dtype, weight, bias in _fp8_norms(cases):
         x, center = reference.dequantize(q, scale, block, dtype), bias is not None
         dy = cases.normal(*x.shape).to(dtype)
-        _, mean, rstd = reference.norm(x, weight, bias, _EPS, center, dtype)
-        there = all_to(cases, (dy, q, scale, weight, mean, rstd))
-        got = ops.fp8_norm_backward_op(*there[:3], block, *there[3:], center, dtype)
+        _, mean, rstd, _ = reference.norm(x, weight, bias, _EPS, center, dtype)
+        there = all_to(cases, (dy, q, weight, mean, rstd))
+        got = ops.norm_backward_op(*there, center, dtype, scale.to(cases.device), block)
         _compare_norm_backward(cases, got, (dy, x, weight, mean, rstd))
 
 
 def _compare_norm_backward(
-    cases: Cases, got: Sequence[Tensor], inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    cases: Cases,
+    got: Sequence[Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
 ) -> None:
     """Compare gradients with float64, within the rounding of their terms.
 
@@ -143,10 +140,13 @@ def _compare_norm_backward(
     """
     dx, dweight, dbias = got
     x = inputs[1]
-    center = bool(inputs[3].numel()) or (dbias.numel() > 0)
-    dy64, x64, weight64, mean64, rstd64 = (one.double() for one in inputs)
-    want = reference.norm_backward(dy64, x64, weight64, mean64, rstd64, center)
-    xhat = (x64 - (mean64[:, None] if center else 0)) * rstd64[:, None]
+    mean = inputs[3]
+    dy64, x64, weight64, mean64, rstd64 = (
+        torch.zeros(1).double() if one is None else one.double() for one in inputs
+    )
+    center = mean is not None
+    want = reference.norm_backward(dy64, x64, weight64, mean64, rstd64, center, torch.float64)
+    xhat = (x64 - mean64[:, None]) * rstd64[:, None]
     terms = (dy64 * weight64).abs() * rstd64[:, None]
     along = terms.mean(1, keepdim=True) * (1 + xhat.abs()) ** 2
     bound = want[0].abs() * torch.finfo(x.dtype).eps + (terms + along) * 2.0**-16
@@ -154,4 +154,5 @@ def _compare_norm_backward(
     cases.within(dx, want[0], bound)
     cases.within(dweight, want[1], (dy64 * xhat).abs().sum(0) * 8 * rows)
     if center:
+        assert want[2] is not None, "LayerNorm has a bias"
         cases.within(dbias, want[2], dy64.abs().sum(0) * 2 * rows)

@@ -188,7 +188,7 @@ def _special_rows(cases: Cases) -> dict[str, Tensor]:
     return rows
 
 
-@checks("products", _GEMM_BOUND, "scaled_bmm_op")
+@checks("products", _GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")
 def _check_scaled_bmm(cases: Cases) -> None:
     for blocks in itertools.product(_BLOCKS, _BLOCKS):
         kinds = " by ".join(map(granularity, blocks))
@@ -210,5 +210,7 @@ def _check_scaled_bmm(cases: Cases) -> None:
             for out_dtype in HIGH_PRECISION_DTYPES:
                 for name, q in (("", b), (" by column", by_column)):
                     cases.begin(f"{B}x{M}x{N}x{K}{name} {kinds} {name_of(out_dtype)}", why)
-                    got = ops.scaled_bmm_op(a, a_scale, blocks[0], q, b_scale, blocks[1], out_dtype)
+                    got = ops.scaled_mm_op(
+                        a, a_scale, blocks[0], q, b_scale, blocks[1], None, out_dtype, False
+                    )
                     product.within(cases, got, None, out_dtype, not why)

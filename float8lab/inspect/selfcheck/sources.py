@@ -12,6 +12,7 @@ from float8lab import ops
 from float8lab.formats import (
     FP8_DTYPES,
 )
+from float8lab.inspect.selfcheck import forms
 from float8lab.inspect.selfcheck.casts import compare_sums
 from float8lab.inspect.selfcheck.grid import NORMS, RECIPES, all_to, format_of, name_of
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
@@ -84,71 +85,71 @@ def _largest_of(x: Tensor) -> float:
 _COMPOSED = "the op of the written values, both on this device, bit for bit"
 
 
-def _sources(
-    cases: Cases,
-) -> Iterator[tuple[str, list[Tensor], torch.dtype, Tensor, torch.dtype, int]]:
-    """Begin each case; yield kind, inputs and values on the device, dtype, format and alignment."""
+def _sources(cases: Cases) -> Iterator[tuple[ops.Source, Tensor, torch.dtype, int]]:
+    """Begin each case; yield a source and its values on the device, format and alignment."""
     for kind, dtype in _SOME_KINDS:
         for number, shape in enumerate(_SOURCE_SHAPES):
             fp8_dtype, align = FP8_DTYPES[number % 2], (1, 16)[number % 2]
             cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)} {format_of(fp8_dtype)}")
-            inputs = all_to(cases, _source(cases, kind, shape, dtype))
-            yield kind, inputs, dtype, ops.value_of_op(kind, inputs, dtype), fp8_dtype, align
+            source = ops.Source(kind, all_to(cases, _source(cases, kind, shape, dtype)), dtype)
+            yield source, source.value(), fp8_dtype, align
 
 
-@checks("sources", _COMPOSED, "amax_of_op")
+@checks("sources", _COMPOSED, "cast_op", name="amax_of")
 def _check_amax_of(cases: Cases) -> None:
-    for kind, inputs, dtype, value, _, _ in _sources(cases):
-        cases.same(ops.amax_of_op(kind, inputs, dtype), ops.amax_op(value, (-1, -1)))
+    for source, value, _, _ in _sources(cases):
+        cases.same(forms.amax(ops.cast_op, source), forms.amax(ops.cast_op, value))
 
 
-@checks("sources", _COMPOSED, "cast_of_op", "cast_of_unrecorded_op")
+@checks("sources", _COMPOSED, "cast_op", name="cast_of")
 def _check_cast_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
-    for kind, inputs, dtype, value, fp8_dtype, align in _sources(cases):
+    for source, value, fp8_dtype, align in _sources(cases):
+        how = (fp8_dtype, (-1, -1), align)
         for transposed in (False, True):
             slot, wanted = (torch.full_like(encode, ops.NO_DATA) for _ in range(2))
-            how = (kind, inputs, dtype, transposed, encode)
-            got = ops.cast_of_op(*how, slot, fp8_dtype, align)
+            got = forms.encode(ops.cast_op, source, encode, slot, *how, transposed=transposed)
             oriented = value.t() if transposed else value
-            want = ops.cast_op(oriented, encode, wanted, fp8_dtype, (-1, -1), align)
+            want = forms.encode(ops.cast_op, oriented, encode, wanted, *how)
             cases.same((got, slot), (want, wanted))
-            cases.same(ops.cast_of_unrecorded_op(*how, fp8_dtype, align), want)
+            again = forms.encode(ops.cast_op, source, encode, None, *how, transposed=transposed)
+            cases.same(again, want)
 
 
-@checks("sources", f"{_COMPOSED}; column sums: float64", "cast_pair_of_op")
+@checks("sources", f"{_COMPOSED}; column sums: float64", "cast_op", name="cast_pair_of")
 def _check_cast_pair_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
-    for kind, inputs, dtype, value, fp8_dtype, align in _sources(cases):
+    for source, value, fp8_dtype, align in _sources(cases):
         how = (encode, None, fp8_dtype, align, True)
-        *got, sums = ops.cast_pair_of_op(kind, inputs, dtype, *how)
-        cases.same(got, ops.cast_pair_op(value, *how)[:2])
+        *got, sums = forms.encode_pair(ops.cast_op, source, *how)
+        cases.same(got, forms.encode_pair(ops.cast_op, value, *how)[:2])
         compare_sums(cases, sums, value.cpu())
 
 
 _SOURCE_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
 
 
-@checks("sources", _COMPOSED, "quantize_of_op")
+@checks("sources", _COMPOSED, "cast_op", name="quantize_of")
 def _check_quantize_of(cases: Cases) -> None:
-    for turn, (kind, inputs, dtype, value, fp8_dtype, align) in enumerate(_sources(cases)):
+    for turn, (source, value, fp8_dtype, align) in enumerate(_sources(cases)):
         recipe = _SOURCE_RECIPES[turn % len(_SOURCE_RECIPES)]
         how = (fp8_dtype, *RECIPES[recipe], align)
         for transposed in (False, True):
-            *got, found = ops.quantize_of_op(kind, inputs, dtype, transposed, None, *how)
-            cases.same(got, ops.quantize_op(value.t() if transposed else value, *how)[:2])
+            *got, found = forms.quantize(ops.cast_op, source, *how, transposed=transposed)
+            oriented = value.t() if transposed else value
+            cases.same(got, forms.quantize(ops.cast_op, oriented, *how)[:2])
         if recipe == "per tensor":
-            amax = ops.amax_of_op(kind, inputs, dtype)
+            amax = forms.amax(ops.cast_op, source)
             cases.same(found, amax)
-            *again, _ = ops.quantize_of_op(kind, inputs, dtype, True, amax, *how)
+            *again, _ = forms.quantize(ops.cast_op, source, *how, amax, transposed=True)
             cases.same(again, got)
 
 
-@checks("sources", f"{_COMPOSED}; column sums: float64", "quantize_pair_of_op")
+@checks("sources", f"{_COMPOSED}; column sums: float64", "cast_op", name="quantize_pair_of")
 def _check_quantize_pair_of(cases: Cases) -> None:
-    for turn, (kind, inputs, dtype, value, fp8_dtype, align) in enumerate(_sources(cases)):
+    for turn, (source, value, fp8_dtype, align) in enumerate(_sources(cases)):
         recipe = _SOURCE_RECIPES[turn % len(_SOURCE_RECIPES)]
         how = (fp8_dtype, *RECIPES[recipe], align)
-        *got, sums = ops.quantize_pair_of_op(kind, inputs, dtype, *how, True)
-        cases.same(got, ops.quantize_pair_op(value, *how, False)[:4])
+        *got, sums = forms.quantize_pair(ops.cast_op, source, *how, True)
+        cases.same(got, forms.quantize_pair(ops.cast_op, value, *how, False)[:4])
         compare_sums(cases, sums, value.cpu())

@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from float8lab.inspect.replacing import replacing
+from float8lab.checkpoints.replacing import replacing
 
 __all__ = ["Log", "Record", "Step"]
 

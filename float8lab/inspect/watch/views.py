@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from float8lab.inspect.optional import needs
+from float8lab.arguments import needs
+from float8lab.inspect.text import rich_table
 from float8lab.inspect.watch.records import Log, Record
 
 __all__ = ["table", "to_pandas", "to_tensorboard"]
@@ -18,17 +20,7 @@ _SCALARS = (
 
 
 def table(log: Log, step: int | None = None) -> Any:
-    """A rich table of one step, by default the last one with records. Needs rich.
-
-    Raises:
-        ModuleNotFoundError: rich is not installed (``pip install "float8lab[inspect]"``).
-        ValueError: nothing was recorded in the step.
-    """
-    with needs("table", "rich", '"float8lab[inspect]"', "look at log.records"):
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
+    """``watch.table``."""
     watched = list(dict.fromkeys(record.step for record in log.records))
     if step is None and watched:
         step = watched[-1]
@@ -40,23 +32,21 @@ def table(log: Log, step: int | None = None) -> Any:
     found = next((s for s in log.steps if s.step == step), None)
     loss = "" if found is None or found.loss is None else f", loss {found.loss:.6g}"
     title = f"step {step}{loss}"
-    result = Table(title=title, title_justify="left", caption=log.recipe, box=SIMPLE_HEAD)
-    result.padding = (0, 1, 0, 0)
-    left = ("layer", "", "GEMMs")
-    for name in ("layer", "", *_COLUMNS, "GEMMs"):
-        result.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    rows = [record for record in log.records if record.step == step]
-    for layer, group in groupby(rows, key=lambda record: record.layer):
+    rows: list[Sequence[str | tuple[str, str]]] = []
+    here = [record for record in log.records if record.step == step]
+    for layer, group in groupby(here, key=lambda record: record.layer):
         records = list(group)
         counts = {} if found is None else found.gemms.get(layer, {})
         gemms = [kind if n == 1 else f"{kind} x{n}" for kind, n in counts.items()]
         for i, record in enumerate(records):
-            cells = [Text(text, style=style) for text, style in _cells(record)]
             # One kind of GEMM beside each operand, and what is left beside the last one.
             beside = gemms[i : i + 1] if record is not records[-1] else gemms[i:]
             name = layer if i == 0 else ""
-            result.add_row(Text(name), Text(record.operand), *cells, Text("\n".join(beside)))
-    return result
+            rows.append((name, record.operand, *_cells(record), "\n".join(beside)))
+    how: dict[str, Any] = {"title": title, "caption": log.recipe, "padding": (0, 1, 0, 0)}
+    right = {name: {"justify": "right"} for name in _COLUMNS}
+    columns = {"layer": {}, "": {}, **right, "GEMMs": {}}
+    return rich_table(rows, columns, otherwise="look at log.records", **how)
 
 
 _COLUMNS = ("amax", "scale", "sat%", "flush%", "sub%", "SQNR", "stale", "NaN", "inf")
@@ -84,11 +74,7 @@ def _short(value: float) -> str:
 
 
 def to_pandas(log: Log) -> Any:
-    """A DataFrame with a row for each record, and its step's loss. Needs pandas.
-
-    Raises:
-        ModuleNotFoundError: pandas is not installed (``pip install pandas``).
-    """
+    """``watch.to_pandas``: each row has its step's loss."""
     with needs("to_pandas", "pandas", "pandas", "write to_jsonl(path)"):
         import pandas
 
@@ -99,13 +85,7 @@ def to_pandas(log: Log) -> Any:
 
 
 def to_tensorboard(log: Log, writer: Any) -> None:
-    """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``.
-
-    Args:
-        log: all of it is written.
-        writer: a ``torch.utils.tensorboard.SummaryWriter``, or another object with its
-            ``add_scalar(tag, value, step)``.
-    """
+    """Write scalars ``<layer>/<operand>/<quantity>`` and ``<layer>/gemms/<kind>``, and ``loss``."""
     for record in log.records:
         for name in _SCALARS:
             value = getattr(record, name)

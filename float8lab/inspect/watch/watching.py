@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab.arguments import check_instance, check_module, check_names, check_path, check_size
-from float8lab.distributed.fsdp import MasterShard
+from float8lab.distributed.fsdp.shards import MasterShard
+from float8lab.distributed.fsdp.weight import ShardedWeight
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.inspect.environment import package_version
@@ -36,16 +37,15 @@ from float8lab.inspect.watch.measure import (
 )
 from float8lab.inspect.watch.records import Log, Step
 from float8lab.nn.attention.fp8 import AttentionPrecision, K, Q, V
+from float8lab.nn.casts import Operand, plain, stored_as
 from float8lab.nn.convert import matches
-from float8lab.nn.operands import Operand, plain, stored_as
 from float8lab.nn.precision import DY, Call, Precision, W, X, precisions
 from float8lab.nn.report import conversion_report, was_converted
 from float8lab.ops import Source
-from float8lab.ops.gemm import has_fp8_gemm
+from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.fsdp import MasterGather
 from float8lab.tensor.statistics import stored
 
 __all__ = ["watch"]
@@ -129,7 +129,7 @@ class watch:
         self._names: dict[Precision, str] = {}
         self._recorded: set[Precision] = set()
         self._modules: dict[Precision, nn.Module] = {}
-        self._gathers: dict[Precision, MasterGather] = {}
+        self._gathers: dict[Precision, ShardedWeight] = {}
         self._find_layers()
         if not self._names:
             raise ValueError(
@@ -252,7 +252,7 @@ class watch:
                 self._names[precision], self._modules[precision] = name, module
                 local = getattr(module._parameters.get("weight"), "_local_tensor", None)
                 if isinstance(local, MasterShard):
-                    self._gathers[precision] = local.how
+                    self._gathers[precision] = local.weight
 
     def _listed(self) -> list[str]:
         """Names of the layers; attention is only listed once it was seen in FP8."""
@@ -415,14 +415,13 @@ def _number(loss: float | Tensor | None) -> float | None:
     return None if loss is None else float(loss)
 
 
-def _measure_gathered(x: Float8Tensor, gather: MasterGather) -> Measurement | None:
+def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> Measurement | None:
     """Measure this rank's rows of a weight gathered in FP8 by FSDP2, against their originals."""
-    shard, place = gather.current_shard(), gather.place
-    assert place is not None, "the weight was gathered"
+    shard = weight.shard()
     if shard is None or shard.numel() == 0:
         return None
     x = stored(x)
-    rows = slice(place.start, place.start + shard.shape[0])
+    rows = slice(weight.layout.start, weight.layout.start + weight.layout.rows)
     tall, wide = x.spec.block
     scale = expand_scale(x.scale, (tall, 1), x.shape)
     scale = scale if tall == -1 else scale[rows]
@@ -435,10 +434,10 @@ def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool
     """Whether a GEMM ran in FP8, and not on dequantized operands."""
     if a is None or b is None:
         return False
-    plan = call.plan
-    specs = {"dgrad": (plan.dy, plan.w), "wgrad": (plan.dy, plan.x)}
-    left, right = specs.get(kind, (plan.x, plan.w))
-    return has_fp8_gemm(
+    gemm = call.plan.gemms().get(kind, call.plan.fprop)
+    assert gemm is not None, "it has operands"
+    left, right, _ = gemm
+    return may_multiply(
         left.block, right.block, a[0].device, a_dtype=left.fp8_dtype, b_dtype=right.fp8_dtype
     )
 

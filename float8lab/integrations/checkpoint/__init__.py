@@ -1,9 +1,8 @@
 """Checkpoints with FP8 weights, for other libraries and from them.
 
-``weights`` finds the bytes that a model's FP8 products use, ``formats`` says what tensors they
-become, ``writing`` puts tensors into files, and ``exporting`` is the three together. ``loading``
-reads what ``float8lab.inspect.checkpoint`` recognizes into a model; ``transformer_engine`` reads
-the scales of another library's delayed scaling.
+``weights`` finds the bytes that a model's FP8 products use, ``exporting`` writes them, ``loading``
+reads them into a model; ``transformer_engine`` reads the scales of another library's delayed
+scaling. ``float8lab.checkpoints`` knows the files.
 """
 
 from float8lab.integrations.checkpoint.exporting import ExportReport, export

@@ -21,15 +21,15 @@ from float8lab.arguments import (
     check_path,
     check_size,
 )
-from float8lab.inspect.checkpoint.safetensors_source import DTYPES, SPECS_KEY
-from float8lab.integrations.checkpoint.formats import FORMATS, Format
-from float8lab.integrations.checkpoint.weights import Weight, find_weights, products
-from float8lab.integrations.checkpoint.writing import (
+from float8lab.checkpoints.layouts import FORMATS, Format, Weight
+from float8lab.checkpoints.safetensors import (
+    DTYPES,
     Group,
     Part,
     check_target,
     write_checkpoint,
 )
+from float8lab.integrations.checkpoint.weights import find_weights, products
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import is_sharded
@@ -184,7 +184,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
             "them: an infinity that FP8 cannot hold as the largest value.",
             stacklevel=2,
         )
-    files = write_checkpoint(path, groups, config, key=SPECS_KEY, max_shard_size=max_shard_size)
+    files = write_checkpoint(path, groups, config, max_shard_size=max_shard_size)
     return ExportReport(
         path=str(path),
         format=format,
@@ -250,7 +250,7 @@ def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Form
             groups.append(format.group(by_name[name]))
         elif name not in in_fp8:
             part = Part(name, value.dtype, tuple(value.shape))
-            groups.append(Group((part,), functools.partial(_one, value)))
+            groups.append(Group((part,), functools.partial(list, (value,))))
     names = [part.name for group in groups for part in group.parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -259,10 +259,6 @@ def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Form
             "its own. Rename it."
         )
     return groups
-
-
-def _one(value: Tensor) -> list[Tensor]:
-    return [value]
 
 
 def _config_of(model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:

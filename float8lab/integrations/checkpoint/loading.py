@@ -14,14 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_flags, check_module, check_path
+from float8lab.arguments import check_flags, check_module, check_path, printable
+from float8lab.checkpoints.layouts import Item, recognize
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.replacing import leftovers
+from float8lab.checkpoints.source import CheckpointError, Source, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.inspect.checkpoint.layout import Item, recognize
-from float8lab.inspect.checkpoint.measure import decode, read_codes, read_scale
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.source import CheckpointError, Source, boxes
-from float8lab.inspect.replacing import leftovers
-from float8lab.inspect.text import printable
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.precision import Precision, W, X
@@ -135,7 +133,8 @@ def load_fp8(
     plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
     with torch.no_grad():
         for item, names in plan.fp8:
-            targets.replace(names, _stored(item, targets.tensor(names[0])))
+            target = targets.state[names[0]]
+            targets.replace(target, _stored(item, target))
         for item, name in plan.values:
             _load_values(item, name, targets)
     notes = [] if dequantize else _run_in_fp8(model, plan)
@@ -196,19 +195,17 @@ class _Targets:
             path: product for product in products(model) for path in product.paths
         }
 
-    def tensor(self, name: str) -> Tensor:
-        return self.state[name]
-
     def linear(self, name: str) -> bool:
         """Whether a parameter is nothing but the weight of linear layers."""
-        users = {id(module) for module, _ in self.places.get(id(self.state[name]), ())}
-        names = self.names[id(self.state[name])]
+        target = id(self.state[name])
+        users = {id(module) for module, _ in self.places.get(target, ())}
+        names = self.names[target]
         found = {id(self.products[n].module) for n in names if n in self.products}
         return bool(users) and users == found
 
-    def replace(self, names: Sequence[str], value: nn.Parameter) -> None:
-        """Put a parameter in every place of the tensor that these names mean."""
-        for module, local in self.places[id(self.state[names[0]])]:
+    def replace(self, target: Tensor, value: Tensor) -> None:
+        """Put a tensor in every place of another."""
+        for module, local in self.places[id(target)]:
             setattr(module, local, value)
 
 
@@ -243,7 +240,7 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
             if not name.endswith(_COMPUTED):
                 plan.unexpected.append(name)
             continue
-        target = targets.tensor(name)
+        target = targets.state[name]
         problem = _problem(item, target)
         if problem:
             problems.append(problem)
@@ -282,14 +279,14 @@ def _damage(item: Item) -> list[str]:
     assert item.spec is not None
     if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
-    scale = read_scale(item, item.entry.whole)
+    scale = item.scales()
     bad = int((~scale.isfinite() | (scale < 0)).sum())
     return [f"{item.name}: {bad} scales NaN, infinite or negative"] if bad else []
 
 
 def _input_scale(item: Item, damage: list[str]) -> float:
     entry = item.entry
-    value = entry.read(entry.whole).float().reshape(-1) if entry.dtype is not None else None
+    value = entry.read().float().reshape(-1) if entry.dtype is not None else None
     if value is None or value.numel() != 1 or not bool((value > 0) & value.isfinite()):
         damage.append(f"{item.name} is not one positive number")
         return 1.0
@@ -329,39 +326,34 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     spec, device = item.spec, _place_of(target)
     assert spec is not None
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
-    for box in boxes(item.entry.shape, spec.block):
-        data[box] = read_codes(item, box).to(device)
-    scale = read_scale(item, item.entry.whole).to(device)
+    for box in boxes(item.entry.shape, item.block):
+        data[box] = item.codes(box).to(device)
+    scale = item.scales().to(device)
     amaxes = [other for other in item.others if other.name.endswith(".amax")]
     fits = amaxes and amaxes[0].shape == tuple(scale.shape)
-    amax = amaxes[0].read(amaxes[0].whole).to(device) if fits else scale * spec.largest()
-    dtype = target.dtype
-    return nn.Parameter(
-        Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, dtype), requires_grad=False
-    )
+    amax = amaxes[0].read().to(device) if fits else scale * spec.largest()
+    stored = Float8Tensor(data.view(spec.fp8_dtype), scale, amax, spec, target.dtype)
+    return nn.Parameter(stored, requires_grad=False)
 
 
 def _load_values(item: Item, name: str, targets: _Targets) -> None:
     """Load the values of a tensor, in the dtype that the model has."""
-    target = targets.tensor(name)
+    target = targets.state[name]
     if target.is_meta:
         made = torch.empty(target.shape, dtype=target.dtype, device=_place_of(target))
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
-        for module, local in targets.places[id(target)]:
-            setattr(module, local, made)
+        targets.replace(target, made)
         target = made
     into = target.detach()
     if isinstance(into, Float8Tensor):
-        whole = decode(item, item.entry.whole)
-        into.requantize_(whole.to(into.device))
+        into.requantize_(item.values().to(into.device))
         return
-    align = item.spec.block if item.spec is not None else (1,) * target.ndim
-    exact = item.entry.dtype is not None and not item.entry.dtype.is_floating_point
-    for box in boxes(item.entry.shape, align):
-        into[box] = (item.entry.read(box) if exact and not item.fp8 else decode(item, box)).to(
-            into.device
-        )
+    dtype = item.entry.dtype
+    exact = dtype is not None and not dtype.is_floating_point and not item.fp8
+    for box in boxes(item.entry.shape, item.block):
+        value = item.entry.read(box) if exact else item.values(box)
+        into[box] = value.to(into.device)
 
 
 def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
@@ -433,7 +425,7 @@ def _set_input_scale(
     if not found or not isinstance(precision.recipe, DelayedScaling):
         return False
     # The largest scale covers the weight, should it be cast again.
-    read = [read_scale(items[n], items[n].entry.whole) for n in names if n in items]
+    read = [items[n].scales() for n in names if n in items]
     weight = max(float(scale.max()) for scale in read)
     for (recipe, _), slots in precision.slots.items():
         if recipe == precision.recipe:

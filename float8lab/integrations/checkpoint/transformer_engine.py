@@ -15,9 +15,7 @@ in its checkpoints.
 from __future__ import annotations
 
 import io
-import pickle
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_instance, check_module, check_path
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.source import CheckpointError
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.pickles import limited_unpickler
+from float8lab.checkpoints.source import CheckpointError, refusing
 from float8lab.nn.precision import DY, Precision, W, X, precisions
 from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import DelayedSlots
@@ -124,7 +123,7 @@ def _extra_states(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         pairs = list(source.items())
     else:
         entries = open_checkpoint(source).entries
-        pairs = [(e.name, e.read(e.whole)) for e in entries if e.name.endswith(_KEY)]
+        pairs = [(e.name, e.read()) for e in entries if e.name.endswith(_KEY)]
     return {
         name.removesuffix(_KEY).removesuffix("."): value
         for name, value in pairs
@@ -147,60 +146,42 @@ def _storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    # Pickles name this function for the elements of a tensor; torch's own loads any pickle.
-    ("torch.storage", "_load_from_bytes"): _storage,
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): OrderedDict,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.split(".")[0] in ("transformer_engine", "transformer_engine_torch"):
-            return _Opaque
-        raise CheckpointError(
-            f"{_KEY} must hold tensors and values of TransformerEngine; it names {module}.{name}, "
-            "and loading that can run code. It is refused."
-        )
-
-
-_PICKLE: Any = SimpleNamespace(
-    Unpickler=_Unpickler,
-    load=lambda file, **options: _Unpickler(file, **options).load(),
-    __name__="pickle",
-)
-"""A stand-in for the pickle module, which ``torch.load`` takes."""
+def _allowed(module: str, name: str) -> Any:
+    if module.split(".")[0] in ("transformer_engine", "transformer_engine_torch"):
+        return _Opaque
+    known = {
+        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        # Pickles name this function for the elements of a tensor; torch's own loads any pickle.
+        ("torch.storage", "_load_from_bytes"): _storage,
+    }
+    return known.get((module, name))
 
 
 def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
     """The saved state of a module; None if it has no delayed scales."""
     where = f"{name}.{_KEY}" if name else _KEY
-    try:
+
+    def refusal(named: str) -> str:
+        return (
+            f"{name or 'the module'}: {_KEY} must hold tensors and values of TransformerEngine; it "
+            f"names {named}, and loading that can run code. It is refused."
+        )
+
+    state, limited = value, limited_unpickler(_allowed, refusal)
+    with refusing(f"{where} must be as TransformerEngine saves it; it is damaged"):
         if isinstance(value, Tensor) and value.dtype == torch.uint8:
             data = bytes(value.cpu().reshape(-1).tolist())
-            state = _Unpickler(io.BytesIO(data)).load() if data else None
+            state = limited(io.BytesIO(data)).load() if data else None
         elif isinstance(value, io.BytesIO):
-            file = io.BytesIO(value.getvalue())
-            state = (
-                torch.load(file, map_location="cpu", pickle_module=_PICKLE, weights_only=False)
-                if value.getbuffer().nbytes
-                else None
+            # A stand-in for the pickle module, which torch.load takes.
+            module: Any = SimpleNamespace(
+                Unpickler=limited,
+                load=lambda file, **options: limited(file, **options).load(),
+                __name__="pickle",
             )
-        else:
-            state = value
-    except CheckpointError as error:
-        raise CheckpointError(f"{name or 'the module'}: {error}") from error
-    except Exception as error:  # unpickling damaged data raises any of them, says pickle's manual
-        raise CheckpointError(
-            f"{where} must be as TransformerEngine saves it; it is damaged: "
-            f"{type(error).__name__}: {error}."
-        ) from error
+            file, options = io.BytesIO(value.getvalue()), {"pickle_module": module}
+            found = value.getbuffer().nbytes
+            state = torch.load(file, "cpu", weights_only=False, **options) if found else None
     if state is None or (isinstance(state, dict) and "scale_fwd" not in state):
         return None  # of a module that did not run in FP8, or by another recipe
     if not isinstance(state, dict):
@@ -211,14 +192,8 @@ def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
 # Scales.
 
 
-@dataclass(frozen=True)
-class _Column:
-    """The saved state of a product's input, weight and output gradient."""
-
-    scale: Tensor
-    """``[3]``, encode factors."""
-    histories: tuple[Tensor, ...]
-    """Amax histories of the three, each ``[length]``."""
+_Column = Sequence[tuple[Tensor, Tensor]]
+"""Encode factor and amax history of a product's input, weight and output gradient."""
 
 
 def _columns(name: str, state: Mapping[str, Any], count: int) -> list[_Column] | None:
@@ -240,19 +215,15 @@ def _columns(name: str, state: Mapping[str, Any], count: int) -> list[_Column] |
                 f"{name}.{_KEY} must have a positive scale for each history; got {sizes[0]} scales "
                 f"and {sizes[1]} histories. It is damaged."
             )
-    forward, backward = parts["scale_fwd"], parts["scale_bwd"]
-    fits = forward.numel() == _FORWARD * count and backward.numel() == _BACKWARD * count
-    if not count or not fits:
+    sizes = parts["scale_fwd"].numel(), parts["scale_bwd"].numel()
+    if not count or sizes != (_FORWARD * count, _BACKWARD * count):
         return None
+
+    def pair(way: str, at: int) -> tuple[Tensor, Tensor]:
+        return parts[f"scale_{way}"][at], parts[f"amax_history_{way}"][:, at]
+
     return [
-        _Column(
-            torch.stack([forward[3 * i], forward[3 * i + 1], backward[2 * i]]),
-            (
-                parts["amax_history_fwd"][:, 3 * i],
-                parts["amax_history_fwd"][:, 3 * i + 1],
-                parts["amax_history_bwd"][:, 2 * i],
-            ),
-        )
+        [pair("fwd", _FORWARD * i), pair("fwd", _FORWARD * i + 1), pair("bwd", _BACKWARD * i)]
         for i in range(count)
     ]
 
@@ -278,7 +249,7 @@ def _converted(column: _Column, slots: DelayedSlots) -> dict[str, Tensor]:
         name: slots.tensors()[name].clone()
         for name in ("history", "amax", "scale", "encode", "seeded", "steps")
     }
-    for slot, encode, history in zip((X, W, DY), column.scale, column.histories, strict=True):
+    for slot, (encode, history) in zip((X, W, DY), column, strict=True):
         if float(encode) == 1.0 and not bool(history.any()):
             continue  # never used
         past = history[1:].flip(0)[: values["history"].shape[0]]

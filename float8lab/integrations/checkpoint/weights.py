@@ -8,35 +8,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
+from float8lab.nn.casts import cast
 from float8lab.nn.convert import matches
-from float8lab.nn.operands import cast
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.nn.report import is_unseen
-from float8lab.ops import cast_unrecorded_op
+from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import block_amax
 
-__all__ = ["Product", "Stored", "Weight", "find_weights", "products"]
-
-
-class Stored(NamedTuple):
-    """A matrix in FP8."""
-
-    codes: Tensor
-    scale: Tensor
-    """float32, one for each block."""
-    amax: Tensor | None = None
-    """Only where it was asked for."""
+__all__ = ["Product", "find_weights", "products"]
 
 
 class Product(NamedTuple):
@@ -54,26 +45,6 @@ class Product(NamedTuple):
     def paths(self) -> tuple[str, ...]:
         """Qualified names of the parameters."""
         return tuple(f"{self.name}.{p}" if self.name else p for p in self.parameters)
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight to store in FP8: one parameter, or several that are cast as one matrix."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    module: str
-    spec: Float8Spec
-    activations: Float8Spec | None
-    """How the recipe casts the input; None if it is not known."""
-    make: Callable[..., list[Stored]]
-    """``make(scale, amax=...)`` returns a part for each parameter. ``scale`` is a scale per tensor
-    to use in place of its own, or None; ``amax`` says whether amaxes, which take a pass of their
-    own, are wanted."""
-    input_scale: Tensor | None = None
-    """Scale of the input under a calibrated recipe, ``[1]``."""
-    stored: bool = False
-    """Whether the parameter is stored in FP8."""
 
 
 def products(model: nn.Module) -> list[Product]:
@@ -177,18 +148,17 @@ def _as_stored(product: Product, index: int) -> Weight:
             f"{weight.dtype}. Exclude it."
         )
 
-    def make(given: None = None, *, amax: bool = False) -> list[Stored]:
+    def make(*, amax: bool = False) -> list[Stored]:
         own: Any = weight.detach()
         return [Stored(own.qdata, own.scale, own.amax)]
 
-    spec, shape = weight.spec, tuple(weight.shape)
-    names = (product.paths[index],)
-    recipe = None if product.precision is None else product.precision.recipe
-    activations, scale = None, None
-    if recipe is not None and product.precision is not None:
-        activations = recipe.linear.x
-        scale = _input_scale(product.precision, recipe)
-    return Weight(names, (shape,), product.name, spec, activations, make, scale, stored=True)
+    precision = product.precision
+    activations = scale = None
+    if precision is not None and precision.recipe is not None:
+        activations = precision.recipe.linear.x
+        scale = _input_scale(precision, precision.recipe)
+    what = (product.paths[index],), (tuple(weight.shape),), product.name, weight.spec
+    return Weight(*what, activations, make, scale, stored=True)
 
 
 def _as_cast(product: Product, recipe: Recipe) -> Weight:
@@ -205,7 +175,10 @@ def _as_cast(product: Product, recipe: Recipe) -> Weight:
             codes, scales = _cast(whole, precision, recipe)
         else:
             scales = given.to(whole.device).reshape(1, 1)
-            codes = cast_unrecorded_op(whole, scales, plan.w.fp8_dtype, plan.w.block, 1, True)
+            codes, *_ = cast_op(
+                *("", (whole,), whole.dtype, plan.w.fp8_dtype, plan.w.block, "decode", 0.0, 1),
+                *(True, False, False, scales),
+            )
         amaxes = block_amax(whole, plan.w.block) if amax else None
         return _split(Stored(codes, scales, amaxes), shapes, plan.w)
 
@@ -225,7 +198,7 @@ def _cast(weight: Tensor, precision: Precision, recipe: Recipe) -> tuple[Tensor,
     slots = _slots(precision, recipe, weight.device)
     spec = recipe.linear.w
     with torch.no_grad():
-        codes, scale = cast(weight, spec, W, Call(recipe, slots, False))
+        codes, scale, *_ = cast(weight, spec, W, Call(recipe, slots, False))
     rows, columns = spec.scale_shape(tuple(weight.shape))
     scale = scale.reshape(1, 1) if spec.per_tensor else scale[:rows, :columns]
     return codes[: weight.shape[0], : weight.shape[1]], scale
@@ -296,9 +269,7 @@ def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[W
     return result
 
 
-def _with_scale(
-    weight: Weight, scale: Callable[[], Tensor], given: None = None, *, amax: bool = False
-) -> list[Stored]:
+def _with_scale(weight: Weight, scale: Callable[[], Tensor], *, amax: bool = False) -> list[Stored]:
     return weight.make(scale(), amax=amax)
 
 

@@ -50,7 +50,6 @@ from float8lab.nn.parallel import (
     check_context_group,
     check_parallel_arguments,
 )
-from float8lab.nn.precision import eager_while_calibrating
 from float8lab.recipes.region import STATE, in_backward
 
 __all__ = ["DotProductAttention"]
@@ -185,7 +184,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self._fp8.to(fn(torch.empty(0, device=self._fp8.handle.device)).device)
         return result
 
-    @eager_while_calibrating
     def forward(
         self,
         query_layer: Tensor,
@@ -247,13 +245,18 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         if STATE.onnx is not None:
             check_export(inference_params, qkv_format or self.qkv_format)
         request = self._resolve(
-            query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
-            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params,
-            cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            query_layer, key_layer, value_layer,
+            attention_mask=attention_mask, qkv_format=qkv_format,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type, window_size=window_size,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
+            inference_params=inference_params,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )  # fmt: skip
         q, k, v, problem = request[:4]
-        if checkpoint_core_attention and torch.is_grad_enabled() and STATE.onnx is None:
+        if checkpoint_core_attention and torch.is_grad_enabled():
             run = self._repeatable(problem)
             out = checkpoint(run, q, k, v, use_reentrant=False)
         else:
@@ -302,18 +305,14 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         call = self._fp8.begin(q, training=self.training) if why is None else None
         if why is not None:
             self._say_high_precision(why)
-        if call is not None and STATE.onnx is not None:
-            raise NotImplementedError(
-                "recipe must have fp8_dpa=False and fp8_mha=False inside onnx_export; got "
-                f"{call.recipe}. ONNX has no attention in FP8: export under a recipe without it."
-            )
         with self._dropout_context(problem.dropout):
             if call is None:
                 if why is None:
                     self._fp8.calibrate_attention(q, k, v)
                 return attend(q, k, v, problem, self.backends)
             out = fp8_attention(q, k, v, problem, call)
-        self._fp8.end(call)
+        if call.record:
+            self._fp8.end(call)
         return out
 
     def _say_high_precision(self, why: str) -> None:
@@ -358,6 +357,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
         attention_mask: MaskArgument = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,

@@ -15,19 +15,17 @@ from torch import Tensor
 
 from float8lab.formats import Float8Spec
 from float8lab.nn.attention.backends import Problem, why_a_matrix
-from float8lab.nn.in_graph import cast_in_graph
+from float8lab.nn.casts import cast, show_cast
 from float8lab.nn.precision import Call, Precision
 from float8lab.ops import (
     LARGEST_HEAD,
     as_matrix,
-    cast_op,
     fp8_attention_backward_op,
     fp8_attention_op,
     has_fp8_attention,
-    quantize_op,
 )
 from float8lab.recipes.recipe import LinearPlan, Recipe
-from float8lab.recipes.region import DEFAULT_RECIPE, PROCESS, STATE, in_backward
+from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention", "why_not_fp8"]
@@ -50,16 +48,21 @@ class AttentionPrecision(Precision):
 
     def calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
-        if not STATE.calibrating or STATE.enabled or in_backward():
+        if STATE.autocast.calibrating:
+            self._calibrate_attention(q, k, v)
+
+    @torch._disable_dynamo  # a graph cannot hold it
+    def _calibrate_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if STATE.autocast.enabled or in_backward():
             return
-        recipe = STATE.recipe or self.recipe or DEFAULT_RECIPE
+        recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
         if not recipe.linear.delayed or not asks_for_fp8_attention(recipe):
             return
         slots = self._slots(recipe, q.device)
         for index, x in ((Q, q), (K, k), (V, v)):
             slots.observe(index, as_matrix(x.detach()))
-        if STATE.region is not None:
-            STATE.region.packs[slots.pack] = None
+        if STATE.autocast.region is not None:
+            STATE.autocast.region.packs[slots.pack] = None
 
 
 def asks_for_fp8_attention(recipe: Recipe) -> bool:
@@ -86,29 +89,18 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Tensor:
     """Attention with FP8 matrix products, for a call that ``why_not_fp8`` has no reason against."""
     causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
-    out: Tensor = _Attention.apply(q, k, v, (causal, problem.scale), call)
+    out: Tensor = _Attention.run(q, k, v, (causal, problem.scale), call)
     return out
 
 
-def _cast(x: Tensor, fp8_dtype: torch.dtype, index: int, call: Call) -> tuple[Tensor, Tensor]:
-    plan = call.plan
+def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
     laid_out, order = _as_in_memory(x)
     first, second, third, size = laid_out.shape
     rows = laid_out.reshape(first * second, third * size)
-    if plan.delayed and torch.compiler.is_compiling():
-        q, scale, _ = cast_in_graph(rows, index, call, fp8_dtype, 1)
-    elif plan.delayed:
-        factors, slot = call.scale(index, rows)
-        scale = factors.scale
-        q = cast_op(rows, factors.encode, slot, fp8_dtype, (-1, -1), 1)
-    else:
-        q, scale, _ = quantize_op(
-            rows, fp8_dtype, (-1, -1), plan.x.scale_rule, plan.amax_epsilon, 1
-        )
-    # A cast in backward is a repetition, by activation checkpointing.
-    if not torch.compiler.is_compiling() and PROCESS.observer is not None and not in_backward():
-        spec = Float8Spec(fp8_dtype, (-1, -1), plan.x.scale_rule)
-        PROCESS.observer.saw_cast(rows, (q, scale), spec, index, call)
+    spec = Float8Spec(call.plan.x.fp8_dtype, (-1, -1), call.plan.x.scale_rule)
+    q, scale, *_ = cast(rows, spec, index, call, align=1)
+    if call.watched:
+        show_cast(rows, (q, scale), spec, index, call)
     return q.view(laid_out.shape).permute(order), scale
 
 
@@ -132,7 +124,7 @@ class _Attention(Float8Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[bool, float], call: Call
     ) -> Tensor:
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
-            _cast(x, call.plan.x.fp8_dtype, index, call) for index, x in ((Q, q), (K, k), (V, v))
+            _cast(x, index, call) for index, x in ((Q, q), (K, k), (V, v))
         )
         operands = (q8, k8, v8, q_scale, k_scale, v_scale)
         out, lse = fp8_attention_op(*operands, *settings, q.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from float8lab.arguments import check_dtype, check_size
 from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES
-from float8lab.ops import dequantize_op, quantize_op
+from float8lab.ops import cast_op, dequantize_op
 
 __all__ = ["InferenceParams", "Step"]
 
@@ -56,7 +56,7 @@ class _Store:
             self.data[index] = x.to(self.dtype)
             return
         rows = x.reshape(-1, x.shape[-1])
-        q, scale, _ = quantize_op(rows, self.dtype, (1, -1), "fp32", 0.0, 1)
+        q, scale, *_ = cast_op("", (rows,), rows.dtype, self.dtype, (1, -1), "fp32")
         # Bytes: not every device writes FP8 by index.
         self.data.view(torch.uint8)[index] = q.view(torch.uint8).view(x.shape)
         self.scale[index] = scale.view(*x.shape[:-1], 1)

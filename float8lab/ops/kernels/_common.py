@@ -28,11 +28,13 @@ __all__ = [
     "ceil_div",
     "empty_column_sums",
     "grid_of",
+    "largest_bits",
     "load_tile",
     "multiprocessors",
     "next_power_of_2",
     "on_device_of_first",
     "pack",
+    "pack_scaled",
     "pow2_floor",
     "pow2_reciprocal",
     "record_amax",
@@ -43,7 +45,7 @@ __all__ = [
     "store_tile",
     "store_transposed",
     "store_words",
-    "total_of",
+    "sum_of_rows",
     "triton_dtype",
     "widen",
 ]
@@ -109,15 +111,9 @@ def grid_of(shape: Sequence[int], tile: Tile) -> tuple[int]:
     return (ceil_div(shape[0], tile.rows) * ceil_div(shape[1], tile.columns),)
 
 
-def empty_column_sums(x: Tensor, shape: Sequence[int], tile: Tile, wanted: bool) -> Tensor:
+def empty_column_sums(x: Tensor, shape: Sequence[int], tile: Tile) -> Tensor:
     """Room, beside ``x``, for a row of partial column sums per row of tiles of ``shape``."""
-    rows, columns = (ceil_div(shape[0], tile.rows), shape[1]) if wanted else (0, 0)
-    return x.new_empty((rows, columns), dtype=torch.float32)
-
-
-def total_of(sums: Tensor) -> Tensor:
-    """The column sums; empty if none were wanted."""
-    return sums.sum(0) if sums.numel() else sums.view(-1)
+    return x.new_empty((ceil_div(shape[0], tile.rows), shape[1]), dtype=torch.float32)
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -245,6 +241,27 @@ def widen(x):
             pack=2,
         )
     return wide
+
+
+@triton.jit
+def largest_bits(x0, x1, x2, x3):
+    """The largest of four bit patterns, of a tile that is read by words."""
+    upper = tl.maximum(abs_bits(widen(x0)), abs_bits(widen(x1)))
+    return tl.maximum(upper, tl.maximum(abs_bits(widen(x2)), abs_bits(widen(x3))))
+
+
+@triton.jit
+def sum_of_rows(x0, x1, x2, x3):
+    """Sums of four neighbours in a column."""
+    return (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
+
+
+@triton.jit
+def pack_scaled(x0, x1, x2, x3, encode, dtype: tl.constexpr):
+    """Words of four neighbours in a column, each multiplied by an encode factor."""
+    return pack(
+        widen(x0) * encode, widen(x1) * encode, widen(x2) * encode, widen(x3) * encode, dtype
+    )
 
 
 @triton.jit

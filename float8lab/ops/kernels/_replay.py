@@ -83,7 +83,8 @@ class _Call(NamedTuple):
     zeros: tuple[int, ...]
     """Which of the tensors are zero at first."""
     steps: tuple[_Launch | _Step, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    """Numbers of tensors; None is None."""
     returns_tuple: bool
 
     def run(self, tensors: list[Any], device: int) -> Any:
@@ -106,9 +107,8 @@ class _Call(NamedTuple):
             else:
                 run, x, y, z, handle, metadata, _, _ = step
                 run(x, y, z, stream, handle, metadata, None, None, None, *args)
-        if self.returns_tuple:
-            return tuple([tensors[i] for i in self.outputs])
-        return tensors[self.outputs[0]] if self.outputs else None
+        outputs = [None if i is None else tensors[i] for i in self.outputs]
+        return tuple(outputs) if self.returns_tuple else outputs[0]
 
 
 def _empty_strided(
@@ -177,7 +177,8 @@ class _Recording(TorchDispatchMode):
 
     def call(self, result: Any) -> _Call | None:
         """What was recorded of a call that gave ``result``; None if it cannot be repeated."""
-        outputs = () if result is None else (result,) if isinstance(result, Tensor) else result
+        results = result if isinstance(result, tuple) else (result,)
+        outputs = [one for one in results if one is not None]
         numbers = [self.number.get(id(tensor), -1) for tensor in outputs]
         fresh = len(set(numbers)) == len(numbers) and all(i >= self.given for i in numbers)
         launches = [step for step in self.steps if type(step) is _Launch]
@@ -199,7 +200,9 @@ class _Recording(TorchDispatchMode):
             else (tuple(tensors[i].shape), tensors[i].stride(), tensors[i].dtype)
             for i in range(self.given, len(tensors))
         )
-        how = (allocations, tuple(self.zeros), tuple(self.steps), tuple(numbers))
+        left = iter(numbers)
+        returns = tuple(None if one is None else next(left) for one in results)
+        how = (allocations, tuple(self.zeros), tuple(self.steps), returns)
         return _Call(*how, isinstance(result, tuple))
 
 
@@ -254,7 +257,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     """
     if not _launch.ENABLED or getattr(_launch.RECORDING, "launch", None) is not None:
         return None
-    if type(args[0]) is str:  # a source: its kind, and its tensors
+    if type(args[0]) is str:  # a prologue, and its inputs
         args = (args[0], *args[1], *args[2:])
     key: list[Any] = []
     tensors: list[Tensor] = []

@@ -42,7 +42,7 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels._copy_engine import async_load
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels.quantize import dequantize
+from float8lab.ops.kernels.cast import dequantize
 from float8lab.ops.reference import attention as plain
 from float8lab.ops.reference import round_up
 

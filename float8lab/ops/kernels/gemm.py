@@ -1,6 +1,6 @@
 """``y = a @ b.T`` of FP8 matrices through cuBLASLt.  M rows of a, N rows of b, K contraction.
 
-Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``has_fp8_gemm``); all
+Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``may_multiply``); all
 others are dequantized and multiplied in high precision. Blocks that cuBLASLt does not take are
 multiplied in ``block_gemm.py``.
 """
@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
-from float8lab.ops.gemm import has_fp8_gemm, is_cublas_gemm
+from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels.block_gemm import multiply_blocks
-from float8lab.ops.kernels.pair import transpose
-from float8lab.ops.kernels.quantize import dequantize
+from float8lab.ops.kernels.cast import dequantize, transpose
 from float8lab.ops.reference import round_up
 
-__all__ = ["scaled_bmm", "scaled_mm"]
+__all__ = ["scaled_mm"]
 
 _ALIGN = 16
 """What K, N and pointers must be divisible by; M too (at least by 4) where scales are per block."""
@@ -42,11 +41,13 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
+    if a.ndim == 3:
+        return _each_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
     (M, K), N = a.shape, b.shape[0]
     if 0 in (M, N, K):
         out = a.new_zeros((M, N), dtype=out_dtype)
         return out if bias is None else out.add_(bias)
-    if not has_fp8_gemm(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
+    if not may_multiply(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
         return _dequantized(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
 
     # Callers quantize with align=16, so that all of these pass their input through.
@@ -68,7 +69,7 @@ def scaled_mm(
     return out if out.shape == (M, N) else out[:M, :N].contiguous()
 
 
-def scaled_bmm(
+def _each_product(
     a: Tensor,
     a_scale: Tensor,
     a_block: Sequence[int],
@@ -77,7 +78,7 @@ def scaled_bmm(
     b_block: Sequence[int],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    # One GEMM a matrix: torch._scaled_grouped_mm has a scale a row and bfloat16 outputs only.
+    """The products of a batch. torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
     products = [
         scaled_mm(
             _by_row(x), x_scale, a_block, _by_row(y), y_scale, b_block, None, out_dtype, False

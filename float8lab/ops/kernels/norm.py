@@ -28,7 +28,7 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.norm import empty_stats
 
-__all__ = ["fp8_norm", "fp8_norm_backward", "norm", "norm_backward", "norm_stats"]
+__all__ = ["norm", "norm_backward"]
 
 _ROW_CHUNK = 8192
 """A row up to this long stays in registers."""
@@ -174,21 +174,30 @@ def _norm_kernel(
             record_amax(amax_ptr, bits)
 
 
-def _launch(
+def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
+    """Else the reference runs on the GPU as it is: nothing to do, or float64."""
+    return bool(x.numel()) and torch.float64 not in (x.dtype, dtype)
+
+
+@replayed
+def norm(
     x: Tensor,
-    scale: Tensor | None,
-    block: Sequence[int],
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
+    center: bool,
     dtype: torch.dtype,
-    y: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    amax: Tensor | None,
-) -> None:
-    (M, K), center = x.shape, bias is not None
-    scaled = scale is not None
+    scale: Tensor | None = None,
+    block: Sequence[int] = (),
+    write: bool = True,
+    want_amax: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    if not _has_kernel(x, dtype):
+        return reference.norm(x, weight, bias, eps, center, dtype, scale, block, write, want_amax)
+    mean, rstd = empty_stats(x, scale, center)
+    y = x.new_empty(x.shape, dtype=dtype) if write else None
+    amax = x.new_zeros((1, 1), dtype=torch.float32) if want_amax else None
+    (M, K), scaled = x.shape, scale is not None
     scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
     chunk = min(next_power_of_2(K), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
@@ -198,7 +207,7 @@ def _launch(
         weight.contiguous(),
         weight if bias is None else bias.contiguous(),
         x if y is None else y,
-        mean,
+        rstd if mean is None else mean,
         rstd,
         rstd if amax is None else amax,
         M,
@@ -207,8 +216,8 @@ def _launch(
         *scale.stride(),
         eps,
         CENTER=center,
-        WRITE=y is not None,
-        AMAX=amax is not None,
+        WRITE=write,
+        AMAX=want_amax,
         SCALED=scaled,
         BM=block[0],
         BK=block[1],
@@ -219,60 +228,7 @@ def _launch(
         num_warps=8 if rows * chunk > 4096 else 4,
         enable_fp_fusion=False,
     )
-
-
-def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
-    """Else the reference runs on the GPU as it is: nothing to do, or float64."""
-    return bool(x.numel()) and torch.float64 not in (x.dtype, dtype)
-
-
-@replayed
-def norm_stats(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
-    dtype: torch.dtype,
-    want_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernel(x, dtype):
-        return reference.norm_stats(x, weight, bias, eps, center, dtype, want_amax)
-    mean, rstd = empty_stats(x, x.shape[0], center)
-    amax = x.new_zeros((1, 1) if want_amax else (0,), dtype=torch.float32)
-    _launch(x, None, (), weight, bias, eps, dtype, None, mean, rstd, amax if want_amax else None)
-    return mean, rstd, amax
-
-
-@replayed
-def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernel(x, dtype):
-        return reference.norm(x, weight, bias, eps, center, dtype)
-    mean, rstd = empty_stats(x, x.shape[0], center)
-    y = x.new_empty(x.shape, dtype=dtype)
-    _launch(x, None, (), weight, bias, eps, dtype, y, mean, rstd, None)
-    return y, mean, rstd
-
-
-@replayed
-def fp8_norm(
-    q: Tensor,
-    scale: Tensor,
-    block: Sequence[int],
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    center: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not q.numel():
-        return reference.fp8_norm(q, scale, block, weight, bias, eps, center, dtype)
-    mean, rstd = empty_stats(scale, q.shape[0], center)
-    y = q.new_empty(q.shape, dtype=dtype)
-    _launch(q, scale, block, weight, bias, eps, dtype, y, mean, rstd, None)
-    return y, mean, rstd
+    return y, mean, rstd, amax
 
 
 @launched
@@ -336,42 +292,18 @@ def _norm_backward_kernel(
 
 @replayed
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernel(x, dy.dtype) or x.shape[1] > _ROW_CHUNK:
-        return reference.norm_backward(dy, x, weight, mean, rstd, center)
-    return _launch_backward(dy, x, None, (), weight, mean, rstd, center, x.dtype)
-
-
-@replayed
-def fp8_norm_backward(
-    dy: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    block: Sequence[int],
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    center: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = (dy, q, scale, block, weight, mean, rstd, center, dtype)
-    if not _has_kernel(q, dy.dtype) or q.shape[1] > _ROW_CHUNK:
-        return reference.fp8_norm_backward(*arguments)
-    return _launch_backward(*arguments)
-
-
-def _launch_backward(
     dy: Tensor,
     x: Tensor,
-    scale: Tensor | None,
-    block: Sequence[int],
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     center: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+    scale: Tensor | None = None,
+    block: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if not _has_kernel(x, dy.dtype) or x.shape[1] > _ROW_CHUNK:
+        return reference.norm_backward(dy, x, weight, mean, rstd, center, dtype, scale, block)
     M, K = x.shape
     scaled = scale is not None
     scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
@@ -379,17 +311,17 @@ def _launch_backward(
     programs = min(M, _BACKWARD_PROGRAMS)
     dx = x.new_empty(x.shape, dtype=dtype)
     dweight = x.new_empty((programs, K), dtype=torch.float32)
-    dbias = dweight.new_empty((programs, K) if center else (0, 0))
+    dbias = torch.empty_like(dweight) if center else None
     _norm_backward_kernel[(programs,)](
         dy,
         x,
         scale,
         weight.contiguous(),
-        mean,
+        rstd if mean is None else mean,
         rstd,
         dx,
         dweight,
-        dbias,
+        dweight if dbias is None else dbias,
         M,
         K,
         *dy.stride(),
@@ -403,4 +335,4 @@ def _launch_backward(
         num_warps=min(16, max(1, tile // 256)),
         enable_fp_fusion=False,
     )
-    return dx, dweight.sum(0), dbias.sum(0) if center else dbias.view(-1)
+    return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)

@@ -1,4 +1,4 @@
-"""The FP8 matrix product.  M rows of a, N rows of b, K contraction."""
+"""The FP8 matrix product.  M rows of a, N rows of b, K contraction, B batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from float8lab.ops.reference.quantize import dequantize, expand_scale
+from float8lab.ops.reference.cast import dequantize, expand_scale
 
-__all__ = ["scaled_bmm", "scaled_mm"]
+__all__ = ["scaled_mm"]
 
 
 def scaled_mm(
@@ -25,42 +25,20 @@ def scaled_mm(
 ) -> Tensor:
     """``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], accumulated in float32.
 
-    ``fast_accum`` permits a GPU to accumulate with fewer bits; here it changes nothing.
+    Or of each of a batch: ``a`` [B, M, K], ``b`` [B, N, K] of any strides, scales of each matrix,
+    and no bias. ``fast_accum`` permits a GPU to accumulate with fewer bits; here it changes
+    nothing.
     """
-    out = _product(a, a_scale, a_block, b, b_scale, b_block)
+    if a_block[1] == -1 and b_block[1] == -1:
+        out = a.float() @ b.float().mT
+        if a_block[0] > 1 or b_block[0] > 1:
+            a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
+            b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
+        # A lone scale has any shape.
+        out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
+    else:
+        left = dequantize(a, a_scale, a_block, torch.float32)
+        out = left @ dequantize(b, b_scale, b_block, torch.float32).mT
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
-
-
-def scaled_bmm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """``scaled_mm`` of each of a batch: ``a`` [B, M, K], ``b`` [B, N, K], scales of each matrix.
-
-    Operands may have any strides.
-    """
-    return _product(a, a_scale, a_block, b, b_scale, b_block).to(out_dtype)
-
-
-def _product(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-) -> Tensor:
-    if a_block[1] == -1 and b_block[1] == -1:
-        out = a.float() @ b.float().mT
-        out = out * expand_scale(a_scale, a_block, (a.shape[-2], 1))
-        by_row = expand_scale(b_scale, b_block, (b.shape[-2], 1))
-        return out * (by_row if by_row.ndim < 2 else by_row.mT)  # a lone scale has any shape
-    left = dequantize(a, a_scale, a_block, torch.float32)
-    return left @ dequantize(b, b_scale, b_block, torch.float32).mT

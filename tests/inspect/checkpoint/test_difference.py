@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import float8lab
+from float8lab.checkpoints.source import boxes
 from float8lab.inspect import CheckpointError, diff
 from float8lab.inspect.checkpoint import difference
-from float8lab.inspect.checkpoint.source import boxes
 
 
 @pytest.fixture(params=[None, 700], ids=["whole", "700-at-once"])

@@ -9,19 +9,18 @@ import os
 import struct
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import float8lab
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.source import boxes
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect import checkpoint
 from float8lab.inspect.checkpoint import difference, measure
-from float8lab.inspect.checkpoint.opening import open_checkpoint
-from float8lab.inspect.checkpoint.source import boxes
+from tests.checkpoints.test_opening import dcp_save
 
 ROOT = Path(__file__).parents[3]
 
@@ -224,23 +223,24 @@ def anonymous():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
-float8lab.inspect.checkpoint(sys.argv[1])  # what is loaded and started once
-before = most = anonymous()
-done = False
-
 def watch():
     global most
     while not done:
         most = max(most, anonymous())
         time.sleep(0.002)
 
-thread = threading.Thread(target=watch)
-thread.start()
-report = float8lab.inspect.checkpoint(sys.argv[2])
-done = True
-thread.join()
-assert sum(row.measured.stats.numel for row in report.rows) == int(sys.argv[3])
-print(most - before)
+folder, numel, *kinds = sys.argv[1:]
+for kind in kinds:
+    float8lab.inspect.checkpoint(f"{folder}/small/{kind}")  # what is loaded and started once
+    before = most = anonymous()
+    done = False
+    thread = threading.Thread(target=watch)
+    thread.start()
+    report = float8lab.inspect.checkpoint(f"{folder}/large/{kind}")
+    done = True
+    thread.join()
+    assert sum(row.measured.stats.numel for row in report.rows) == int(numel)
+    print(most - before)
 """
 
 
@@ -264,37 +264,31 @@ def sparse_file(path, rows, columns, blocks):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures by /proc")
-@pytest.mark.parametrize("kind", ["safetensors", "one scale", "torch.save", "dcp"])
-def test_memory_is_bounded(tmp_path, kind):
+def test_memory_is_bounded(tmp_path):
     """Anonymous memory; the pages of a mapped file are the kernel's to drop."""
-    saved = kind in ("torch.save", "dcp")
-    paths = tmp_path / "small", tmp_path / "large"
-    sizes = [16, 192]  # MiB
-    for path, megabytes in zip(paths, sizes, strict=True):
-        rows, columns = megabytes * 256, 4096
-        if not saved:
-            pytest.importorskip("safetensors")
-            blocks = (1, 1) if "one" in kind else (rows // 128, columns // 128)
-            sparse_file(path.with_suffix(".safetensors"), rows, columns, blocks)
-        else:
-            state = {
-                "a.weight": torch.zeros(rows, columns, dtype=torch.uint8).view(E4M3),
-                "a.weight_scale_inv": torch.ones(rows // 128, columns // 128),
-            }
-            if kind == "torch.save":
-                torch.save(state, path)
-            else:
-                dcp_save(state, path)
-    names = [str(path if saved else path.with_suffix(".safetensors")) for path in paths]
-    numel = sizes[1] * 256 * 4096
+    pytest.importorskip("safetensors")
+    rows, columns = 192 * 256, 4096  # 192 MiB
+    kinds = ["blocks.safetensors", "one_scale.safetensors", "saved.pt", "dcp"]
+    for name, count in (("small", 4096), ("large", rows)):
+        folder = tmp_path / name
+        folder.mkdir()
+        sparse_file(folder / kinds[0], count, columns, (count // 128, columns // 128))
+        sparse_file(folder / kinds[1], count, columns, (1, 1))
+        state = {
+            "a.weight": torch.zeros(count, columns, dtype=torch.uint8).view(E4M3),
+            "a.weight_scale_inv": torch.ones(count // 128, columns // 128),
+        }
+        torch.save(state, folder / kinds[2])
+        dcp_save(state, folder / kinds[3])
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, *names, str(numel)],
+        [sys.executable, "-c", PEAK, str(tmp_path), str(rows * columns), *kinds],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 64 * 2**20
+    peaks = dict(zip(kinds, map(int, run.stdout.split()), strict=True))
+    assert all(peak < 64 * 2**20 for peak in peaks.values()), peaks
 
 
 def test_a_file_larger_than_memory(tmp_path):
@@ -312,7 +306,7 @@ def test_a_file_larger_than_memory(tmp_path):
 
 
 def test_a_torch_save_that_cannot_be_mapped_as_if_to_write(tmp_path, monkeypatch):
-    """As of a file that is larger than the memory."""
+    """So it is with a file that is larger than the memory."""
     path = tmp_path / "large.pt"
     torch.save({"a": torch.arange(6.0).view(2, 3)}, path)
     content = path.read_bytes()
@@ -329,9 +323,3 @@ def test_a_torch_save_that_cannot_be_mapped_as_if_to_write(tmp_path, monkeypatch
     assert part.tolist() == [[1, 2], [4, 5]]
     part.fill_(7)
     assert path.read_bytes() == content
-
-
-def dcp_save(state, path):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=path, no_dist=True)

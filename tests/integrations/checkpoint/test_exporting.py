@@ -1,4 +1,4 @@
-"""What export writes: the bytes that forwards use, in each format, with a complete config."""
+"""export writes the bytes that forwards use, in each format, with a complete config."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Observer:
 
 
 def weights_of_a_forward(model, x, recipe=None):
-    """What a forward in evaluation casts, by module in order."""
+    """The casts of a forward in evaluation, by module in order."""
     was, PROCESS.observer = PROCESS.observer, Observer()
     try:
         model.eval()

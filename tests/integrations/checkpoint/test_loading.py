@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 import float8lab
 from float8lab import recipes
+from float8lab.checkpoints.source import BOX, Place
 from float8lab.inspect import CheckpointError
-from float8lab.inspect.checkpoint.source import BOX, Place
 from float8lab.integrations import export, load_fp8
 from float8lab.tensor import Float8Tensor
 

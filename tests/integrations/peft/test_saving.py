@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from float8lab.nn.operands import plain
 
 import float8lab
 from float8lab.inspect import memory_report
 from float8lab.integrations import export, load_fp8
-from float8lab.nn.operands import plain
 from float8lab.tensor import Float8Tensor, dispatch
 from tests.integrations.peft.models import (
     RECIPES,

@@ -1,0 +1,315 @@
+"""The tensors that FSDP2 asks what to send, and the modules that give it such tensors.
+
+FSDP2 looks for its all-gather hooks on the local tensor of the sharded parameter, which it makes
+itself. It registers that parameter with its module by ``setattr`` if the module's class defines
+``__setattr__``, before it looks; a ``Shardable`` module then makes the local tensor a ``Shard``.
+Every operation on a shard, save the few by which FSDP2 moves it, gives tensors of the class that it
+had before: plain ones of a weight in high precision. So the unsharded model has only ordinary
+parameters, optimizers run at full speed, and checkpoints hold tensors that torch alone can load.
+
+If the hooks were lost all the same, a weight in high precision would be gathered so, and the module
+would cast it itself. That is also what happens if ``fully_shard`` was called before the conversion,
+since FSDP2 looks for hooks once, when it shards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.distributed.fsdp.weight import (
+    Layout,
+    ShardedWeight,
+    WeightCast,
+    cast_by,
+    cast_stored,
+    local_of,
+    shard_mesh,
+)
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.views import cut
+
+__all__ = [
+    "MasterShard",
+    "Shardable",
+    "StoredShard",
+    "is_sharded_plain",
+    "is_tensor_parallel",
+    "reshard",
+    "settle",
+    "sharded_by_fsdp",
+]
+
+
+def _move(name: str) -> Any:
+    """A method by which FSDP2 pads a shard anew, moves it to the device or pins it."""
+
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = getattr(super(Shard, self), name)(*args, **kwargs)
+        # FSDP2 narrows last when it makes a shard anew; the other methods also give mere copies.
+        return _become_shard(moved, self.owner, self.weight, registered=name == "narrow")
+
+    return move
+
+
+class Shard:
+    """Base of both kinds of shards: FSDP2's hooks, and its ways to move a shard.
+
+    Attributes:
+        weight: the weight that the shard is a part of; shards that FSDP2 makes of it share it.
+        owner: the sharded parameter.
+    """
+
+    weight: ShardedWeight
+    owner: Any
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
+        """Return the bytes that this rank sends, uint8 ``[padded rows, K]``; scales and amaxes."""
+        shard: Any = self if isinstance(self, Shard) else _first_shard(self, mesh, module)
+        stored = isinstance(shard, Float8Tensor)
+        if stored and shard._window is not None:
+            settle(shard)
+        weight = shard.weight
+        weight.prepare(shard, mesh)
+        layout, parts = weight.layout, []
+        spec = layout.spec
+        for rows, blocks in layout.runs:
+            factor = weight.factor[blocks]
+            if stored:
+                part = cast_stored(shard if len(layout.runs) == 1 else shard[rows], factor, spec)
+            else:
+                part = cast_by(shard[rows], spec, "encode", factor)
+            parts.append(part.view(torch.uint8))
+        if layout.padding or not parts:
+            size = (layout.padding, layout.shape[1])
+            parts.append(torch.zeros(size, dtype=torch.uint8, device=shard.device))
+        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (sent,), (weight.scale, weight.amax)
+
+    # FSDP2 asks for the signature at each all-gather; finding it anew takes some 20 us.
+    _signature = inspect.signature(fsdp_pre_all_gather)
+    fsdp_pre_all_gather.__signature__ = _signature  # type: ignore[attr-defined]
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Make a Float8Tensor of the gathered bytes, or renew the scales of ``out``, its view.
+
+        Returns:
+            The Float8Tensor and the tensors that FSDP2 may free besides its own buffers (none:
+            those hold the data, and the scales are small); None if ``out`` was given.
+        """
+        scale, amax = metadata
+        if scale.is_cuda:
+            # Allocated on FSDP2's copy-in stream, read here on the stream of the forward.
+            for tensor in metadata:
+                tensor.record_stream(torch.cuda.current_stream(scale.device))
+        if out is not None:
+            out.scale, out.amax = scale, amax  # not written: autograd may have saved the others
+            return None
+        layout = self.weight.layout
+        qdata = outputs[0][: layout.shape[0]].view(layout.spec.fp8_dtype)
+        return Float8Tensor(qdata, scale, amax, layout.spec, param_dtype), ()
+
+    new_zeros, narrow, to, cpu, pin_memory = map(
+        _move, ("new_zeros", "narrow", "to", "cpu", "pin_memory")
+    )
+
+
+class MasterShard(Shard, Tensor):
+    """A rank's rows of a weight in high precision."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+class StoredShard(Shard, Float8Tensor):
+    """A rank's rows of a weight that is stored in FP8."""
+
+    @classmethod
+    def _make(cls, *args: Any, **kwargs: Any) -> Float8Tensor:
+        return Float8Tensor._make(*args, **kwargs)
+
+    def _extra(self) -> dict[str, Any]:
+        return {k: v for k, v in super()._extra().items() if k not in ("weight", "owner")}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        rebuild, state = super().__reduce_ex__(protocol)
+        return rebuild, state[:-1]  # without the class: a Float8Tensor is made
+
+
+def _become_shard(local: Any, owner: Any, weight: ShardedWeight, *, registered: bool = True) -> Any:
+    """Make a tensor a shard of ``weight``, and its current one if it is registered with FSDP2."""
+    local.__class__ = StoredShard if isinstance(local, Float8Tensor) else MasterShard
+    local.weight, local.owner = weight, owner
+    if registered:
+        # Weak, but not to the parameter: that would forbid torch.utils.swap_tensors on it.
+        weight.shard = weakref.ref(local)
+    return local
+
+
+def settle(x: Float8Tensor) -> None:
+    """Give a view scales of its own; its base is FSDP2's padded copy, which nobody reads."""
+    x._refresh()
+    x.scale, x.amax = x.scale.clone(), x.amax.clone()
+    x._window = None
+
+
+def _first_shard(local: Any, mesh: Any, module: nn.Module) -> Any:
+    """Make a Float8Tensor a shard at its first all-gather, in a module that is not ``Shardable``.
+
+    With CPU offload, ``local`` is a copy of a parameter's local tensor. FSDP2 asks for the
+    parameters in turn, so it is the first that is no shard yet.
+    """
+    parameters: Any = module._parameters.values()
+    sharded = [p for p in parameters if type(local_of(p)) is type(local)]
+    owner = next((p for p in sharded if p._local_tensor is local), sharded[0])
+    weight = ShardedWeight(Layout.of(local.spec, owner.shape, mesh))
+    return _become_shard(owner._local_tensor, owner, weight).to(local.device, non_blocking=True)
+
+
+Float8Tensor.fsdp_pre_all_gather = Shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
+Float8Tensor.fsdp_post_all_gather = Shard.fsdp_post_all_gather  # type: ignore[attr-defined]
+
+
+class Shardable(nn.Module):
+    """A module that has FSDP2 gather its weights in FP8, where they are stored or cast so."""
+
+    def _weight_cast(self, name: str) -> WeightCast | None:
+        """How a parameter in high precision is gathered in FP8; None: as it is."""
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        parameters = self.__dict__.get("_parameters", {})
+        old = parameters.get(name)
+        parameter = old is not None and isinstance(value, nn.Parameter)
+        sharded = parameter and hasattr(value, "_local_tensor")
+        if not sharded and not (parameter and hasattr(old, "_local_tensor")):
+            super().__setattr__(name, value)
+            return
+        if sharded and name.endswith("weight") and not isinstance(value._local_tensor, Shard):
+            self._make_shard(name, value, old)
+        # FSDP2 exchanges sharded and gathered parameters before and after every forward. Like it,
+        # this goes past a method of torch that does much more.
+        parameters[name] = value
+
+    def _make_shard(self, name: str, parameter: Any, old: Any) -> None:
+        """Make the local tensor of a parameter that takes the place of ``old`` a shard."""
+        local, before = parameter._local_tensor, local_of(old)
+        *copied, cut_by = parameter.placements
+        if parameter.ndim != 2 or not cut_by.is_shard(0):
+            return
+        if isinstance(before, Shard):
+            _stay_shard(parameter, before.weight)
+        elif isinstance(local, Float8Tensor) and isinstance(before, Float8Tensor):
+            layout = Layout.of(before.spec, parameter.shape, shard_mesh(parameter))
+            _take_rows(local, before, layout)
+            _become_shard(local, parameter, ShardedWeight(layout))
+        elif type(local) is Tensor and _may_be_fsdp_alone(copied):
+            cast = self._weight_cast(name)
+            if cast is not None:
+                layout = Layout.of(cast.spec, parameter.shape, shard_mesh(parameter))
+                _become_shard(local, parameter, ShardedWeight(layout, cast))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with _shards_kept(self):
+            super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with _shards_kept(self):
+            return super()._apply(fn, recurse)
+
+
+@contextmanager
+def _shards_kept(module: nn.Module) -> Iterator[None]:
+    """Surrounds what may give the sharded parameters of a module other local tensors."""
+    shards = {name: local_of(p) for name, p in module._parameters.items()}
+    weights = {name: shard.weight for name, shard in shards.items() if isinstance(shard, Shard)}
+    try:
+        yield
+    finally:
+        for name, weight in weights.items():
+            _stay_shard(module._parameters[name], weight)
+
+
+def _stay_shard(parameter: Any, weight: ShardedWeight) -> None:
+    """Make a local tensor that a parameter was given a shard of the same weight."""
+    local, stored = local_of(parameter), weight.rule is None
+    if local is parameter or isinstance(local, Shard) or isinstance(local, Float8Tensor) != stored:
+        return
+    weight.version = -1  # unlike any: there may be other values in it
+    _become_shard(local, parameter, weight)
+
+
+def _take_rows(local: Float8Tensor, whole: Any, layout: Layout) -> None:
+    """Give a shard exactly the data, scales and initial values of its rows in the whole weight.
+
+    FSDP2 has copied the data into a tensor of the weight's blocks, which quantized it again where
+    the shard's edge cuts a block. Such a shard gets smaller blocks.
+    """
+    mine, size = slice(layout.start, layout.start + layout.rows), whole.spec.block[0]
+    kept = whole.get_high_precision_init_val()
+    if size > 1:
+        size = math.gcd(layout.rows + layout.padding, size)
+        whole = cut(whole.detach(), (size, whole.spec.block[1]))
+    blocks = layout._replace(spec=whole.spec).block_rows(size, local.device)
+    with torch.no_grad():
+        local.qdata.copy_(whole.qdata[mine])
+        local.scale, local.amax = whole.scale[blocks].clone(), whole.amax[blocks].clone()
+    local.spec, local._window = whole.spec, None
+    if kept is not None:
+        local._high_precision_init_val = kept[mine].clone()
+
+
+def _may_be_fsdp_alone(copied: Sequence[Any]) -> bool:
+    """Whether FSDP2 alone can have made placements that begin so, and end in a cut."""
+    return len(copied) <= 1 and all(p.is_replicate() for p in copied)
+
+
+def sharded_by_fsdp(model: nn.Module) -> set[nn.Module]:
+    """The modules below ``model`` whose parameters FSDP2 shards, and gathers before they run.
+
+    FSDP2 gives a module passed to ``fully_shard`` another class, which has ``unshard``, and sets an
+    attribute on every module whose parameters it manages.
+    """
+    given = [module for module in model.modules() if hasattr(module, "unshard")]
+    managed = (m for m in model.modules() if getattr(m, "_is_fsdp_managed_module", False))
+    return {*managed, *(below for module in given for below in module.modules())}
+
+
+def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
+    """Whether a parameter is a DTensor when its module runs.
+
+    Args:
+        parameter: a parameter or None.
+        sharded: whether FSDP2 shards the module's parameters, which are DTensors only between runs,
+            unless they are cut in another way as well.
+    """
+    placements = getattr(parameter, "placements", ())
+    return bool(placements) and not (sharded and _may_be_fsdp_alone(placements[:-1]))
+
+
+def is_sharded_plain(parameter: Any) -> bool:
+    """Whether FSDP2 has sharded a parameter and found no hooks; it does not look again."""
+    return type(getattr(parameter, "_local_tensor", None)) is Tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Have the modules that FSDP2 shards hold their sharded parameters, not the gathered ones."""
+    for module in model.modules():
+        if hasattr(module, "unshard") and hasattr(module, "reshard"):
+            module.reshard()  # type: ignore[operator]

@@ -1,0 +1,337 @@
+"""A weight that FSDP2 has sharded: where this rank's rows lie in it, and its scales.
+
+*When amaxes are reduced.* The weights that were first gathered in one stretch form a *batch*. A
+weight's first gather reduces its amaxes alone; from then on one all-reduce serves the batch. It is
+due at a gather in forward when that weight, or one after it in the batch, was already gathered in a
+forward since the last reduction, when one of the batch was gathered in a backward since then, or
+when the weight's version changed. A gather in backward uses the scales of the forward. So a
+training step has one reduction, with no call for the user to make, however the weights were
+changed: torch's version counters alone would not do, fused optimizers do not raise them. And ranks
+stay in lock step, because the rule looks only at what FSDP2 itself needs to be the same on all
+ranks, the sequence of all-gathers, and at operations on the whole sharded weight. A weight that is
+not gathered in a step, or that does not exist any more on some rank, keeps its place in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8lab.formats import Float8Spec
+from float8lab.ops import amax_of, cast_many_op, cast_op, factors_from_amax, round_up
+from float8lab.recipes.reduction import AmaxChannel, channel
+from float8lab.recipes.region import in_backward
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
+
+__all__ = [
+    "Layout",
+    "ShardedWeight",
+    "WeightCast",
+    "cast_by",
+    "cast_stored",
+    "layout_of",
+    "local_of",
+    "reduced_amaxes",
+    "requantize_shards_",
+    "shard_mesh",
+    "with_local",
+]
+
+_ALIGNED = 4
+"""Floats. A GEMM on a GPU copies scales that do not begin at a multiple of 16 bytes."""
+
+
+def local_of(x: Any) -> Any:
+    """A DTensor's shard on this rank; any other tensor itself."""
+    # This is an attribute of a DTensor; importing its class would double our own import time.
+    return getattr(x, "_local_tensor", x)
+
+
+def with_local(x: Any, local: Tensor) -> Any:
+    """``local``, as a DTensor of the shape and placements of ``x`` if that is one."""
+    if local_of(x) is x:
+        return local
+    return type(x).from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def shard_mesh(parameter: Any) -> Any:
+    """The ranks that FSDP2 cuts a parameter for, with or without hybrid sharding."""
+    mesh = parameter.device_mesh
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+
+
+class Layout(NamedTuple):
+    """The rows of a weight ``[N, K]`` that are a rank's shard, by the rule of ``torch.chunk``."""
+
+    spec: Float8Spec  # the format, blocks and scale rule of the whole weight
+    shape: tuple[int, int]  # the shape of the whole weight
+    blocks: tuple[int, ...]  # the shape of the weight's scales
+    numbers: int  # floats from these scales to the next weight's, so that all are aligned
+    start: int  # the first row of the shard in the weight
+    rows: int  # how many rows the shard has
+    padding: int  # rows that it sends besides, where the shards of other ranks have more
+    runs: tuple[tuple[slice, slice], ...]
+    """Runs of rows of the shard that lie on the weight's blocks, each with its block rows.
+
+    A shard that starts inside a block has two: the rest of that block, and what follows.
+    """
+
+    @staticmethod
+    def of(spec: Float8Spec, shape: Any, mesh: Any) -> Layout:
+        """The layout of a weight that is cut for the ranks of ``mesh``."""
+        N, K = shape
+        chunk = -(-N // mesh.size())
+        start = min(N, chunk * mesh.get_local_rank())
+        rows = min(chunk, N - start)
+        size = N if spec.block[0] == -1 else spec.block[0]
+        head = 0 if spec.block[0] == -1 else min(rows, -start % size)
+        runs = tuple(
+            (slice(low, high), slice((start + low) // size, -(-(start + high) // size)))
+            for low, high in ((0, head), (head, rows))
+            if low < high
+        )
+        blocks = spec.scale_shape((N, K))
+        numbers = round_up(math.prod(blocks), _ALIGNED)
+        return Layout(spec, (N, K), blocks, numbers, start, rows, chunk - rows, runs)
+
+    def block_rows(self, size: int, device: torch.device) -> slice | Tensor:
+        """The weight's block rows in which the shard's blocks, of ``size`` rows each, begin."""
+        if size == -1:
+            return slice(0, 1)
+        count = -(-self.rows // size)
+        if size == self.spec.block[0] and self.start % size == 0:
+            return slice(self.start // size, self.start // size + count)
+        return (torch.arange(count, device=device) * size + self.start) // self.spec.block[0]
+
+
+def layout_of(parameter: Any) -> Layout:
+    """The layout of a sharded parameter that is stored in FP8."""
+    local = parameter._local_tensor
+    weight: ShardedWeight | None = getattr(local, "weight", None)
+    if weight is not None:
+        return weight.layout
+    return Layout.of(local.spec, parameter.shape, shard_mesh(parameter))
+
+
+class WeightCast(NamedTuple):
+    """How a weight in high precision is cast for the all-gather."""
+
+    spec: Float8Spec
+    amax_epsilon: float = 0.0
+    """Amaxes are raised to at least this."""
+    headroom: float = 1.0
+    """The scales are multiplied by this (``2 ** margin`` of a delayed recipe)."""
+
+
+class ShardedWeight:
+    """A sharded weight, as one rank knows it, whichever tensor holds the shard.
+
+    Args:
+        layout: where the shard lies in the weight.
+        cast: how the weight is cast for the all-gather; None: it is stored in FP8. Blocks of such
+            a weight have scales already; those of a block that several ranks hold parts of, such as
+            the one block of a weight scaled as a whole, can differ after the ranks wrote to their
+            parts. So the block gets the largest, and bytes with another scale are cast again.
+    """
+
+    shard: weakref.ref[Any]  # the local tensor of the sharded parameter
+    scale: Tensor  # decode scales of the whole weight, since the last reduction
+    factor: Tensor  # the factors that a cast takes for these scales
+    amax: Tensor  # the amaxes from which they were made
+
+    def __init__(self, layout: Layout, cast: WeightCast | None = None) -> None:
+        self.layout = layout
+        # Weights with equal rules get scales from amaxes by the same function.
+        spec = layout.spec
+        self.rule = (
+            None
+            if cast is None
+            else (spec.fp8_dtype, spec.scale_rule, cast.amax_epsilon, cast.headroom)
+        )
+        self.version: int | None = None  # the shard's, at the last reduction
+        self.batch: _Batch | None = None
+        self.index = 0  # in the batch
+
+    def prepare(self, shard: Any, mesh: Any) -> None:
+        """Have the scales of an all-gather that begins, by a reduction over ranks if one is due.
+
+        Args:
+            shard: the tensor that FSDP2 asks.
+            mesh: the ranks that have shards.
+        """
+        batch, backward = self.batch, in_backward()
+        members: list[ShardedWeight] = []
+        if batch is None:
+            here = channel(mesh.get_group())
+            batch = self.batch = here.filling = here.filling or _Batch(here)
+            self.index = len(batch.members)
+            batch.members.append(self)
+            members, shards = [self], [shard]
+        elif not backward and (self.index <= batch.latest or self.version != _version(shard)):
+            if batch.channel.filling is batch:
+                batch.channel.filling = None  # complete: what comes later is another's
+            batch.latest = -1
+            members, shards = batch.members, [member.shard() for member in batch.members]
+        if members:
+            _set_scales(members, shards, shard.device, mesh)
+            for member, one in zip(members, shards, strict=True):
+                member.version = None if one is None else _version(one)
+        batch.latest = sys.maxsize if backward else max(batch.latest, self.index)
+
+
+class _Batch:
+    """Weights whose amaxes are reduced together, in the order of their first gather."""
+
+    def __init__(self, channel: AmaxChannel) -> None:
+        self.channel = channel  # where it is until it is complete
+        self.members: list[ShardedWeight] = []
+        self.latest = -1  # index of the last one gathered since; in backward: beyond all indices
+
+
+def _version(shard: Any) -> int | None:
+    """A value that changes with every change of the weight by an op on the whole of it."""
+    counted = shard.qdata if isinstance(shard, Float8Tensor) else shard.owner
+    return None if counted.is_inference() else counted._version
+
+
+def _set_scales(
+    weights: Sequence[ShardedWeight], shards: Sequence[Any], device: torch.device, mesh: Any
+) -> None:
+    """Give weights the scales of their amaxes over all ranks: one all-reduce.
+
+    Args:
+        weights: in the same order on all ranks.
+        shards: the rows of each that this rank has; None if they do not exist any more.
+        device: where the scales are wanted.
+        mesh: the ranks that have shards.
+    """
+    made: dict[Any, list[tuple[Tensor, ...]]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        every, amaxes = reduced_amaxes([w.layout for w in weights], shards, device, mesh)
+        sizes = [weight.layout.numbers for weight in weights]
+        for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
+            if weight.rule not in made:
+                scale, factor = every, every
+                if weight.rule is not None:
+                    fp8_dtype, scale_rule, epsilon, headroom = weight.rule
+                    scale, factor = factors_from_amax(every, fp8_dtype, scale_rule, epsilon)
+                    if headroom != 1.0:
+                        scale, factor = scale * headroom, factor / headroom
+                made[weight.rule] = [scale.split(sizes), factor.split(sizes)]
+            weight.scale, weight.factor = (
+                parts[i][: amax.numel()].view(amax.shape) for parts in made[weight.rule]
+            )
+            weight.amax = amax
+
+
+def reduced_amaxes(
+    layouts: Sequence[Layout], shards: Sequence[Any], device: torch.device, mesh: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """The amaxes of the blocks of whole weights, in a row and of each weight: one all-reduce.
+
+    The amax of a block that is stored in FP8 is the largest scale that a rank has for it.
+    """
+    sizes = [layout.numbers for layout in layouts]
+    every = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    amaxes = [
+        part[: math.prod(layout.blocks)].view(layout.blocks)
+        for part, layout in zip(every.split(sizes), layouts, strict=True)
+    ]
+    targets, values = [], []
+    for amax, layout, shard in zip(amaxes, layouts, shards, strict=True):
+        if shard is None:
+            continue
+        if shard.device != device:
+            shard = shard.detach().to(device, non_blocking=True)
+        stored = isinstance(shard, Float8Tensor)
+        whole = stored and shard._window is None and len(layout.runs) == 1
+        for rows, blocks in layout.runs:
+            part, block = shard if whole else shard[rows], layout.spec.block
+            targets.append(amax[blocks])
+            values.append(
+                _largest_scales(part, block) if stored else amax_of("", (part,), part.dtype, block)
+            )
+    if targets:
+        torch._foreach_copy_(targets, values)
+    if mesh.size() > 1:
+        # A maximum over ranks need not keep NaN; inf gives the same scale.
+        every.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        dist.all_reduce(every, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return every, amaxes
+
+
+def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
+    scale = expand_scale(rows.scale, (rows.spec.block[0], 1), rows.shape)
+    return block_amax(scale.expand(rows.shape[0], -1), (block[0], 1))
+
+
+def cast_stored(rows: Float8Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
+    """FP8 data with the scales ``factor``, of some rows of a shard that is stored in FP8."""
+    if spec.block[0] == 1 and rows.spec == spec:
+        return rows.qdata  # no block is shared
+    values = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
+    return cast_by(values, spec, "decode", factor)
+
+
+def cast_by(rows: Tensor, spec: Float8Spec, rule: str, factor: Tensor) -> Tensor:
+    """FP8 data of some rows by factors that are known."""
+    q: Tensor = cast_op(
+        "", (rows,), rows.dtype, spec.fp8_dtype, spec.block, rule, 0.0, 1,
+        True, False, False, factor,
+    )[0]  # fmt: skip
+    return q
+
+
+def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> None:
+    """Overwrite sharded parameters stored in FP8 as one process would overwrite the whole ones.
+
+    Blocks that several ranks hold parts of, such as the one block of a weight scaled as a whole,
+    get the scale of the whole block: a collective, one all-reduce for each mesh.
+
+    Args:
+        parameters: DTensors of Float8Tensors, matrices sharded by rows as FSDP2 does; the same
+            ones, in the same order, on all ranks.
+        values: high-precision tensors, one for each parameter, of its local shape.
+    """
+    meshes: dict[Any, list[tuple[ShardedWeight, Any, Tensor]]] = {}
+    for parameter, value in zip(parameters, values, strict=True):
+        layout = layout_of(parameter)
+        weight = ShardedWeight(layout, WeightCast(layout.spec))
+        each = meshes.setdefault(shard_mesh(parameter), [])
+        each.append((weight, parameter._local_tensor, value))
+    with torch.no_grad():
+        for mesh, each in meshes.items():
+            weights, _, plain = zip(*each, strict=True)
+            _set_scales(weights, plain, plain[0].device, mesh)
+            _write(each)
+
+
+def _write(each: Sequence[tuple[ShardedWeight, Any, Tensor]]) -> None:
+    """Cast by the scales of the whole weights, one op for each kind of shard, and write them."""
+    scales, amaxes = [x.scale for _, x, _ in each], [x.amax for _, x, _ in each]
+    rows = [w.layout.block_rows(x.spec.block[0], x.device) for w, x, _ in each]
+    groups: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for _, local, value in each:
+        kind = (value.dtype, local.qdata.dtype, local.spec.block)
+        groups.setdefault(kind, []).append((value, local.scale, local.qdata))
+    # The encode factors go where the scales will be, since the op keeps its table of addresses for
+    # memory that stays.
+    torch._foreach_copy_(scales, [w.factor[r] for (w, *_), r in zip(each, rows, strict=True)])
+    for (*_, block), group in groups.items():
+        values, encodes, data = (list(tensors) for tensors in zip(*group, strict=True))
+        # Each block of the shard lies in one block of the weight, and has its factor by now.
+        cast_many_op(values, data, block, "encode", 0.0, [], [], encodes)
+        torch.autograd.graph.increment_version(data)
+    new = [w.scale[r] for (w, *_), r in zip(each, rows, strict=True)]
+    new += [w.amax[r] for (w, *_), r in zip(each, rows, strict=True)]
+    torch._foreach_copy_(scales + amaxes, new)

@@ -1,0 +1,104 @@
+"""The forms in which a cast is called: its scales found or given, in one orientation or both.
+
+Each takes the cast first, the op or another implementation of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3
+from float8lab.ops import Source
+
+__all__ = ["amax", "encode", "encode_pair", "quantize", "quantize_pair"]
+
+Cast = Callable[..., Any]
+
+
+def _matrix(x: Tensor | Source) -> tuple[str, Sequence[Tensor], torch.dtype]:
+    return x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
+
+
+def _sums(total: Tensor | None, x: Tensor | Source) -> Tensor:
+    like = _matrix(x)[1][0]
+    return like.new_empty(0, dtype=torch.float32) if total is None else total
+
+
+def amax(cast: Cast, x: Tensor | Source, block: Sequence[int] = (-1, -1)) -> Tensor:
+    """The amax of each block."""
+    found: Tensor = cast(*_matrix(x), E4M3, block, "fp32", 0.0, 1, False, False)[2]
+    return found
+
+
+def quantize(
+    cast: Cast,
+    x: Tensor | Source,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    known_amax: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> tuple[Any, Any, Any]:
+    """FP8 data, scales that are found, and amaxes, of one orientation."""
+    how = (fp8_dtype, block, rule, eps, align, not transposed, transposed, False, known_amax)
+    q, scale, found, q_t, scale_t, _ = cast(*_matrix(x), *how)
+    return (q_t, scale_t, found) if transposed else (q, scale, found)
+
+
+def quantize_pair(
+    cast: Cast,
+    x: Tensor | Source,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    column_sum: bool,
+    known_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """FP8 data and scales of both orientations, and the column sums, empty if not wanted."""
+    how = (fp8_dtype, block, rule, eps, align, True, True, column_sum, known_amax)
+    q, scale, _, q_t, scale_t, total = cast(*_matrix(x), *how)
+    return q, scale, q_t, scale_t, _sums(total, x)
+
+
+def encode(
+    cast: Cast,
+    x: Tensor | Source,
+    factor: Tensor,
+    slot: Tensor | None,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    align: int,
+    divide: bool = False,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """FP8 data of one orientation by factors, or by scales that ``divide``."""
+    rule = "decode" if divide else "encode"
+    how = (fp8_dtype, block, rule, 0.0, align, not transposed, transposed, False, factor, slot)
+    q, _, _, q_t, *_ = cast(*_matrix(x), *how)
+    data: Tensor = q_t if transposed else q
+    return data
+
+
+def encode_pair(
+    cast: Cast,
+    x: Tensor | Source,
+    factor: Tensor,
+    slot: Tensor | None,
+    fp8_dtype: torch.dtype,
+    align: int,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 data of both orientations by one factor, and the column sums, empty if not wanted."""
+    how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, column_sum, factor, slot)
+    q, _, _, q_t, _, total = cast(*_matrix(x), *how)
+    return q, q_t, _sums(total, x)

@@ -1,0 +1,161 @@
+"""Run all checks, on a GPU in several programs at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from float8lab.inspect.environment import why_casts_are_missing
+from float8lab.inspect.selfcheck import attention, casts, norms, products, sources
+from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
+
+__all__ = ["CHECKS", "run_checks", "selfcheck"]
+
+CHECKS = tuple(
+    found
+    for module in (casts, attention, norms, products, sources)
+    for found in vars(module).values()
+    if isinstance(found, Check)
+)
+"""All checks, in the order of the report."""
+
+_LONG = ("scaled_mm", "cast_many", "cast_of", "quantize_of", "quantize_pair", "scaled_bmm",
+         "value_of", "cast")  # fmt: skip
+"""Checks with the most kernels."""
+
+
+def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -> Report:
+    """Check every op and GEMM path on this machine, in less than a minute.
+
+    Args:
+        device: ``"cpu"`` or a CUDA device; by default the current GPU, or the CPU without one.
+        verbose: the printed report says what every op was compared with, and has all failures.
+
+    Returns:
+        A report: ``print`` it, ask ``.passed``, read ``.rows``. A failure is a row, no exception;
+        what this device lacks is ``"unsupported"`` or ``"emulated"``, with the reason, no failure.
+
+    Raises:
+        RuntimeError: torch does not see the device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"device must be one that torch sees; got {device}, and torch sees no CUDA GPU. "
+            "Pass device='cpu', or see `python -m float8lab env`."
+        )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    shown = f"{device} ({name})" if name else str(device)
+    programs = min(_MOST_PROGRAMS, os.cpu_count() or 1)
+    if device.type == "cuda" and programs > 1:
+        found = _run_in_programs(device, programs)
+    else:
+        found = run_checks(device, [check.name for check in CHECKS])
+    rows = [row for check in CHECKS for row in found[check.name][0]]
+    return Report(shown, rows, {name: found[name][1] for name in found}, verbose)
+
+
+def run_checks(device: torch.device, names: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
+    """Run some of the checks; return by name their rows, and how many seconds each took."""
+    found = {}
+    on_device: AbstractContextManager[Any] = (
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are small: threads wait for each other, up to 10 times
+    try:
+        with on_device, torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for check in CHECKS:
+                if check.name in names:
+                    start = time.perf_counter()
+                    rows = _rows_of(check, device)
+                    found[check.name] = rows, round(time.perf_counter() - start, 3)
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+_MOST_PROGRAMS = 8
+_CODE = """
+import json, sys
+paths, device, *names = json.loads(sys.argv[1])
+sys.path[:] = paths
+import dataclasses, torch
+from float8lab.inspect.selfcheck.running import run_checks
+for name in names:
+    rows, seconds = run_checks(torch.device(device), [name])[name]
+    print(json.dumps([name, [dataclasses.asdict(row) for row in rows], seconds]))
+"""
+
+
+def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[list[Row], float]]:
+    """Run all checks in several programs at once, since nearly all of their time compiles kernels.
+
+    Threads would not do, since Triton compiles under Python's lock, and a pool of processes would
+    run the caller's script again.
+    """
+    # The longest first: each program takes every so many.
+    names = sorted((check.name for check in CHECKS), key=lambda name: name not in _LONG)
+    shares = [names[i::programs] for i in range(programs)]
+    at = device
+    if device.type == "cuda" and device.index is None:
+        at = torch.device("cuda", torch.cuda.current_device())
+
+    def run(share: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
+        told = json.dumps([sys.path, str(at), *share])
+        command = [sys.executable, "-c", _CODE, told]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = {}
+        for line in done.stdout.splitlines():
+            if line.startswith("["):
+                name, rows, seconds = json.loads(line)
+                found[name] = [Row(**row) for row in rows], seconds
+        last = " ".join(done.stderr.split()[-60:])
+        for name in share:
+            if name not in found:  # it died, as of a signal
+                problem = f"the program that ran it ended with status {done.returncode}: {last}"
+                check = next(check for check in CHECKS if check.name == name)
+                row = Row(check.group, name, check.against, "failed", 0, None, "", [problem])
+                found[name] = [row], 0.0
+        return found
+
+    with ThreadPoolExecutor(programs) as pool:
+        return {name: one for found in pool.map(run, shares) for name, one in found.items()}
+
+
+def _rows_of(check: Check, device: torch.device) -> list[Row]:
+    cases, lacking = Cases(device), ""
+    try:
+        check.run(cases)
+    except Exception as error:  # of any kind: the other checks have something to say, too
+        lacking = why_casts_are_missing(device)
+        cases.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+    rows = []
+    for why, tally in cases.tallies.items():
+        status = "failed" if tally.failures else "emulated" if why else "passed"
+        if tally.failures and lacking:
+            status, why = "unsupported", lacking
+        rows.append(
+            Row(
+                check.group,
+                check.name,
+                check.against,
+                status,
+                tally.cases,
+                tally.worst,
+                why,
+                tally.failures,
+            )
+        )
+    return rows

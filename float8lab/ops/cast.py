@@ -1,0 +1,124 @@
+"""Cast matrices to FP8, and back; transpose them.  M rows, K columns.
+
+``reference/cast.py`` specifies these ops, and ``reference/prologue.py`` what can be cast without
+being written first. They are for callers that have checked their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3, SCALE_RULES, scale_shape
+from float8lab.ops import reference
+from float8lab.ops.declare import declare
+from float8lab.ops.reference import round_up
+
+__all__ = [
+    "Source",
+    "amax_of",
+    "cast_many_op",
+    "cast_op",
+    "dequantize_op",
+    "empty_scale",
+    "transpose_op",
+    "value_of_op",
+]
+
+
+def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
+    """Room for the scales of a quantized matrix of ``shape``, on the device of ``x``.
+
+    Scales of 1xB blocks are stored column by column, as cuBLASLt reads them; all others by row.
+    """
+    rows, columns = scale_shape(tuple(shape), tuple(block))
+    if reference.scales_by_column(block):
+        return x.new_empty((columns, rows), dtype=torch.float32).t()
+    return x.new_empty((rows, columns), dtype=torch.float32)
+
+
+def _cast_outputs(of: Any) -> tuple[Tensor | None, ...]:
+    x, (M, K) = of.inputs[0], reference.prologue_shape(of.prologue, of.inputs)
+    shape = round_up(M, of.align), round_up(K, of.align)
+    amax = None
+    written: list[Tensor | None] = []
+    for wanted, oriented in ((of.straight, shape), (of.transposed, shape[::-1])):
+        finds = wanted and of.rule in SCALE_RULES
+        written.append(x.new_empty(oriented, dtype=of.fp8_dtype) if wanted else None)
+        written.append(empty_scale(x, oriented, of.block) if finds else None)
+        if finds and reference.has_amax(of.prologue, of.block, of.given):
+            amax = empty_scale(x, oriented, of.block)
+    if of.straight and of.transposed:
+        amax = None
+    if not (of.straight or of.transposed):
+        amax = x.new_empty(scale_shape((M, K), tuple(of.block)), dtype=torch.float32)
+    q, scale, q_t, scale_t = written
+    total = x.new_empty(K, dtype=torch.float32) if of.column_sum else None
+    return q, scale, amax, q_t, scale_t, total
+
+
+cast_op = declare(
+    reference.cast,
+    cuda="cast:cast",
+    outputs=_cast_outputs,
+    mutates=("slot",),
+    any_strides=True,
+)
+# It writes to its arguments, and leaves the version counters of these to the caller.
+cast_many_op = declare(
+    reference.cast_many_,
+    name="cast.many_",
+    cuda="cast_many:cast_many_",
+    outputs=lambda of: None,
+    mutates=("q", "scale", "amax"),
+)
+value_of_op = declare(
+    reference.value_of,
+    cuda="prologue:value_of",
+    outputs=lambda of: of.inputs[0].new_empty(
+        reference.prologue_shape(of.prologue, of.inputs), dtype=of.dtype
+    ),
+)
+transpose_op = declare(
+    reference.transpose,
+    cuda="cast:transpose",
+    outputs=lambda of: of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]]),
+)
+dequantize_op = declare(
+    reference.dequantize,
+    cuda="cast:dequantize",
+    outputs=lambda of: of.q.new_empty(of.q.shape, dtype=of.dtype),
+)
+
+
+class Source(NamedTuple):
+    """A matrix that has not been computed yet: a prologue and its inputs."""
+
+    prologue: str
+    inputs: Sequence[Tensor]
+    dtype: torch.dtype
+    """What the values are rounded to."""
+    known_amax: Tensor | None = None
+    """``[1, 1]``, where something has computed it already."""
+
+    def value(self) -> Tensor:
+        """The matrix."""
+        value: Tensor = value_of_op(self.prologue, self.inputs, self.dtype)
+        return value
+
+    def amax(self) -> Tensor:
+        """Its largest absolute value, ``[1, 1]`` float32."""
+        if self.known_amax is not None:
+            return self.known_amax
+        return amax_of(*self[:3])
+
+
+def amax_of(
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
+) -> Tensor:
+    """The amax of each block of a matrix that may be computed on the way, and nothing else."""
+    found: Tensor = cast_op(prologue, inputs, dtype, E4M3, block, "fp32", 0.0, 1, False, False)[2]
+    return found

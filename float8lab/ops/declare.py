@@ -1,0 +1,315 @@
+"""Declare an op to torch.library: the reference on CPU, a Triton or cuBLASLt launcher on CUDA.
+
+The CUDA launcher is named by a string, ``"module:function"`` inside ``float8lab.ops.kernels``, and
+imported on its first call: importing float8lab must not import triton.
+
+A call of an op takes torch's dispatcher some 10 us, as long as all that the launcher does. So where
+nobody but the implementation would see the call, it is called without the dispatcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["announce_flops", "compute_intensive_ops", "declare"]
+
+_LIBRARY = torch.library.Library("float8lab", "DEF")
+
+
+_HAS_MARKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+"""Whether torch is one whose marks on code were seen to work."""
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from tracing an implementation, or what it calls, when a compiled graph calls it.
+
+    ``torch._disable_dynamo`` does so by a wrapper around every call. A mark on the code costs a
+    call nothing; all functions of the same code have it.
+    """
+    if not _HAS_MARKS:
+        return torch._disable_dynamo(function)
+    dynamo = torch._C._dynamo.eval_frame
+    try:
+        skip = dynamo._FrameAction.SKIP
+        strategy = dynamo._FrameExecStrategy(skip, skip)
+        dynamo.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:  # the names are private: another torch may not have them
+        return torch._disable_dynamo(function)
+    return function
+
+
+@functools.cache
+def _load(path: str) -> Callable[..., Any]:
+    module_name, function_name = path.split(":")
+    module = importlib.import_module(f"float8lab.ops.kernels.{module_name}")
+    launcher: Callable[..., Any] = getattr(module, function_name)
+    return launcher
+
+
+def _lazy(path: str) -> Callable[..., Any]:
+    """The function that ``path`` names, imported by the first call."""
+    return lambda *args: _load(path)(*args)
+
+
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
+    "Sequence[int]": "int[]",
+    "Sequence[str]": "str[]",
+    "torch.dtype": "ScalarType",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+}
+"""Types in a schema, by annotation. A result is a tensor, also where it may be None."""
+
+
+def declare(
+    function: Callable[..., Any],
+    *,
+    outputs: Callable[[Any], Any],
+    cuda: str | None = None,
+    name: str | None = None,
+    mutates: Sequence[str] = (),
+    any_strides: bool = False,
+    flops: Callable[..., int] | None = None,
+) -> Callable[..., Any]:
+    """Make an op of ``float8lab``, and return what calls it with plain tensors, by position.
+
+    The op itself, which graphs and modes see, is the result's ``overload``. Its schema is the
+    signature of ``function``, whose annotations must be spelled as in ``_TYPES``. A result that
+    ``function`` or a launcher gives as None is an empty tensor where the dispatcher returns it.
+
+    Args:
+        function: specifies the op, and is its CPU implementation. Without ``cuda`` it is called on
+            any device, through the dispatcher alone and with Python's state as it is then; the
+            result is the overload, and what the function changes besides its arguments is hidden
+            from a compiler.
+        outputs: allocates the results, given the arguments as the attributes of one object.
+        cuda: ``"module:function"`` of the launcher in ``float8lab.ops.kernels``.
+        name: of the op, where it is not the function's; ``"name.overload"`` for a further form.
+        mutates: names of the arguments that are written. No output aliases an input. If the last
+            argument is one, and optional, graphs have a form of the op without it, ``pure``.
+        any_strides: the op is as good on inputs of other strides than those it was traced with. A
+            compiler that may not choose them copies an input that it has not written yet for each
+            op that reads it.
+        flops: floating-point operations of a call, from its arguments with a shape in place of each
+            tensor. An op that has one is worth saving rather than computing again.
+    """
+    name = name or function.__name__
+    parameters = inspect.signature(function).parameters
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False))
+        return _filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
+
+    # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
+    whole = _untraced(_complete(function))
+    implementations = {"CompositeExplicitAutograd": whole}
+    if cuda is not None:
+        implementations = {"CPU": whole, "CUDA": _untraced(_complete(_lazy(cuda)))}
+
+    def define(name: str, schema: str) -> Callable[..., Any]:
+        tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
+        _LIBRARY.define(name + schema, tags=tags)
+        for key, implementation in implementations.items():
+            _LIBRARY.impl(name, implementation, key)
+        torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
+        packet, _, form = name.partition(".")
+        overload: Callable[..., Any] = getattr(
+            getattr(torch.ops.float8lab, packet), form or "default"
+        )
+        return overload
+
+    overload = through = define(name, _schema(function, mutates))
+    *_, last = parameters
+    if last in mutates and defaults.get(last, last) is None:
+        pure = define(f"{name}.pure", _schema(function, (), without=last))
+        through = _either(overload, pure, len(parameters) - 1)
+    if flops is not None:
+        _FLOPS[overload] = flops
+    if cuda is None:
+        return overload
+    call = _direct(through, cuda, function)
+    call.overload = overload
+    return call
+
+
+def _schema(
+    function: Callable[..., Any], mutates: Sequence[str], without: str | None = None
+) -> str:
+    """The signature in the dispatcher's words: ``"(Tensor q, int align=1) -> Tensor"``."""
+    signature = inspect.signature(function)
+    written = []
+    for name, parameter in signature.parameters.items():
+        kind = _TYPES[parameter.annotation]
+        if name in mutates:
+            kind = kind.replace("Tensor", f"Tensor({chr(97 + mutates.index(name))}!)")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        if name != without:
+            written.append(f"{kind} {name}{default.replace('()', '[]')}")
+    results = signature.return_annotation
+    returned = ", ".join(["Tensor"] * results.count("Tensor"))
+    return f"({', '.join(written)}) -> {returned if results == 'Tensor' else f'({returned})'}"
+
+
+def _either(
+    overload: Callable[..., Any], pure: Callable[..., Any], arguments: int
+) -> Callable[..., Any]:
+    """``overload``; in a graph, where it would write nothing, ``pure`` with its ``arguments``.
+
+    A compiler takes an op that may write for one that does, and wraps every call of it.
+    """
+
+    def through(*args: Any) -> Any:
+        if torch.compiler.is_compiling() and not any(arg is not None for arg in args[arguments:]):
+            return pure(*args[:arguments])
+        return overload(*args)
+
+    return through
+
+
+def _complete(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with an empty tensor for each result that it gives as None."""
+
+    def call(*args: Any) -> Any:
+        return _filled(function(*args), args)
+
+    return call
+
+
+def _filled(results: Any, args: Sequence[Any]) -> Any:
+    if type(results) is not tuple:
+        return results
+    like = args[1][0] if type(args[0]) is str else args[0]  # a prologue and its inputs
+    return tuple(like.new_empty(0) if one is None else one for one in results)
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {}
+"""FLOP formulas by overload."""
+
+
+def compute_intensive_ops() -> list[torch._ops.OpOverload]:
+    """The overloads of FP8 matrix products and attention, for lists of what is worth saving.
+
+    Selective activation checkpointing recomputes every op that is not in such a list, and knows
+    only torch's own products.
+
+    >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
+    True
+    """
+    return list(_FLOPS)
+
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+class _CounterLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Tells torch's FLOP counter the formulas when it is imported.
+
+    Not before: it imports triton, which ``import float8lab`` must not.
+    """
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        _tell(module)
+
+
+def _tell(counter: Any) -> None:
+    for overload, formula in _FLOPS.items():
+        counter.register_flop_formula(overload.overloadpacket)(formula)
+
+
+def announce_flops() -> None:
+    """Make the formulas known to torch's FLOP counter, now or when it is imported."""
+    if _COUNTER in sys.modules:
+        _tell(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _CounterLoader())
+
+
+_PLAIN = frozenset(
+    {Tensor, Parameter, type(None), torch.dtype, torch.Size, tuple, list, int, float, bool, str}
+)
+"""Types whose values the dispatcher hands on as they are. A list's elements are asked for anew."""
+
+_is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
+def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[..., Any]) -> Any:
+    """``overload``, past the dispatcher where that would do nothing but find the implementation."""
+
+    def call(*args: Any) -> Any:
+        nonlocal launcher
+        if (
+            torch.compiler.is_compiling()
+            or _is_watched_by_a_mode()
+            or _transform() is not None
+            or _trace() is not None
+            or _is_profiled()
+            or not _PLAIN.issuperset(map(type, args))
+        ):
+            return overload(*args)
+        x = args[0]
+        if type(x) is str:  # a prologue, and its inputs
+            x = args[1][0]
+            if not _PLAIN.issuperset(map(type, args[1])):
+                return overload(*args)
+        elif type(x) is list or type(x) is tuple:
+            return overload(*args)
+        # Autograd's, unless below an autograd function. Negative: of the imaginary part of a
+        # conjugate, which the dispatcher makes a tensor of its own first.
+        if (torch.is_grad_enabled() and _requires_grad(args)) or x.is_neg():
+            return overload(*args)
+        if x.is_cuda:
+            if type(launcher) is str:
+                launcher = _load(launcher)
+            return launcher(*args)
+        return reference(*args) if x.is_cpu else overload(*args)
+
+    return call
+
+
+def _requires_grad(args: Sequence[Any]) -> bool:
+    """Whether a tensor among the arguments, or in a list there, does."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if arg.requires_grad:
+                return True
+        elif (type(arg) is list or type(arg) is tuple) and _requires_grad(arg):
+            return True
+    return False

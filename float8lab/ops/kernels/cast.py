@@ -1,0 +1,757 @@
+"""Cast, dequantize and transpose matrices on the GPU.
+
+M rows, K columns of the matrix that is cast, which a prologue may compute; ROWS, COLUMNS the same
+after padding to the alignment. Every kernel gives the bytes of ``ops/reference``; every program
+handles one tile. Kernels that write the transpose read their tile by words, as ``load_words`` says,
+so ROWS must be divisible by 4; blocks of two-byte values have one in ``cast_hopper.py``. Where no
+kernel writes both orientations, each is cast on its own.
+
+Sizes and strides are run-time arguments: a new token count recompiles nothing, except that triton
+specialises once on whether an integer is 1 or divisible by 16, which is what allows wide accesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.formats import SCALE_RULES, largest
+from float8lab.ops import reference
+from float8lab.ops.cast import empty_scale
+from float8lab.ops.kernels._common import (
+    Tile,
+    abs_bits,
+    block_amax,
+    block_index,
+    broadcast_scale,
+    ceil_div,
+    empty_column_sums,
+    grid_of,
+    largest_bits,
+    load_tile,
+    next_power_of_2,
+    pack_scaled,
+    record_amax,
+    saturate,
+    scale_from_amax,
+    scale_tile,
+    store_column_sum,
+    store_tile,
+    store_transposed,
+    store_words,
+    sum_of_rows,
+    widen,
+)
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
+from float8lab.ops.kernels.prologue import (
+    TILE,
+    arguments_of,
+    has_kernel,
+    load,
+    load_words,
+    tile_for,
+    tile_of_program,
+    value_of,
+)
+from float8lab.ops.reference import prologue_shape, round_up
+
+__all__ = [
+    "block_tile",
+    "cast",
+    "dequantize",
+    "divides_a_tile",
+    "row_tile",
+    "transpose",
+    "write_blocks",
+    "write_cast",
+    "write_rows",
+]
+
+_LARGE_BLOCKS = Tile(rows=128, columns=128, warps=16)
+"""A tile of blocks holds whole blocks."""
+_FLAT = Tile(rows=1, columns=4096, warps=8)
+_COLUMN_MAJOR = Tile(rows=64, columns=64, warps=4)
+_AMAX = Tile(rows=128, columns=64, warps=4)
+_AMAX_OF_FLOAT32 = Tile(rows=64, columns=64, warps=4)
+_BYTES = Tile(rows=64, columns=64, warps=4)
+
+_AMAX_PROGRAMS = 6 * 132
+"""Partial amaxes of a matrix: six programs per multiprocessor of an H200, all resident."""
+_PARTIALS = next_power_of_2(_AMAX_PROGRAMS)
+_PROLOGUE_PROGRAMS = 512
+"""Programs that find the amax of what a prologue computes."""
+_ROW_CHUNK = 8192
+"""A row up to this long stays in registers between its amax and its cast."""
+_SCALES = 256
+"""Scales that one program makes."""
+
+_Matrix = tuple[str, Sequence[Tensor], torch.dtype]
+"""A prologue, its inputs and the dtype of its values."""
+_How = tuple[torch.dtype, tuple[int, ...], str, float, int]
+"""The FP8 format, block, rule, epsilon and alignment."""
+_One = tuple[Tensor, Tensor | None, Tensor | None]
+"""FP8 data, scales and amaxes of one orientation."""
+
+
+# Amaxes.
+
+
+@launched
+def _amax_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    amax_ptr,  # fp32: [programs], the amax of all tiles that each visits; or [1], 0 at first
+    M, K,
+    PARTIAL: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(K, TILE_K)
+    tiles = tl.cdiv(M, TILE_M) * tiles_k
+    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+        tile_k = (tile % tiles_k).to(tl.int64)
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        y = load(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        )  # fmt: skip
+        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
+    if PARTIAL:
+        amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+        tl.store(amax_ptr + tl.program_id(0), amax)
+    else:
+        record_amax(amax_ptr, bits)
+
+
+def _partial_amax(matrix: _Matrix) -> Tensor:
+    """The amax as at most ``_PARTIALS`` partial ones; of a prologue as one, ``[1, 1]``."""
+    prologue, inputs, dtype = matrix
+    shape: Sequence[int] = prologue_shape(prologue, inputs)
+    tile = tile_for(prologue)
+    if prologue:
+        amax = inputs[0].new_zeros((1, 1), dtype=torch.float32)
+        programs = min(grid_of(shape, tile)[0], _PROLOGUE_PROGRAMS)
+    else:
+        x = inputs[0]
+        x = x.t() if x.stride(0) < x.stride(1) else x
+        if x.is_contiguous():
+            x, tile = x.view(1, -1), _FLAT
+        inputs, shape = [x], x.shape
+        programs = min(grid_of(shape, tile)[0], _AMAX_PROGRAMS)
+        amax = x.new_empty(programs, dtype=torch.float32)
+    tensors, constants = arguments_of(prologue, inputs, dtype, tile)
+    _amax_kernel[(programs,)](*tensors, amax, *shape, PARTIAL=not prologue, **constants)
+    return amax
+
+
+def _amax(matrix: _Matrix, block: tuple[int, ...]) -> Tensor:
+    """No hot path asks for that of blocks smaller than the whole."""
+    if block == (-1, -1):
+        partial = _partial_amax(matrix)
+        return partial if matrix[0] else partial.amax().view(1, 1)
+    return reference.amax(value_of(*matrix) if matrix[0] else matrix[1][0], block)
+
+
+@launched
+def _amax_rows_columns_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, zero at first
+    M, K, ROWS,
+    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    y = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    bits = abs_bits(y.to(tl.float32))
+    if WRITE:
+        tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
+    if TRANSPOSE:
+        tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
+
+
+@launched
+def _scales_kernel(
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
+    scale_ptr,  # [ROWS] fp32
+    scale_t_ptr,  # [COLUMNS] fp32
+    ROWS, COLUMNS, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
+    eps = tl.cast(eps, tl.float32)
+    scale, encode = scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
+    tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
+    tl.store(scale_ptr + index, scale, mask=index < ROWS)
+    column = index - ROWS
+    tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
+
+
+def _scales_of_rows(
+    matrix: _Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: Tile,
+    *, write: bool, transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Scales of rows and of columns, and the encode factors of both."""
+    prologue, inputs, _ = matrix
+    first, shape = inputs[0], prologue_shape(prologue, inputs)
+    if not prologue:
+        tile = _AMAX if first.element_size() == 2 else _AMAX_OF_FLOAT32
+    rows, columns = (round_up(size, align) for size in shape)
+    amaxes = first.new_zeros(rows + columns, dtype=torch.int32)
+    tensors, constants = arguments_of(*matrix, tile)
+    _amax_rows_columns_kernel[grid_of(shape, tile)](
+        *tensors, amaxes, *shape, rows, WRITE=write, TRANSPOSE=transpose, **constants
+    )
+    scale = first.new_empty((rows, 1), dtype=torch.float32)
+    scale_t = first.new_empty((columns, 1), dtype=torch.float32)
+    _scales_kernel[(ceil_div(rows + columns, _SCALES),)](
+        amaxes, scale, scale_t, rows, columns, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+    )  # fmt: skip
+    return scale, scale_t, amaxes.view(torch.float32)
+
+
+# One orientation, by factors that are given, or by one that follows from the amax.
+
+
+@triton.jit
+def _encode_of_tensor(
+    given_ptr,  # fp32: [programs] partial amaxes, or [1] the amax; the encode factor without RULE
+    scale_ptr, scale_t_ptr, amax_ptr,  # [1] fp32 to be written by RULE, or None
+    programs, eps, LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """The encode factor of a tensor; the first program writes the scale and the amax."""
+    if PARTIALS == 1:
+        amax = tl.load(given_ptr)
+    else:
+        index = tl.arange(0, PARTIALS)
+        partial = tl.load(given_ptr + index, mask=index < programs, other=0.0)
+        amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
+    encode = amax
+    if RULE != "":
+        scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
+        if tl.program_id(0) == 0:
+            if scale_ptr is not None:
+                tl.store(scale_ptr, scale)
+            if scale_t_ptr is not None:
+                tl.store(scale_t_ptr, scale)
+            if amax_ptr is not None:
+                tl.store(amax_ptr, amax)
+    return encode
+
+
+@triton.jit
+def write_cast(
+    x,  # float32 [TILE_M, TILE_K]
+    tile_m, tile_k, rows, columns,
+    factor_ptr,  # one per block of BM x BK, or broadcast, fp32
+    slot_ptr,  # [1] fp32
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    ROWS, COLUMNS, factor_rows, factor_columns, stride_fm, stride_fk,
+    BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
+    DIVIDE: tl.constexpr,  # factors are decode scales
+    HAS_SLOT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile by given factors."""
+    m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
+    if BM == 0 and BK == 0:
+        factor = tl.load(factor_ptr)
+    elif BK == 0:
+        factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, other=1.0)[:, None]
+    else:
+        k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
+        mask = (m < factor_rows)[:, None] & (k < factor_columns)[None, :]
+        offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
+        factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
+    if HAS_SLOT:
+        record_amax(slot_ptr, abs_bits(x))
+    y = tl.div_rn(x, factor) if DIVIDE else x * factor
+    store_tile(q_ptr, saturate(y, q_ptr.dtype.element_ty), rows, columns, ROWS, COLUMNS)
+
+
+@launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+def _cast_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    given_ptr,  # fp32: factors, one per block of BM x BK; or partial amaxes [programs], for RULE
+    slot_ptr,  # [1] fp32
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    scale_ptr, amax_ptr,  # [1] fp32, to be made by RULE
+    M, K, ROWS, COLUMNS, programs, eps, factor_rows, factor_columns, stride_fm, stride_fk,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, DIVIDE: tl.constexpr, HAS_SLOT: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    from_end: tl.constexpr = FUNCTION == "" and RULE != ""
+    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    encode = 1.0
+    if FUNCTION != "" and RULE != "":  # takes fewer registers; else once the tile is asked for
+        encode = _encode_of_tensor(
+            given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
+        )
+    x = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    ).to(tl.float32)  # fmt: skip
+    if RULE == "":
+        write_cast(
+            x, tile_m, tile_k, rows, columns, given_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
+            factor_rows, factor_columns, stride_fm, stride_fk, BM, BK, DIVIDE, HAS_SLOT,
+            TILE_M, TILE_K,
+        )  # fmt: skip
+    else:
+        if FUNCTION == "":
+            encode = _encode_of_tensor(
+                given_ptr, scale_ptr, None, amax_ptr, programs, eps, LIMIT, RULE, PARTIALS
+            )
+        q = saturate(x * encode, q_ptr.dtype.element_ty)
+        store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+
+
+def _cast(
+    matrix: _Matrix, q: Tensor, given: Tensor, block: Sequence[int], rule: str, eps: float,
+    slot: Tensor | None = None, scale: Tensor | None = None, amax: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write ``q`` by ``given`` factors, or by amaxes; then ``scale`` and ``amax``, too."""
+    tile, finds = tile_for(matrix[0]), scale is not None
+    tensors, constants = arguments_of(*matrix, tile)
+    programs, sizes = given.numel(), (1, 1, 1, 1)
+    if not finds:
+        given, block = broadcast_scale(given, block)
+        programs, sizes = 1, (*given.shape, *given.stride())
+    _cast_kernel[grid_of(q.shape, tile)](
+        *tensors, given, slot, q, scale, amax,
+        *prologue_shape(*matrix[:2]), *q.shape, programs, eps, *sizes,
+        LIMIT=largest(q.dtype), RULE=rule if finds else "",
+        PARTIALS=1 if programs == 1 else _PARTIALS,
+        BM=0 if finds else block[0], BK=0 if finds else block[1],
+        DIVIDE=rule == "decode", HAS_SLOT=slot is not None, **constants,
+    )  # fmt: skip
+
+
+# One orientation, per row.
+
+
+@triton.jit
+def write_rows(
+    x_ptr,  # [M, K] any float
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    scale_ptr, amax_ptr,  # [ROWS] fp32
+    tile, M, K, ROWS, COLUMNS, stride_xm, stride_xk, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr,
+    SINGLE: tl.constexpr,  # a tile holds whole rows
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Quantize the rows of tile number ``tile``."""
+    rows = tile.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    chunk = tl.arange(0, TILE_K).to(tl.int64)
+    x = load_tile(x_ptr, rows, chunk, M, K, stride_xm, stride_xk).to(tl.float32)
+    bits = abs_bits(x)
+    if not SINGLE:
+        for start in range(TILE_K, K, TILE_K):
+            x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
+            bits = tl.maximum(bits, abs_bits(x))
+    row_amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    scale, encode = scale_from_amax(row_amax, tl.cast(eps, tl.float32), LIMIT, RULE)
+    tl.store(scale_ptr + rows, scale, mask=rows < ROWS)
+    tl.store(amax_ptr + rows, row_amax, mask=rows < ROWS)
+
+    if SINGLE:
+        q = saturate(x * encode[:, None], q_ptr.dtype.element_ty)
+        store_tile(q_ptr, q, rows, chunk, ROWS, COLUMNS)
+    else:
+        for start in range(0, COLUMNS, TILE_K):
+            x = load_tile(x_ptr, rows, start + chunk, M, K, stride_xm, stride_xk).to(tl.float32)
+            q = saturate(x * encode[:, None], q_ptr.dtype.element_ty)
+            store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
+
+
+@launched
+def _quantize_rows_kernel(
+    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, ROWS, COLUMNS, stride_xm, stride_xk, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, SINGLE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    write_rows(
+        x_ptr, q_ptr, scale_ptr, amax_ptr, tl.program_id(0), M, K, ROWS, COLUMNS,
+        stride_xm, stride_xk, eps, LIMIT, RULE, SINGLE, TILE_M, TILE_K,
+    )  # fmt: skip
+
+
+def row_tile(x: Tensor, columns: int) -> Tile:
+    if x.stride(0) < x.stride(1):
+        return _COLUMN_MAJOR
+    chunk = min(next_power_of_2(columns), _ROW_CHUNK)
+    rows = max(1, min(64, 4096 // chunk))
+    return Tile(rows=rows, columns=chunk, warps=8 if rows * chunk > 4096 else 4)
+
+
+def _quantize_rows(x: Tensor, q: Tensor, scale: Tensor, rule: str, eps: float) -> Tensor:
+    """The amaxes."""
+    tile, amax = row_tile(x, q.shape[1]), torch.empty_like(scale)
+    _quantize_rows_kernel[(ceil_div(q.shape[0], tile.rows),)](
+        x, q, scale, amax, *x.shape, *q.shape, *x.stride(), eps,
+        LIMIT=largest(q.dtype), RULE=rule, SINGLE=q.shape[1] <= tile.columns,
+        TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return amax
+
+
+# One orientation, in blocks that divide a tile.
+
+
+@triton.jit
+def write_blocks(
+    x,  # float32 [TILE_M, TILE_K]
+    tile_m, tile_k, rows, columns,
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    scale_ptr,  # [ceil ROWS / BM, ceil COLUMNS / BK] fp32
+    amax_ptr,  # shape and strides of scale, if AMAX
+    ROWS, COLUMNS, stride_sm, stride_sk, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    AMAX: tl.constexpr,
+):  # fmt: skip
+    """Quantize the blocks of a tile."""
+    TILE_M: tl.constexpr = x.shape[0]
+    TILE_K: tl.constexpr = x.shape[1]
+    amaxes = block_amax(abs_bits(x), BM, BK)
+    scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
+    q = saturate(scale_tile(x, encode, BM, BK), q_ptr.dtype.element_ty)
+    store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    m = tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
+    k = tile_k * (TILE_K // BK) + tl.arange(0, TILE_K // BK)
+    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
+    mask = (m * BM < ROWS)[:, None] & (k * BK < COLUMNS)[None, :]
+    tl.store(scale_ptr + offsets, scale, mask=mask)
+    if AMAX:
+        tl.store(amax_ptr + offsets, amaxes, mask=mask)
+
+
+@launched
+def _quantize_blocks_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    q_ptr, scale_ptr, amax_ptr, M, K, ROWS, COLUMNS, stride_sm, stride_sk, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    x = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    ).to(tl.float32)  # fmt: skip
+    write_blocks(
+        x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
+        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, FUNCTION == "",
+    )  # fmt: skip
+
+
+def block_tile(block: Sequence[int], tile: Tile = TILE) -> Tile:
+    return _LARGE_BLOCKS if block[0] > tile.rows else tile
+
+
+def divides_a_tile(block: Sequence[int]) -> bool:
+    return all(0 < size <= 128 and size & (size - 1) == 0 for size in block)
+
+
+def _quantize_blocks(
+    matrix: _Matrix, q: Tensor, scale: Tensor, block: Sequence[int], rule: str, eps: float
+) -> Tensor | None:
+    """The amaxes, unless a prologue computes the matrix."""
+    tile = block_tile(block, tile_for(matrix[0]))
+    amax = None if matrix[0] else torch.empty_like(scale)
+    tensors, constants = arguments_of(*matrix, tile)
+    _quantize_blocks_kernel[grid_of(q.shape, tile)](
+        *tensors, q, scale, amax, *prologue_shape(*matrix[:2]), *q.shape, *scale.stride(), eps,
+        LIMIT=largest(q.dtype), RULE=rule, BM=block[0], BK=block[1], **constants,
+    )  # fmt: skip
+    return amax
+
+
+def _cast_straight(
+    matrix: _Matrix, how: _How, given: Tensor | None = None, slot: Tensor | None = None
+) -> _One:
+    """One orientation of a matrix that is not empty.
+
+    A block that is neither -1 nor a power of two up to 128 (nobody's recipe) takes the reference,
+    which is plain PyTorch and runs on the GPU as it is; so does a matrix of one column.
+    """
+    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, how
+    first, finds = inputs[0], rule in SCALE_RULES
+    M, K = prologue_shape(prologue, inputs)
+    if K == 1 or (finds and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
+        x = value_of(*matrix) if prologue else first
+        rest = (fp8_dtype, block, rule, eps, align, True, False, False, given, slot)
+        q, scale, amax, *_ = reference.cast("", [x], x.dtype, *rest)
+        assert q is not None, "asked for"
+        return q, scale, amax
+    q = first.new_empty((round_up(M, align), round_up(K, align)), dtype=fp8_dtype)
+    if not finds:
+        assert given is not None, "the rule says so"
+        _cast(matrix, q, given, block, rule, eps, slot)
+        return q, None, None
+    if prologue and block == (1, -1):
+        scale, _, encode = _scales_of_rows(
+            matrix, fp8_dtype, rule, eps, align, tile_for(prologue), write=True, transpose=False
+        )
+        _cast(matrix, q, encode.view(-1, 1), block, "encode", eps)
+        return q, scale, None
+    scale = empty_scale(first, q.shape, block)
+    if block == (-1, -1):
+        partial = _partial_amax(matrix) if given is None else given
+        amax = None if prologue or given is not None else torch.empty_like(scale)
+        _cast(matrix, q, partial, block, rule, eps, scale=scale, amax=amax)
+        return q, scale, partial if prologue and given is None else amax
+    if block == (1, -1):
+        return q, scale, _quantize_rows(first, q, scale, rule, eps)
+    return q, scale, _quantize_blocks(matrix, q, scale, block, rule, eps)
+
+
+# Both orientations, or the transpose, in one scale per tensor, or one per row of each.
+
+
+@triton.jit
+def _write_words(
+    x0, x1, x2, x3, encode, encode_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
+    PER_ROW: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """By one encode factor; or by those of rows, then of columns, at ``encode_ptr``."""
+    dtype: tl.constexpr = q_t_ptr.dtype.element_ty
+    if PER_ROW:
+        encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
+    packed = pack_scaled(x0, x1, x2, x3, encode, dtype)
+    if WRITE:
+        for row in tl.static_range(4):
+            rows = 4 * words + row
+            if PER_ROW:
+                encode = tl.load(encode_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
+            q = saturate(widen((x0, x1, x2, x3)[row]) * encode, dtype)
+            store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS)
+
+
+@launched(do_not_specialize_on_alignment=["slot_ptr"])
+def _cast_words_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    given_ptr,  # fp32: the encode factor [1], or those of rows and columns [ROWS + COLUMNS] if
+    # PER_ROW, or the partial amaxes [programs] from which RULE makes scale and encode factor
+    slot_ptr,  # [1] fp32
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    q_t_ptr,  # [COLUMNS, ROWS] fp8
+    scale_ptr, scale_t_ptr,  # [1] fp32, to be made by RULE
+    sum_ptr,  # [row tiles, K] fp32
+    M, K, ROWS, COLUMNS, programs, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
+    HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, COLUMN_SUM: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    from_end: tl.constexpr = FUNCTION == "" and RULE != ""
+    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, from_end)
+    encode = 1.0
+    if FUNCTION != "" and not PER_ROW:  # takes fewer registers; else once the tile is asked for
+        encode = _encode_of_tensor(
+            given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
+        )
+    words, columns, x0, x1, x2, x3 = load_words(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+    )  # fmt: skip
+    if HAS_SLOT:
+        record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
+    if COLUMN_SUM:
+        store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+    if FUNCTION == "" and not PER_ROW:
+        encode = _encode_of_tensor(
+            given_ptr, scale_ptr, scale_t_ptr, None, programs, eps, LIMIT, RULE, PARTIALS
+        )
+    _write_words(
+        x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
+        PER_ROW, WRITE,
+    )  # fmt: skip
+
+
+def _cast_words(
+    matrix: _Matrix, how: _How, given: Tensor | None, slot: Tensor | None, *,
+    write: bool, column_sum: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the op returns of a matrix whose columns are whole words."""
+    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, how
+    first, shape = inputs[0], prologue_shape(prologue, inputs)
+    tile, amax = tile_for(prologue, words=True), None
+    rows, columns = (round_up(size, align) for size in shape)
+    if rule not in SCALE_RULES:
+        assert given is not None, "the rule says so"
+        scale = scale_t = None
+    elif block == (1, -1):
+        scale, scale_t, given = _scales_of_rows(
+            matrix, fp8_dtype, rule, eps, align, tile, write=write, transpose=True
+        )
+    else:
+        scale, scale_t = (first.new_empty((1, 1), dtype=torch.float32) for _ in range(2))
+        if given is None:
+            given = _partial_amax(matrix)
+            amax = given if prologue and not write else None
+    q = first.new_empty((rows, columns), dtype=fp8_dtype) if write else None
+    q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
+    sums = empty_column_sums(first, shape, tile) if column_sum else None
+    tensors, constants = arguments_of(*matrix, tile)
+    one = block == (-1, -1) and scale is not None
+    _cast_words_kernel[grid_of((rows, columns), tile)](
+        *tensors, given, slot, q, q_t, *((scale, scale_t) if one else (None, None)), sums,
+        *shape, rows, columns, given.numel(), eps,
+        LIMIT=largest(fp8_dtype), RULE=rule if one else "",
+        PARTIALS=1 if given.numel() == 1 else _PARTIALS, PER_ROW=block == (1, -1),
+        HAS_SLOT=slot is not None, WRITE=write, COLUMN_SUM=column_sum, **constants,
+    )  # fmt: skip
+    total = None if sums is None else sums.sum(0)
+    return q, scale if write else None, amax, q_t, scale_t, total
+
+
+@replayed
+def cast(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float = 0.0,
+    align: int = 1,
+    straight: bool = True,
+    transposed: bool = False,
+    column_sum: bool = False,
+    given: Tensor | None = None,
+    slot: Tensor | None = None,
+) -> tuple[Any, ...]:
+    matrix, first, block = (prologue, inputs, dtype), inputs[0], tuple(block)
+    finds, both = rule in SCALE_RULES, straight and transposed
+    how = (fp8_dtype, block, rule, eps, align)
+    if not has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
+        rest: Any = (straight, transposed, column_sum, given, slot)
+        return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *rest)
+    if both or (transposed and prologue):
+        tiles = has_tiles if prologue else takes_tiles
+        if finds and tiles(first, dtype, block, align):
+            return cast_tiles(matrix, *how, write=straight, column_sum=column_sum)
+        whole = block == (-1, -1) and rule != "decode"
+        whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
+        if whole_words and (whole or (finds and block == (1, -1))):
+            return _cast_words(matrix, how, given, slot, write=straight, column_sum=column_sum)
+    # Each orientation is cast on its own, or the one that has the same bytes is transposed.
+    turns = both and (block[0] == block[1] or not finds)
+    if prologue and (column_sum or (transposed and not turns)):
+        first = value_of(*matrix)
+        matrix = "", [first], dtype
+    total = first.float().sum(0) if column_sum else None
+    if not (straight or transposed):
+        return None, None, _amax(matrix, block), None, None, total
+    other = "", [first.t()], first.dtype
+    q, scale, amax = _cast_straight(matrix if straight else other, how, given, slot)
+    if turns:
+        scale_t = None if scale is None else scale.t().clone(memory_format=torch.contiguous_format)
+        return q, scale, None, transpose(q), scale_t, total
+    if both:
+        return q, scale, None, *_cast_straight(other, how)[:2], total
+    amax = amax if reference.has_amax(prologue, block, given) else None
+    one = (q, scale, amax, None, None) if straight else (None, None, amax, q, scale)
+    return *one, total
+
+
+# One-byte transpose, and back to high precision.
+
+
+@launched
+def _transpose_kernel(
+    q_ptr,  # [M, K] one byte
+    q_t_ptr,  # [COLUMNS, ROWS] one byte
+    M, K, ROWS, COLUMNS, stride_qm, stride_qk,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    offsets = rows[:, None] * stride_qm + columns[None, :] * stride_qk
+    q = tl.load(q_ptr + offsets, mask=mask, other=0)
+    store_transposed(q_t_ptr, q, rows, columns, ROWS, COLUMNS)
+
+
+@replayed
+def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
+    tile = _BYTES
+    rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)
+    q_t = q.new_empty((columns, rows))
+    if q.numel() == 0:
+        return q_t
+    _transpose_kernel[grid_of((rows, columns), tile)](
+        q.view(torch.uint8), q_t.view(torch.uint8), *q.shape, rows, columns, *q.stride(),
+        TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return q_t
+
+
+@launched
+def _dequantize_kernel(
+    q_ptr,  # [M, K] fp8
+    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
+    y_ptr,  # [M, K] any float
+    M, K, scale_rows, scale_columns, stride_qm, stride_qk, stride_sm, stride_sk,
+    BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(K, TILE_K)
+    tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
+
+    m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
+    k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
+    mask = (m < scale_rows)[:, None] & (k < scale_columns)[None, :]
+    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
+    scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
+    y = (q.to(tl.float32) * scale).to(y_ptr.dtype.element_ty)
+    store_tile(y_ptr, y, rows, columns, M, K)
+
+
+@replayed
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    event: Tensor | None = None,
+) -> Tensor:
+    tile = TILE
+    y = q.new_empty(q.shape, dtype=dtype)
+    if q.numel() == 0:
+        return y
+    scale, block = broadcast_scale(scale, block)
+    _dequantize_kernel[grid_of(q.shape, tile)](
+        q, scale, y, *q.shape, *scale.shape, *q.stride(), *scale.stride(),
+        BM=block[0], BK=block[1], TILE_M=tile.rows, TILE_K=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return y

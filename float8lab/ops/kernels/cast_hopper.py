@@ -1,0 +1,312 @@
+"""Both orientations in blocks of one row, of a matrix or a prologue, from shared memory.
+
+M rows, K columns; ROWS, COLUMNS the same after padding to the alignment. A program keeps its tile
+of 128 x 128 values of two bytes in shared memory and reads it by rows for the matrix and by columns
+for the transpose. So a thread holds few values at a time, many threads share a multiprocessor, and
+amaxes hardly leave a warp; which takes layouts of our choice, so this is Gluon. A register holds a
+pair, two neighbours in a row, whose amaxes are taken at once, by an instruction that came with
+Hopper. On older GPUs, and for float32, each orientation is cast on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from float8lab.formats import largest
+from float8lab.ops.cast import empty_scale
+from float8lab.ops.gemm import capability_of
+from float8lab.ops.kernels._common import (
+    Tile,
+    empty_column_sums,
+    grid_of,
+    pack,
+    scale_from_amax,
+)
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program
+from float8lab.ops.reference import prologue_shape, round_up
+
+__all__ = ["cast_tiles", "has_tiles", "takes_tiles"]
+
+_WARPS = 8
+_TILE = Tile(rows=128, columns=128, warps=_WARPS)
+_ROWS_OF_PROLOGUE = 32
+"""Which are computed at a time: inputs take registers, up to three for one value."""
+_REGISTERS = 80
+"""Of a thread, so that three programs of 256 threads share a multiprocessor."""
+
+
+# A pair of values in an int32, the first in its lower half.
+
+
+@gluon.jit
+def _first(pairs, DTYPE: gl.constexpr):
+    if gl.bfloat16 == DTYPE:
+        value = (pairs << 16).to(gl.float32, bitcast=True)
+    else:
+        value = (pairs & 0xFFFF).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return value
+
+
+@gluon.jit
+def _second(pairs, DTYPE: gl.constexpr):
+    if gl.bfloat16 == DTYPE:
+        value = (pairs & -65536).to(gl.float32, bitcast=True)
+    else:
+        value = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return value
+
+
+@gluon.jit
+def _larger(a, b):
+    """Of the first values, and of the second ones, by bit pattern: NaN above inf."""
+    return gl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _paired(first, second):
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};",
+        "=r,h,h",
+        [first.to(gl.int16, bitcast=True), second.to(gl.int16, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _words(x, fp8: gl.constexpr):
+    """FP8 of every four neighbours in a column, in one int32: [rows / 4, columns]."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    fours = gl.permute(gl.reshape(x, [ROWS // 4, 2, 2, COLUMNS]), [0, 3, 1, 2])
+    even, odd = gl.split(fours)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return pack(x0, x1, x2, x3, fp8)
+
+
+# Layouts. By rows, a row is with 16 lanes; by columns, 32 rows of a pair are with one thread.
+
+
+@gluon.constexpr_function
+def _layout_of_scales(across):
+    """Of [128, blocks side by side]: in the warp that has the row, and no two threads the same."""
+    rows, lanes = [[16, 0], [32, 0], [64, 0]], []
+    of_blocks = across.bit_length() - 1
+    for _ in range(4 - of_blocks):
+        lanes.append(rows.pop(0) if rows else [0, 0])
+    for bit in range(of_blocks):
+        lanes.append([0, 1 << bit])
+    return gl.DistributedLinearLayout(
+        rows, [*lanes, [1, 0]], [[2, 0], [4, 0], [8, 0]], [], [128, across]
+    )
+
+
+@gluon.jit
+def _write_rows(
+    pairs, tile_m, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk,
+    eps, LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The matrix. ``pairs``: [128, 64] by rows."""
+    WARPS: gl.constexpr = gl.num_warps()
+    ACROSS: gl.constexpr = 128 // BLOCK
+    SCALES: gl.constexpr = _layout_of_scales(ACROSS)
+    BY_BLOCK: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [2, ACROSS, 16 // ACROSS], [WARPS, 1, 1], [2, 1, 0]
+    )
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    pairs = gl.reshape(pairs, [128, ACROSS, BLOCK // 2])
+    amaxes = gl.convert_layout(gl.reduce(pairs & 0x7FFF7FFF, 2, _larger), SCALES)
+    amaxes = _first(gl.maximum(amaxes & 0xFFFF, amaxes >> 16), DTYPE)
+    scale, encode = scale_from_amax(amaxes, eps, LIMIT, RULE)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, SCALES))[:, None]
+    k = gl.arange(0, ACROSS, gl.SliceLayout(0, SCALES))[None, :]
+    inside = (rows < rows_left) & (k * BLOCK < columns_left)
+    scale_ptr += tile_m * 128 * stride_sm + tile_k * ACROSS * stride_sk
+    gl.store(scale_ptr + rows * stride_sm + k * stride_sk, scale, mask=inside)
+
+    encode = gl.convert_layout(encode, gl.SliceLayout(2, BY_BLOCK))[:, :, None]
+    pairs = gl.convert_layout(pairs, BY_BLOCK, assert_trivial=True)
+    both = gl.join(_first(pairs, DTYPE) * encode, _second(pairs, DTYPE) * encode)
+    q = gl.reshape(both, [128, 128]).to(q_ptr.dtype.element_ty)
+    q = gl.convert_layout(q, BY_ROW, assert_trivial=True)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
+    # Of eighths, so that the compiler sees that 8 bytes are stored or none.
+    inside = (rows < rows_left)[:, None] & (columns // 8 < columns_left // 8)[None, :]
+    q_ptr += tile_m * 128 * COLUMNS + tile_k * 128
+    gl.store(q_ptr + rows.to(gl.int64)[:, None] * COLUMNS + columns[None, :], q, mask=inside)
+
+
+@gluon.jit
+def _write_columns(
+    pairs, tile_m, tile_k, rows_left, columns_left, q_t_ptr, scale_t_ptr, ROWS, stride_tk,
+    stride_tm, eps,
+    LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The transpose. ``pairs``: [128, 64] by columns."""
+    DOWN: gl.constexpr = 128 // BLOCK
+    fp8: gl.constexpr = q_t_ptr.dtype.element_ty
+    pairs = gl.reshape(pairs, [DOWN, BLOCK, 64])
+    amaxes = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger)
+    scale0, encode0 = scale_from_amax(_first(amaxes, DTYPE), eps, LIMIT, RULE)
+    scale1, encode1 = scale_from_amax(_second(amaxes, DTYPE), eps, LIMIT, RULE)
+    SCALES: gl.constexpr = amaxes.type.layout
+    columns = 2 * gl.arange(0, 64, gl.SliceLayout(0, SCALES))[None, :]
+    m = gl.arange(0, DOWN, gl.SliceLayout(1, SCALES))[:, None]
+    inside = (columns < columns_left) & (m * BLOCK < rows_left)
+    scale_t_ptr += tile_k * 128 * stride_tk + tile_m * DOWN * stride_tm
+    scales = scale_t_ptr + columns * stride_tk + m * stride_tm
+    gl.store(scales, scale0, mask=inside)
+    gl.store(scales + stride_tk, scale1, mask=inside)
+
+    q0 = gl.reshape(_first(pairs, DTYPE) * encode0[:, None, :], [128, 64])
+    q1 = gl.reshape(_second(pairs, DTYPE) * encode1[:, None, :], [128, 64])
+    words = gl.join(_words(q0, fp8), _words(q1, fp8))  # [32, 64, 2]
+    words = gl.reshape(gl.permute(words, [1, 2, 0]), [128, 32])
+    # Through shared memory once more, so that lanes store neighbours. 32 lanes write to a column of
+    # 16 bytes in every second row of 128 bytes: the swizzle spreads that over the banks.
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 8, [1, 0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    words = gl.allocate_shared_memory(gl.int32, [128, 32], swizzled, words).load(BY_ROW)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
+    columns = gl.arange(0, 32, gl.SliceLayout(0, BY_ROW))
+    inside = (rows < columns_left)[:, None] & (columns // 4 < rows_left // 16)[None, :]
+    q_t_ptr = q_t_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    q_t_ptr += tile_k * 128 * (ROWS // 4) + tile_m * 32
+    offsets = rows.to(gl.int64)[:, None] * (ROWS // 4) + columns[None, :]
+    gl.store(q_t_ptr + offsets, words, mask=inside)
+
+
+@gluon.jit
+def _sum_of_columns(pairs, sum_ptr, tile_m, tile_k, K, DTYPE: gl.constexpr):
+    """Partial sums, in float32. ``pairs``: [128, 64] by columns."""
+    sum0, sum1 = gl.sum(_first(pairs, DTYPE), 0), gl.sum(_second(pairs, DTYPE), 0)
+    columns = 2 * gl.arange(0, 64, sum0.type.layout)
+    columns_left = (K - tile_k * 128).to(gl.int32)
+    sum_ptr += tile_m * K + tile_k * 128
+    gl.store(sum_ptr + columns, sum0, mask=columns < columns_left)
+    gl.store(sum_ptr + columns + 1, sum1, mask=columns + 1 < columns_left)
+
+
+@launched(language=gluon)
+def _quantize_blocks_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    q_t_ptr,  # [COLUMNS, ROWS] fp8
+    scale_ptr,  # [ROWS, ceil COLUMNS / BLOCK] fp32
+    scale_t_ptr,  # [COLUMNS, ceil ROWS / BLOCK] fp32
+    sum_ptr,  # [row tiles, K] fp32
+    M, K, ROWS, COLUMNS, eps, stride_sm, stride_sk, stride_tk, stride_tm,
+    LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr,
+    WRITE: gl.constexpr, COLUMN_SUM: gl.constexpr, AT_ONCE: gl.constexpr,
+    FUNCTION: gl.constexpr,  # "" where a_ptr is the matrix
+    GATED: gl.constexpr, BACKWARD: gl.constexpr, HALVES: gl.constexpr,
+    DTYPE: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
+):  # fmt: skip
+    gl.static_assert(TILE_M == 128 and TILE_K == 128)
+    WARPS: gl.constexpr = gl.num_warps()
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    BY_VALUE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    BY_COLUMN: gl.constexpr = gl.BlockedLayout([256 // WARPS, 1], [1, 32], [WARPS // 2, 2], [0, 1])
+    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
+    rows_left = gl.minimum(ROWS - tile_m * 128, 128).to(gl.int32)
+    columns_left = gl.minimum(COLUMNS - tile_k * 128, 128).to(gl.int32)
+    eps = gl.cast(eps, gl.float32)
+    tile = gl.allocate_shared_memory(gl.int32, [128, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if FUNCTION == "":
+        rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
+        columns = gl.arange(0, 64, gl.SliceLayout(0, BY_ROW))
+        a_ptr = a_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        a_ptr += tile_m * 128 * (stride_am // 2) + tile_k * 64
+        offsets = rows.to(gl.int64)[:, None] * (stride_am // 2) + columns[None, :]
+        inside = (rows < (M - tile_m * 128).to(gl.int32))[:, None]
+        inside &= (columns // 4 < (K // 8 - tile_k * 16).to(gl.int32))[None, :]
+        pairs = gl.load(a_ptr + offsets, mask=inside, other=0)
+        tile.store(pairs)
+    else:
+        columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
+        for first in gl.static_range(0, 128, AT_ONCE):
+            rows = tile_m * 128 + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
+            y = load(
+                a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+                rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+            )  # fmt: skip
+            y0, y1 = gl.split(gl.reshape(y, [AT_ONCE, 64, 2]))
+            pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)
+            tile.slice(first, AT_ONCE).store(pairs)
+        if WRITE:
+            pairs = tile.load(BY_ROW)
+    if WRITE:
+        _write_rows(
+            pairs, tile_m, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm,
+            stride_sk, eps, LIMIT, RULE, BLOCK, DTYPE,
+        )  # fmt: skip
+    if COLUMN_SUM:
+        _sum_of_columns(tile.load(BY_COLUMN), sum_ptr, tile_m, tile_k, K, DTYPE)
+    _write_columns(
+        tile.load(BY_COLUMN), tile_m, tile_k, rows_left, columns_left, q_t_ptr, scale_t_ptr, ROWS,
+        stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, DTYPE,
+    )  # fmt: skip
+
+
+def has_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
+    """Whether a prologue of such values, on the device of ``x``, is cast here in such blocks."""
+    return (
+        block[0] == 1
+        and block[1] in (8, 16, 32, 64, 128)
+        and align % 16 == 0
+        and dtype in (torch.bfloat16, torch.float16)
+        and x.is_cuda
+        and capability_of(x.device) >= (9, 0)
+    )
+
+
+def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
+    """Whether a matrix is, whose rows are read by 16 bytes."""
+    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
+    return fits and x.data_ptr() % 16 == 0 and has_tiles(x, x.dtype, block, align)
+
+
+def cast_tiles(
+    matrix: tuple[str, Sequence[Tensor], torch.dtype],
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    align: int,
+    *,
+    write: bool,
+    column_sum: bool,
+) -> tuple[Any, ...]:
+    """What the op returns of a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
+
+    Only the transpose unless ``write``.
+    """
+    prologue, inputs, dtype = matrix
+    first, shape = inputs[0], prologue_shape(prologue, inputs)
+    rows, columns = (round_up(size, align) for size in shape)
+    q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
+    scale_t, q, scale = empty_scale(first, q_t.shape, block), None, None
+    if write:
+        q = q_t.new_empty((rows, columns))
+        scale = empty_scale(first, q.shape, block)
+    sums = empty_column_sums(first, shape, _TILE) if column_sum else None
+    tensors, constants = arguments_of(prologue, inputs, dtype, _TILE)
+    _quantize_blocks_kernel[grid_of((rows, columns), _TILE)](
+        *tensors, q, q_t, scale, scale_t, sums, *shape, rows, columns, eps,
+        *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
+        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], WRITE=write, COLUMN_SUM=column_sum,
+        AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, maxnreg=_REGISTERS, **constants,
+    )  # fmt: skip
+    return q, scale, None, q_t, scale_t, None if sums is None else sums.sum(0)

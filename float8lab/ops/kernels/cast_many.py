@@ -1,0 +1,410 @@
+"""Quantize or cast many matrices at once on the GPU, into tensors that exist.
+
+M rows, K columns of one matrix. The bytes are those of ``quantize`` and ``cast``. The number of
+launches does not depend on the number of matrices: a program takes one tile, finds in a table which
+matrix it belongs to, and does with it what a program of those two does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.formats import largest
+from float8lab.ops.kernels._common import (
+    Tile,
+    abs_bits,
+    ceil_div,
+    grid_of,
+    load_tile,
+    on_device_of_first,
+    record_amax,
+    saturate,
+    scale_from_amax,
+    store_tile,
+    triton_dtype,
+)
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels.cast import (
+    block_tile,
+    cast,
+    divides_a_tile,
+    row_tile,
+    write_blocks,
+    write_cast,
+    write_rows,
+)
+from float8lab.ops.kernels.prologue import TILE
+
+__all__ = ["cast_many_"]
+
+_ALIGNMENT = 16
+"""Bytes of the widest access, and columns of a matrix whose every row allows them."""
+
+# The table: an int64 row per matrix, of four pointers, M, K, the row stride of x, both strides of
+# scale and amax, and the first tile.
+_WIDTH = tl.constexpr(10)
+_FIRST_TILE = tl.constexpr(9)
+
+
+@triton.jit
+def _find(table_ptr, matrices, tile):
+    """Which matrix a tile belongs to: the last one whose first tile is not after it."""
+    low, high = 0, matrices
+    while high - low > 1:
+        middle = (low + high) // 2
+        here = tl.load(table_ptr + middle * _WIDTH + _FIRST_TILE) <= tile
+        low, high = tl.where(here, middle, low), tl.where(here, high, middle)
+    return low
+
+
+@triton.jit
+def _look_up(row_ptr, X: tl.constexpr, Q: tl.constexpr, ALIGNED: tl.constexpr):
+    """x, q, scale, amax, M, K and the row stride of x, from a row of the table."""
+    x_ptr = tl.load(row_ptr).to(tl.pointer_type(X))
+    q_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(Q))
+    scale_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(tl.float32))
+    amax_ptr = tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32))
+    M, K = tl.load(row_ptr + 4).to(tl.int32), tl.load(row_ptr + 5).to(tl.int32)
+    stride_xm = tl.load(row_ptr + 6)
+    if ALIGNED:
+        x_ptr, q_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(q_ptr, 16)
+        K, stride_xm = tl.multiple_of(K, 16), tl.multiple_of(stride_xm, 16)
+    return x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm
+
+
+@triton.jit
+def _indices(tile, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """Where a matrix's tile is, counted in tiles, and its rows and columns."""
+    tiles_k = tl.cdiv(K, TILE_K)
+    tile_m, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
+    rows, columns = tile_m * TILE_M + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K)
+    return tile_m, tile_k, rows, columns
+
+
+# Per tensor: the amaxes of all, then the casts.
+
+
+@launched(do_not_specialize=["matrices"])
+def _amax_many_kernel(
+    table_ptr,  # [matrices, _WIDTH] int64
+    slots_ptr,  # [matrices] fp32, zeros: the amax of each
+    matrices,
+    X: tl.constexpr,  # dtype of every x
+    Q: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    matrix = _find(table_ptr, matrices, tile)
+    row_ptr = table_ptr + matrix * _WIDTH
+    x_ptr, _, _, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    _, _, rows, columns = _indices(tile, K, TILE_M, TILE_K)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
+    record_amax(slots_ptr + matrix, abs_bits(x))
+
+
+@launched(do_not_specialize=["matrices"])
+def _quantize_tensors_kernel(
+    table_ptr,  # [matrices, _WIDTH] int64
+    slots_ptr,  # [matrices] fp32
+    matrices,
+    eps,
+    X: tl.constexpr,
+    Q: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    # From the end: of what the amaxes have read, the last part is in the cache.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    matrix = _find(table_ptr, matrices, tile)
+    row_ptr = table_ptr + matrix * _WIDTH
+    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    _, _, rows, columns = _indices(tile, K, TILE_M, TILE_K)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
+    amax = tl.load(slots_ptr + matrix)
+    scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
+    if tile == 0:
+        tl.store(scale_ptr, scale)
+        tl.store(amax_ptr, amax)
+    store_tile(q_ptr, saturate(x * encode, Q), rows, columns, M, K)
+
+
+# Per row, and blocks that divide a tile: as one matrix is quantized.
+
+
+@launched(do_not_specialize=["matrices"])
+def _quantize_rows_of_many_kernel(
+    table_ptr,  # [matrices, _WIDTH] int64
+    matrices,
+    eps,
+    X: tl.constexpr,
+    Q: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    SINGLE: tl.constexpr,  # a tile holds whole rows of every matrix
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
+    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    write_rows(
+        x_ptr, q_ptr, scale_ptr, amax_ptr, tile, M, K, M, K, stride_xm, 1, eps,
+        LIMIT, RULE, SINGLE, TILE_M, TILE_K,
+    )  # fmt: skip
+
+
+@launched(do_not_specialize=["matrices"])
+def _quantize_blocks_of_many_kernel(
+    table_ptr,  # [matrices, _WIDTH] int64
+    matrices,
+    eps,
+    X: tl.constexpr,
+    Q: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    RULE: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
+    x_ptr, q_ptr, scale_ptr, amax_ptr, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    stride_sm, stride_sk = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
+    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    tile_m, tile_k, rows, columns = _indices(tile, K, TILE_M, TILE_K)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
+    write_blocks(
+        x, tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
+        stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK, True,
+    )  # fmt: skip
+
+
+# Given encode factors.
+
+
+@launched(do_not_specialize=["matrices"])
+def _cast_many_kernel(
+    table_ptr,  # [matrices, _WIDTH] int64
+    matrices,
+    X: tl.constexpr,
+    Q: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,  # 0 is the whole dimension
+    BK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row_ptr = table_ptr + _find(table_ptr, matrices, tile) * _WIDTH
+    x_ptr, q_ptr, encode_ptr, _, M, K, stride_xm = _look_up(row_ptr, X, Q, ALIGNED)
+    stride_em, stride_ek = tl.load(row_ptr + 7), tl.load(row_ptr + 8)
+    tile = tile - tl.load(row_ptr + _FIRST_TILE).to(tl.int32)
+    factor_rows = tl.cdiv(M, BM) if BM else 1
+    factor_columns = tl.cdiv(K, BK) if BK else 1
+    tile_m, tile_k, rows, columns = _indices(tile, K, TILE_M, TILE_K)
+    x = load_tile(x_ptr, rows, columns, M, K, stride_xm, 1).to(tl.float32)
+    write_cast(
+        x, tile_m, tile_k, rows, columns, encode_ptr, encode_ptr, q_ptr, M, K,
+        factor_rows, factor_columns, stride_em, stride_ek, BM, BK, False, False, TILE_M, TILE_K,
+    )  # fmt: skip
+
+
+# The table.
+
+_Key = tuple[torch.device, tuple[tuple[int, ...], ...]]
+
+_RECENT: OrderedDict[_Key, Tensor] = OrderedDict()
+_OF_GRAPHS: dict[_Key, Tensor] = {}
+_MOST_TABLES = 64
+
+
+def _table_of(key: _Key) -> Tensor | None:
+    """The table on a device with these rows; None if a graph is being captured and it is not there.
+
+    A captured graph cannot contain the copy from the host, and others should not wait for it at
+    every step: the pointers of parameters and their masters stay what they are. So tables are kept,
+    the most recently used ones, under all that they hold. Hence one that is found says what a new
+    one would say, of the tensors of this call, whatever tensors it was made for; what a pointer
+    pointed to once is of no importance, because a table is not read before its rows are asked for.
+
+    Any stream may read a table that is found: the copy has ended when it is first returned, and the
+    allocator is told of every stream that has read it. A graph reads its tables whenever it is
+    replayed, which nobody here can see, so these are kept for good (80 bytes a matrix).
+    """
+    device, rows = key
+    in_graph = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if key in _OF_GRAPHS:
+        return _OF_GRAPHS[key]
+    table = _RECENT.pop(key, None)
+    if in_graph:
+        if table is not None:
+            _OF_GRAPHS[key] = table
+        return table
+    if table is None:
+        table = torch.tensor(rows, dtype=torch.int64).to(device)
+    _RECENT[key] = table
+    if len(_RECENT) > _MOST_TABLES:
+        _RECENT.popitem(last=False)
+    if device.type == "cuda":
+        table.record_stream(torch.cuda.current_stream(device))
+    return table
+
+
+# The ops.
+
+
+class _Job(NamedTuple):
+    """A matrix and where its quantized form goes; a cast has encode factors for both others."""
+
+    x: Tensor
+    q: Tensor
+    scale: Tensor
+    amax: Tensor
+
+    def is_like(self, other: _Job) -> bool:
+        """Whether one launch can do both."""
+        mine = (self.x.dtype, self.q.dtype, self.x.device)
+        return mine == (other.x.dtype, other.q.dtype, other.x.device)
+
+    def has_kernel(self) -> bool:
+        x, q, scale, amax = self
+        by_rows = x.stride(1) == 1 and q.is_contiguous()
+        alike = scale.stride() == amax.stride() and 0 not in scale.stride()
+        # ptxas crashes on one column, as it does in ``quantize``.
+        sizes = x.numel() > 0 and 1 < x.shape[1] < 2**31
+        return by_rows and alike and sizes and q.device == x.device
+
+    def is_aligned(self) -> bool:
+        x, q = self.x, self.q
+        return not (x.data_ptr() | q.data_ptr() | x.shape[1] | x.stride(0)) % _ALIGNMENT
+
+
+def cast_many_(
+    x: Sequence[Tensor],
+    q: Sequence[Tensor],
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    given: Sequence[Tensor],
+) -> None:
+    """``reference.cast_many_``: at most two launches, or six per tensor, for matrices alike.
+
+    Matrices that are not stored by rows, or not like the first one in dtypes and device, those
+    without elements or with one column, and blocks without a kernel are done one by one.
+    """
+    tensors = zip(x, q, given or scale, given or amax, strict=True)
+    jobs, shape = [_Job(*one) for one in tensors], tuple(block)
+    if given:
+        jobs = _launch(jobs, partial(_launch_cast, block=block))
+    elif shape in ((-1, -1), (1, -1)) or divides_a_tile(shape):
+        jobs = _launch(jobs, partial(_launch_quantize, block=shape, rule=rule, eps=eps))
+    for one, *outputs in jobs:
+        how = ("encode", 0.0, 1, True, False, False, outputs[1]) if given else (rule, eps)
+        results = cast("", [one], one.dtype, outputs[0].dtype, shape, *how)
+        for output, result in zip(outputs, results, strict=False):
+            if result is not None:
+                output.copy_(result)
+
+
+def _launch(jobs: list[_Job], launch: Callable[..., bool]) -> list[_Job]:
+    """Launch a kernel for all jobs that it takes, and return the others."""
+    taken: list[_Job] = []
+    left: list[_Job] = []
+    for job in jobs:
+        (taken if job.is_like(jobs[0]) and job.has_kernel() else left).append(job)
+    # Apart, for else one odd matrix would keep all others from wide accesses.
+    for aligned in (True, False):
+        alike = [job for job in taken if job.is_aligned() == aligned]
+        if alike and not launch(alike[0].x, alike, aligned):
+            left += alike
+    return left
+
+
+@on_device_of_first
+def _launch_quantize(
+    x: Tensor, jobs: list[_Job], aligned: bool, *, block: tuple[int, ...], rule: str, eps: float
+) -> bool:
+    """Quantize matrices that are alike, ``x`` being one of them; False if there is no table."""
+    if block == (1, -1):
+        widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
+        tile = row_tile(widest, widest.shape[1])
+        tiles = [ceil_div(job.x.shape[0], tile.rows) for job in jobs]
+    else:
+        tile = TILE if block == (-1, -1) else block_tile(block)
+        tiles = [grid_of(job.x.shape, tile)[0] for job in jobs]
+    table, count, grid = _table_of(_key_of(jobs, tiles)), len(jobs), (sum(tiles),)
+    if table is None:
+        return False
+    constants = _constants_of(jobs[0], tile, aligned)
+    scaling = {"LIMIT": largest(jobs[0].q.dtype), "RULE": rule}
+    if block == (-1, -1):
+        slots = torch.zeros(count, dtype=torch.float32, device=x.device)
+        _amax_many_kernel[grid](table, slots, count, **constants)
+        _quantize_tensors_kernel[grid](table, slots, count, eps, **scaling, **constants)
+    elif block == (1, -1):
+        single = widest.shape[1] <= tile.columns
+        _quantize_rows_of_many_kernel[grid](
+            table, count, eps, SINGLE=single, **scaling, **constants
+        )
+    else:
+        BM, BK = block
+        _quantize_blocks_of_many_kernel[grid](
+            table, count, eps, BM=BM, BK=BK, **scaling, **constants
+        )
+    return True
+
+
+@on_device_of_first
+def _launch_cast(x: Tensor, jobs: list[_Job], aligned: bool, *, block: Sequence[int]) -> bool:
+    """Cast matrices that are alike, ``x`` being one of them; False if there is no table."""
+    tiles = [grid_of(job.x.shape, TILE)[0] for job in jobs]
+    table = _table_of(_key_of(jobs, tiles))
+    if table is None:
+        return False
+    BM, BK = (max(size, 0) for size in block)
+    constants = _constants_of(jobs[0], TILE, aligned)
+    _cast_many_kernel[(sum(tiles),)](table, len(jobs), BM=BM, BK=BK, **constants)
+    return True
+
+
+def _key_of(jobs: Sequence[_Job], tiles: Sequence[int]) -> _Key:
+    """The device of jobs and the rows of their table."""
+    rows, first = [], 0
+    for job, count in zip(jobs, tiles, strict=True):
+        pointers = (tensor.data_ptr() for tensor in job)
+        rows.append((*pointers, *job.x.shape, job.x.stride(0), *job.scale.stride(), first))
+        first += count
+    return jobs[0].x.device, tuple(rows)
+
+
+def _constants_of(job: _Job, tile: Tile, aligned: bool) -> dict[str, Any]:
+    return {
+        "X": triton_dtype(job.x.dtype),
+        "Q": triton_dtype(job.q.dtype),
+        "ALIGNED": aligned,
+        "TILE_M": tile.rows,
+        "TILE_K": tile.columns,
+        # Narrow accesses have an address and a mask for every element: fewer of these a thread.
+        "num_warps": tile.warps if aligned else 16,
+    }

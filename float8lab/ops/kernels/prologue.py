@@ -1,0 +1,329 @@
+"""Prologues in kernels: a matrix itself, a norm, an activation, or the gradient of one.
+
+M rows, K columns of what is loaded; COLUMNS the same after padding to the alignment. Kernels that
+cast take ``load`` in the place of ``tl.load``. The values are those of
+``ops/reference/prologue.py``; only a sigmoid may differ, in its last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.ops import reference
+from float8lab.ops.kernels._common import (
+    INTERPRETED,
+    Tile,
+    grid_of,
+    store_tile,
+    triton_dtype,
+)
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.reference import ACTIVATIONS, prologue_shape
+
+__all__ = [
+    "TILE",
+    "arguments_of",
+    "has_kernel",
+    "load",
+    "load_words",
+    "tile_for",
+    "tile_of_program",
+    "value_of",
+]
+
+# At most 64 elements a thread, and few enough registers that several programs share a
+# multiprocessor: one loads while another stores. A gated activation's gradient reads three tiles.
+TILE = Tile(rows=64, columns=128, warps=4)
+_ONE = Tile(rows=64, columns=128, warps=8)
+_ONE_OF_THREE = Tile(rows=32, columns=128, warps=8)
+_WORDS_OF_MATRIX = Tile(rows=128, columns=64, warps=4)
+"""A column of it is 128 bytes of the transpose, a cache line."""
+_WORDS = Tile(rows=128, columns=64, warps=8)
+_WORDS_OF_THREE = Tile(rows=64, columns=64, warps=4)
+
+
+RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+
+
+@triton.jit
+def _sigmoid(x):
+    """By the instruction for a reciprocal, with an error of 1 ulp; a division takes a dozen."""
+    y = tl.exp(-x) + 1.0
+    if INTERPRETED:
+        y = tl.div_rn(1.0, y)
+    else:
+        y = tl.inline_asm_elementwise(
+            RECIPROCAL, "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def _inner(x, FUNCTION: tl.constexpr):
+    """``g(x)`` of the functions that are ``x * sigmoid(g(x))``."""
+    if FUNCTION == "gelu":
+        x = x * (x * x * 0.044715 + 1.0) * 1.5957691216057308
+    elif FUNCTION == "qgelu":
+        x = x * 1.702
+    return x
+
+
+@triton.jit
+def _slope(x, FUNCTION: tl.constexpr):
+    """``g'(x)`` of the same."""
+    slope = 1.702
+    if FUNCTION == "gelu":
+        slope = (x * x * 0.134145 + 1.0) * 1.5957691216057308
+    return slope
+
+
+@triton.jit
+def apply_activation(x, FUNCTION: tl.constexpr):
+    if FUNCTION == "relu" or FUNCTION == "srelu":
+        y = tl.where(x <= 0, 0.0, x)
+        if FUNCTION == "srelu":
+            y = y * y
+    elif FUNCTION == "sigmoid":
+        y = _sigmoid(x)
+    else:
+        y = x * _sigmoid(_inner(x, FUNCTION))
+    return y
+
+
+@triton.jit
+def derivative_of_activation(x, FUNCTION: tl.constexpr):
+    if FUNCTION == "relu":
+        y = tl.where(x <= 0, 0.0, 1.0)
+    elif FUNCTION == "srelu":
+        y = tl.where(x <= 0, 0.0, x + x)
+    elif FUNCTION == "sigmoid":
+        s = _sigmoid(x)
+        y = s * (1.0 - s)
+    else:
+        s = _sigmoid(_inner(x, FUNCTION))
+        y = x * (s * (1.0 - s))
+        if FUNCTION == "gelu" or FUNCTION == "qgelu":
+            y = y * _slope(x, FUNCTION)
+        y = s + y
+    return y
+
+
+@triton.jit
+def tile_of_program(
+    COLUMNS, BACKWARD: tl.constexpr, GATED: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr, FROM_END: tl.constexpr = False,
+):  # fmt: skip
+    """Row and column of this program's tile, counted in tiles.
+
+    FROM_END: of what another kernel has just read, the last part is in the cache. The two halves
+    of a gated activation's gradient read the same inputs: their tiles alternate, so that the second
+    read finds them in the cache.
+    """
+    tiles_k = tl.cdiv(COLUMNS, TILE_K)
+    tile = tl.program_id(0)
+    if FROM_END:
+        tile = tl.num_programs(0) - 1 - tile
+    tile_m = (tile // tiles_k).to(tl.int64)
+    tile_k = (tile % tiles_k).to(tl.int64)
+    if BACKWARD and GATED:
+        half = (tiles_k + 1) // 2
+        tile_k = (tile_k % 2) * half + tile_k // 2
+    return tile_m, tile_k
+
+
+@triton.jit
+def _load(ptr, rows, columns, mask, stride_m, stride_k):
+    offsets = rows[:, None] * stride_m + columns[None, :] * stride_k
+    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load(
+    a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD
+    b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED
+    c_ptr,  # weight: [K]
+    d_ptr,  # mean: [M] fp32
+    e_ptr,  # bias: [K]
+    stride_am,
+    stride_ak,
+    stride_bm,
+    stride_bk,
+    rows,
+    columns,
+    tile_k,
+    M,
+    K,
+    FUNCTION: tl.constexpr,  # "", "layer_norm", "rms_norm" or the function of an activation
+    GATED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
+    DTYPE: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Some rows and all columns of a tile in DTYPE, 0 outside [M, K]; int64 indices.
+
+    DTYPE is that of ``a_ptr`` where there is no prologue.
+    """
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    if FUNCTION == "":
+        offsets = rows[:, None] * stride_am + columns[None, :] * stride_ak
+        y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
+    elif FUNCTION == "layer_norm" or FUNCTION == "rms_norm":
+        y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
+        if FUNCTION == "layer_norm":
+            y = y - tl.load(d_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        rstd = tl.load(b_ptr + rows, mask=rows < M, other=0.0)
+        weight = tl.load(c_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+        y = y * rstd[:, None] * weight[None, :]
+        if FUNCTION == "layer_norm":
+            bias = tl.load(e_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+            y = y + bias[None, :]
+    elif not BACKWARD:
+        y = apply_activation(_load(a_ptr, rows, columns, mask, stride_am, stride_ak), FUNCTION)
+        if GATED:
+            y = y * _load(a_ptr, rows, columns + K, mask, stride_am, stride_ak)
+    elif not GATED:
+        a = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
+        y = _load(b_ptr, rows, columns, mask, stride_bm, stride_bk)
+        y = y * derivative_of_activation(a, FUNCTION)
+    elif HALVES:
+        half = K // 2
+        if tile_k * TILE_K < half:
+            a = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
+            b = _load(a_ptr, rows, columns + half, mask, stride_am, stride_ak)
+            y = _load(b_ptr, rows, columns, mask, stride_bm, stride_bk)
+            y = y * b * derivative_of_activation(a, FUNCTION)
+        else:
+            a = _load(a_ptr, rows, columns - half, mask, stride_am, stride_ak)
+            y = _load(b_ptr, rows, columns - half, mask, stride_bm, stride_bk)
+            y = y * apply_activation(a, FUNCTION)
+    else:
+        half = K // 2
+        second = columns >= half
+        first = tl.where(second, columns - half, columns)
+        a = _load(a_ptr, rows, first, mask, stride_am, stride_ak)
+        b = _load(a_ptr, rows, first + half, mask, stride_am, stride_ak)
+        y = _load(b_ptr, rows, first, mask, stride_bm, stride_bk)
+        of_a = y * b * derivative_of_activation(a, FUNCTION)
+        y = tl.where(second[None, :], y * apply_activation(a, FUNCTION), of_a)
+    if FUNCTION != "":
+        y = tl.where(mask, y, 0.0).to(DTYPE)  # what a function of 0 gave
+    return y
+
+
+@triton.jit
+def load_words(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    tile_m, tile_k, M, K,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """A tile as four, of its rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on.
+
+    The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
+    of one word of the transpose: it is words that are transposed, not bytes. Also returned are
+    which words of a column the tile has, and its columns.
+    """
+    words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    y0 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y1 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words + 1, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y2 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words + 2, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y3 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        4 * words + 3, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    return words, columns, y0, y1, y2, y3
+
+
+def arguments_of(
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, tile: Tile
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pointers and strides, and constants, of ``load``; what is None is never read."""
+    first = inputs[0]
+    function, gated = prologue, False
+    if prologue and not prologue.endswith("_norm"):
+        function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
+    # x, rstd, weight, mean, bias: all but x are dense vectors. Or h and dy.
+    second = inputs[1] if len(inputs) > 1 else None
+    vectors = [v.contiguous() for v in inputs[2:]]
+    strides = second.stride() if second is not None and second.ndim == 2 else (1, 1)
+    constants = {
+        "FUNCTION": function,
+        "GATED": gated,
+        "BACKWARD": prologue.endswith("_backward"),
+        "HALVES": gated and first.shape[1] // 2 % tile.columns == 0,
+        "DTYPE": triton_dtype(dtype if prologue else first.dtype),
+        "TILE_M": tile.rows,
+        "TILE_K": tile.columns,
+        "num_warps": tile.warps,
+        "enable_fp_fusion": False,
+    }
+    pointers = (first, second, *vectors, *[None] * (3 - len(vectors)))
+    return (*pointers, *first.stride(), *strides), constants
+
+
+def tile_for(prologue: str, *, words: bool = False) -> Tile:
+    """The tile of a program, for one orientation or by words."""
+    backward = prologue.endswith("_backward")
+    if backward and ACTIVATIONS[prologue.removesuffix("_backward")][1]:  # it reads three tiles
+        return _WORDS_OF_THREE if words else _ONE_OF_THREE
+    if words:
+        return _WORDS if prologue else _WORDS_OF_MATRIX
+    return _ONE if prologue else TILE
+
+
+def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Else the reference runs on the GPU as it is: float64, nothing to do, or a single column.
+
+    For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
+    """
+    rows, columns = prologue_shape(prologue, inputs)
+    wide = torch.float64 in (dtype, *(one.dtype for one in inputs))
+    return rows > 0 and columns > 1 and not wide
+
+
+@launched
+def _value_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    y_ptr,  # [M, K] DTYPE
+    M, K,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_k = tile_of_program(K, BACKWARD, GATED, TILE_M, TILE_K)
+    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    y = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    store_tile(y_ptr, y, rows, columns, M, K)
+
+
+@replayed
+def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if not has_kernel(prologue, inputs, dtype):
+        return reference.value_of(prologue, inputs, dtype)
+    shape = prologue_shape(prologue, inputs)
+    y = inputs[0].new_empty(shape, dtype=dtype)
+    tile = tile_for(prologue)
+    tensors, constants = arguments_of(prologue, inputs, dtype, tile)
+    _value_kernel[grid_of(shape, tile)](*tensors, y, *shape, **constants)
+    return y

@@ -1,0 +1,327 @@
+"""Cast matrices to FP8, and back; transpose them.  M rows, K columns.
+
+Casts can pad: both dimensions of the result are rounded up to a multiple of ``align``, and
+everything, scales included, is as if the input had been padded with zeros first.
+
+What is cast is a matrix, or the values of a prologue (``prologue.py``) rounded to ``dtype`` as if
+they had been written: a fused cast has the bytes of the cast of the composition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import FLOAT32_MAX, scale_shape
+from float8lab.ops.reference.prologue import value_of
+
+__all__ = [
+    "amax",
+    "as_matrix",
+    "cast",
+    "cast_many_",
+    "dequantize",
+    "encode",
+    "encode_from_amax",
+    "expand_scale",
+    "factors_from_amax",
+    "has_amax",
+    "quantize",
+    "round_up",
+    "scale_from_amax",
+    "scales_by_column",
+    "transpose",
+]
+
+_EXPONENT_BITS = 0x7F800000
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``[..., K]`` as ``[M, K]``, K = 0 included.
+
+    >>> as_matrix(torch.ones(2, 3, 0)).shape
+    torch.Size([6, 0])
+    """
+    K = x.shape[-1]
+    return x.reshape(-1, K) if K else x.reshape(math.prod(x.shape[:-1]), K)
+
+
+def round_up(size: int, align: int) -> int:
+    """The smallest multiple of ``align`` that is not below ``size``.
+
+    >>> round_up(17, 16), round_up(0, 16)
+    (32, 0)
+    """
+    return -(-size // align) * align
+
+
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    if x.shape == (rows, columns):
+        return x
+    padded = x.new_zeros((rows, columns))
+    padded[: x.shape[0], : x.shape[1]] = x
+    return padded
+
+
+def scales_by_column(block: Sequence[int]) -> bool:
+    """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks.
+
+    cuBLASLt reads them so; see "Scaling Factors Layouts" in the cuBLAS documentation.
+    """
+    return block[0] == 1 and block[1] > 1
+
+
+# Scales.
+
+
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
+    if block[0] == block[1] == -1 and x.numel():
+        return x.abs().amax().float().view(1, 1)
+    M, K = x.shape
+    if x.numel() == 0:
+        return x.new_zeros(scale_shape((M, K), tuple(block)), dtype=torch.float32)
+    rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
+    size = x.abs()
+    if M % rows or K % columns:
+        size = _pad(size, round_up(M, rows), round_up(K, columns))
+    return size.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3)).float()
+
+
+def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
+    """``fp8_max / amax``, at most the largest float32; on request rounded down to a power of 2."""
+    # A number divided by a tensor is reciprocal() times the number, two roundings: hence full_like.
+    if not isinstance(fp8_max, Tensor):
+        fp8_max = torch.full_like(amax, fp8_max)
+    encode = (fp8_max / amax).clamp(max=FLOAT32_MAX)
+    if power_of_2:
+        encode = (encode.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return encode
+
+
+def factors_from_amax(
+    amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
+
+    ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
+    encode factor, rounded to float32, from which the encode factor cannot be found again: a cast
+    that is made apart from finding its scale needs the encode factor, or the amax.
+
+    >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
+    (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
+    """
+    raised = amax.clamp(min=eps)
+    usable = (raised > 0) & (raised < torch.inf)
+    limit = torch.finfo(fp8_dtype).max
+    if rule == "e8m0":
+        bits = (raised / torch.full_like(raised, limit)).view(torch.int32)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
+        scale = (exponent << 23).view(torch.float32)
+        encode = 1.0 / scale
+    else:
+        encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
+        scale = 1.0 / encode
+    return torch.where(usable, scale, 1.0), torch.where(usable, encode, 1.0)
+
+
+def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float = 0.0) -> Tensor:
+    """The decode scales of ``factors_from_amax``.
+
+    >>> scale_from_amax(torch.tensor([448.0, 3.0, 0.0, torch.inf]), torch.float8_e4m3fn, "pow2")
+    tensor([1.0000, 0.0078, 1.0000, 1.0000])
+    """
+    return factors_from_amax(amax, fp8_dtype, rule, eps)[0]
+
+
+def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Scales, one per block, as a matrix, or a batch, that broadcasts against one of ``shape``."""
+    if block[0] > 1:
+        scale = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
+    if block[1] > 1:
+        scale = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+    return scale
+
+
+# Casts.
+
+
+def _align(x: Tensor, align: int) -> Tensor:
+    return _pad(x, round_up(x.shape[0], align), round_up(x.shape[1], align))
+
+
+def encode(
+    x: Tensor,
+    factor: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    align: int = 1,
+    divide: bool = False,
+) -> Tensor:
+    """FP8 data of a matrix by factors, or by scales that ``divide``: one, or one per block."""
+    if x.shape[0] % align or x.shape[1] % align:
+        x = _align(x, align)
+    if factor.numel() == 1:
+        factor = factor.view(1, 1)
+    elif block[0] > 1 or block[1] > 1:
+        factor = expand_scale(factor, block, x.shape)
+    wide = x.float() / factor if divide else x.float() * factor
+    limit = torch.finfo(fp8_dtype).max
+    return wide.clamp(-limit, limit).to(fp8_dtype).contiguous()
+
+
+def quantize(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float = 0.0,
+    align: int = 1,
+    known_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes."""
+    if x.shape[0] % align or x.shape[1] % align:
+        x = _align(x, align)
+    found = amax(x, block) if known_amax is None else known_amax
+    if block[0] == 1 and block[1] > 1:  # scales_by_column
+        found = found.t().contiguous().t()
+    scale, factor = factors_from_amax(found, fp8_dtype, rule, eps)
+    return encode(x, factor, fp8_dtype, block), scale, found
+
+
+def cast(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float = 0.0,
+    align: int = 1,
+    straight: bool = True,
+    transposed: bool = False,
+    column_sum: bool = False,
+    given: Tensor | None = None,
+    slot: Tensor | None = None,
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]:
+    """Cast a matrix, which may be computed on the way, in one orientation or both.
+
+    Args:
+        prologue: how the matrix is computed; ``""`` is the matrix itself.
+        inputs: from which tensors.
+        dtype: the values of a prologue are rounded to it; of no meaning for the matrix itself.
+        fp8_dtype: of the result.
+        block: rows and columns that share a scale.
+        rule: one of ``SCALE_RULES``, by which scales are found from amaxes. Or ``"encode"``: the
+            values are multiplied by the factors ``given``; or ``"decode"``: they are divided by the
+            scales ``given``, by somebody who knows no encode factors. Both are one float32
+            operation with IEEE rounding, so what it does with 0, subnormals, infinities and NaN is
+            what IEEE says, before the result is clamped. For powers of two the two are the same.
+        eps: the least amax that a scale is found from.
+        align: the result's sizes are multiples of it.
+        straight: the matrix is wanted in FP8.
+        transposed: its transpose is wanted.
+        column_sum: the sums over its rows are wanted.
+        given: factors or scales, one or one per block; for both orientations, the same transposed.
+            Where scales are found: the amax, ``[1, 1]``, if it is known and the block is the whole.
+        slot: one element, which becomes the larger of its content and the matrix's amax.
+
+    Returns:
+        FP8 data and scales of the matrix; an amax; FP8 data and scales of the transpose; and the
+        column sums, float32. What is not wanted is None, as are scales where factors are given. The
+        amax is that of each block of the matrix if neither orientation is wanted. If one is wanted
+        it is what the scales were found from, unless it was given; that of blocks smaller than the
+        whole comes only where there is no prologue.
+    """
+    x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
+    if slot is not None and x.numel():
+        slot.copy_(torch.maximum(slot, x.abs().max().float()))
+    total = x.float().sum(0) if column_sum else None
+    if not (straight or transposed):
+        return None, None, amax(x, block), None, None, total
+    both = straight and transposed
+    rows, found = x if straight else x.t(), None
+    q: Tensor
+    scale: Tensor | None
+    if rule in ("encode", "decode"):
+        assert given is not None, "the rule says so"
+        q, scale = encode(rows, given, fp8_dtype, block, align, rule == "decode"), None
+    else:
+        q, scale, found = quantize(rows, fp8_dtype, block, rule, eps, align, given)
+    if both and block[0] != block[1] and scale is not None:
+        return q, scale, None, *quantize(x.t(), fp8_dtype, block, rule, eps, align)[:2], total
+    if both:
+        scale_t = None if scale is None else _transposed(scale)
+        return q, scale, None, _transposed(q), scale_t, total
+    if found is not None and not has_amax(prologue, block, given):
+        found = None
+    if transposed:
+        return None, None, found, q, scale, total
+    return q, scale, found, None, None, total
+
+
+def has_amax(prologue: str, block: Sequence[int], given: Tensor | None) -> bool:
+    """Whether ``cast`` returns the amaxes that it finds for one orientation."""
+    return given is None and (not prologue or (block[0] == block[1] == -1))
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """A contiguous copy, also where a transposed view would be contiguous itself."""
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+def cast_many_(
+    x: Sequence[Tensor],
+    q: Sequence[Tensor],
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    given: Sequence[Tensor],
+) -> None:
+    """``cast`` of each matrix ``x`` into the ``q`` that is there for it.
+
+    With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with their
+    amaxes into the ``scale`` and ``amax`` that are there.
+    """
+    for index, (one, data) in enumerate(zip(x, q, strict=True)):
+        if given:
+            data.copy_(encode(one, given[index], data.dtype, block))
+            continue
+        results = quantize(one, data.dtype, block, rule, eps)
+        for output, result in zip((data, scale[index], amax[index]), results, strict=True):
+            output.copy_(result)
+
+
+# The other ways.
+
+
+def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
+    """The transposed matrix of one-byte elements, contiguous and zero-padded.
+
+    ``event`` is for graphs: what backward computes from the forward's tensors alone, a partitioner
+    moves into the forward and keeps until then, unless it needs a tensor of backward, too.
+    """
+    raw = q.view(torch.uint8)
+    if q.shape[0] % align or q.shape[1] % align:
+        raw = _align(raw, align)
+    return _transposed(raw).view(q.dtype)
+
+
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    event: Tensor | None = None,
+) -> Tensor:
+    """``q * scale``, multiplied in float32 and rounded once; ``event`` is that of ``transpose``."""
+    if block[0] > 1 or block[1] > 1:
+        scale = expand_scale(scale, block, q.shape)
+    return (q.float() * scale).to(dtype).contiguous()

@@ -1,0 +1,152 @@
+"""Prologues: matrices that are computed while they are cast, and never written.  M rows, K columns.
+
+- ``""``: no prologue, a matrix ``[M, K]`` itself;
+- ``"layer_norm"``: from x [M, K], rstd [M], weight [K], mean [M], bias [K];
+- ``"rms_norm"``: from x [M, K], rstd [M], weight [K];
+- an activation: from h [M, K], or [M, 2 K] if it gates;
+- an activation and ``"_backward"``: from h [M, K], dy [M, K], or [M, K / 2] if it gates.
+
+All arithmetic is float32 (float64 for float64), rounded once at the end. Functions that involve an
+exponential are written as ``x * sigmoid(g(x))``, as the kernels compute them; only the exponential
+itself may differ between devices, in its last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ACTIVATIONS",
+    "activate",
+    "activate_backward",
+    "apply_norm",
+    "is_gated",
+    "prologue_shape",
+    "value_of",
+    "widen",
+]
+
+ACTIVATIONS: dict[str, tuple[str, bool]] = {
+    "gelu": ("gelu", False),
+    "relu": ("relu", False),
+    "squared_relu": ("srelu", False),
+    "srelu": ("srelu", False),
+    "qgelu": ("qgelu", False),
+    "silu": ("silu", False),
+    "geglu": ("gelu", True),
+    "reglu": ("relu", True),
+    "sreglu": ("srelu", True),
+    "qgeglu": ("qgelu", True),
+    "swiglu": ("silu", True),
+    "glu": ("sigmoid", True),
+}
+"""Function f of each activation, and whether it gates: ``f(a) * b`` of ``[a, b]``, else ``f(a)``.
+
+``gelu`` is the tanh approximation, ``qgelu`` is ``a * sigmoid(1.702 a)``, ``srelu`` (also called
+``squared_relu``) is ``relu(a) ** 2``.
+"""
+
+_CUBIC = 0.044715
+_TWICE_ROOT_2_OVER_PI = 1.5957691216057308  # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+
+
+def is_gated(name: str) -> bool:
+    """Whether an activation halves the number of features.
+
+    >>> is_gated("swiglu"), is_gated("gelu")
+    (True, False)
+    """
+    return ACTIVATIONS[name][1]
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return ((-x).exp() + 1.0).reciprocal()
+
+
+def _gate(function: str, x: Tensor) -> tuple[Tensor, Tensor | float]:
+    """``g(x)`` and ``g'(x)`` of the functions that are ``x * sigmoid(g(x))``."""
+    if function == "gelu":
+        square = x * x
+        inner = x * (square * _CUBIC + 1.0) * _TWICE_ROOT_2_OVER_PI
+        return inner, (square * (3 * _CUBIC) + 1.0) * _TWICE_ROOT_2_OVER_PI
+    return (x * 1.702, 1.702) if function == "qgelu" else (x, 1.0)
+
+
+def _apply(function: str, x: Tensor) -> Tensor:
+    if function in ("relu", "srelu"):
+        positive = torch.where(x <= 0, 0.0, x)  # NaN stays
+        return positive if function == "relu" else positive * positive
+    if function == "sigmoid":
+        return _sigmoid(x)
+    return x * _sigmoid(_gate(function, x)[0])
+
+
+def _derivative(function: str, x: Tensor) -> Tensor:
+    if function == "relu":
+        return torch.where(x <= 0, 0.0, torch.ones_like(x))
+    if function == "srelu":
+        return torch.where(x <= 0, 0.0, x + x)
+    if function == "sigmoid":
+        s = _sigmoid(x)
+        return s * (1.0 - s)
+    inner, slope = _gate(function, x)
+    s = _sigmoid(inner)
+    return s + x * (s * (1.0 - s)) * slope
+
+
+def activate(name: str, h: Tensor) -> Tensor:
+    """The activation of ``h``: ``[M, F]``, or ``[M, 2 F]`` of a gated one, to ``[M, F]``."""
+    function, gated = ACTIVATIONS[name]
+    if not gated:
+        return _apply(function, h)
+    a, b = h.chunk(2, dim=1)
+    return _apply(function, a) * b
+
+
+def activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
+    """Gradient of ``h`` from that of the activation, of the shape of ``h``."""
+    function, gated = ACTIVATIONS[name]
+    if not gated:
+        return dy * _derivative(function, h)
+    a, b = h.chunk(2, dim=1)
+    return torch.cat((dy * b * _derivative(function, a), dy * _apply(function, a)), dim=1)
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in the dtype of the arithmetic: float32, or float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def apply_norm(
+    x: Tensor, rstd: Tensor, weight: Tensor, mean: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """``(x - mean) * rstd * weight + bias``, not rounded; without mean and bias for RMSNorm."""
+    wide = widen(x)
+    if mean is not None:
+        wide = wide - mean[:, None]
+    wide = wide * rstd[:, None] * weight.to(wide.dtype)
+    return wide if bias is None else wide + bias.to(wide.dtype)
+
+
+def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, int]:
+    """Rows and columns of what a prologue gives."""
+    rows, columns = inputs[0].shape
+    gathers = prologue and not prologue.endswith(("_norm", "_backward")) and is_gated(prologue)
+    return rows, columns // 2 if gathers else columns
+
+
+def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The values of a prologue, contiguous; it is not that of the matrix itself."""
+    if prologue.endswith("_norm"):
+        x, rstd, weight, *rest = inputs
+        mean, bias = rest or (None, None)
+        value = apply_norm(x, rstd, weight, mean, bias)
+    elif prologue.endswith("_backward"):
+        h, dy = inputs
+        value = activate_backward(prologue.removesuffix("_backward"), widen(h), widen(dy))
+    else:
+        value = activate(prologue, widen(inputs[0]))
+    return value.to(dtype).contiguous()

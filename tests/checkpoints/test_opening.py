@@ -1,0 +1,412 @@
+"""Every container that a path may hold: whole, in parts, damaged, or something else altogether."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import float8lab
+from float8lab import __main__ as command
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.safetensors import SPECS_KEY
+from float8lab.inspect import checkpoint
+
+safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
+
+
+def dcp_save(state, path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def fp8_state(rows=256):
+    x = float8lab.quantize(torch.randn(rows, 256), block=(128, 128))
+    return {"a.weight": x.qdata, "a.weight_scale_inv": x.scale, "a.bias": torch.randn(rows)}
+
+
+def same_rows(report, expected):
+    """Whether a report says of its tensors what another one does, wherever they are."""
+    rows, others = ({row.name: row for row in one.rows} for one in (report, expected))
+    assert rows.keys() == others.keys()
+    for name, row in rows.items():
+        assert row.measured == others[name].measured
+        assert row.format == others[name].format
+
+
+@pytest.fixture
+def expected(tmp_path):
+    """A state, and the report on it in one safetensors file."""
+    state = fp8_state()
+    safetensors.save_file(state, tmp_path / "expected.safetensors")
+    return state, checkpoint(tmp_path / "expected.safetensors")
+
+
+def test_sharded_safetensors(tmp_path, expected):
+    state, report = expected
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    where = {}
+    for i, (name, value) in enumerate(state.items()):
+        safetensors.save_file({name: value}, folder / f"model-{i}.safetensors")
+        where[name] = f"model-{i}.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    found = checkpoint(folder)
+    same_rows(found, report)
+    assert found.container == "safetensors, 3 files"
+    same_rows(checkpoint(folder / "model.safetensors.index.json"), report)
+    (folder / "model.safetensors.index.json").unlink()
+    same_rows(checkpoint(folder), report)
+    assert checkpoint(folder / "model-2.safetensors").rows[0].name == "a.bias"
+
+
+def test_a_tensor_that_the_index_does_not_name(tmp_path):
+    safetensors.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "m.safetensors")
+    index = {"weight_map": {"a": "m.safetensors"}}
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
+    report = checkpoint(tmp_path)
+    assert report.notes == ("m.safetensors.index.json does not name b, which is in m.safetensors",)
+    assert "note: m.safetensors" in str(report)
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_torch_save(tmp_path, expected, new):
+    state, report = expected
+    # torch cannot load FP8 tensors from the old format.
+    if not new:
+        state = {"a.bias": state["a.bias"]}
+    saved = tmp_path / "a.pt"
+    torch.save({**state, "epoch": 3}, saved, _use_new_zipfile_serialization=new)
+    found = checkpoint(saved)
+    if new:
+        same_rows(found, report)
+    bias, other = ({row.name: row for row in one.rows}["a.bias"] for one in (found, report))
+    assert bias.measured == other.measured
+    assert found.container == ("torch.save" if new else "torch.save, old format")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(saved, folder / "pytorch_model.bin")
+    assert str(checkpoint(folder)).splitlines()[1:] == str(found).splitlines()[1:]
+
+
+def test_torch_save_of_nested_things(tmp_path):
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
+    names = [row.name for row in checkpoint(tmp_path / "a").rows]
+    assert names[:2] == ["model.weight", "model.bias"]
+    assert "optimizer.state.0.exp_avg" in names
+    torch.save(torch.ones(3), tmp_path / "b.pt")
+    assert [row.name for row in checkpoint(tmp_path / "b.pt").rows] == ["tensor"]
+
+
+def test_dcp(tmp_path, expected):
+    state, report = expected
+    dcp_save({**state, "epoch": 3}, tmp_path / "dcp")
+    found = checkpoint(tmp_path / "dcp")
+    same_rows(found, report)
+    assert found.container == "torch.distributed.checkpoint, 1 file"
+    same_rows(checkpoint(tmp_path / "dcp" / ".metadata"), report)
+
+
+@pytest.mark.parametrize("kind", ["model", "plain", "dcp"])
+def test_weights_stored_in_fp8(tmp_path, kind):
+    recipe = float8lab.recipes.Float8BlockScaling()
+    with float8lab.fp8_model_init(recipe=recipe):
+        layer = float8lab.Linear(256, 384, device="cpu")
+    if kind == "plain":
+        torch.save(layer.state_dict(), tmp_path / "a.pt")
+    elif kind == "model":
+        torch.save(float8lab.distributed.ModelState(layer).state_dict(), tmp_path / "a.pt")
+    else:
+        dcp_save({"m": float8lab.distributed.ModelState(layer)}, tmp_path / "a.pt")
+    rows = {row.name.removeprefix("m."): row for row in checkpoint(tmp_path / "a.pt").rows}
+    weight = layer.weight.stats()
+    assert set(rows) >= {"weight", "bias"}
+    assert rows["weight"].measured.stats.codes == weight.codes
+    assert rows["weight"].measured.stats.scale_max == weight.scale_max
+    assert rows["weight"].convention == "float8lab"
+    assert not any(name.endswith((".amax", ".scale", ".qdata")) for name in rows)
+
+
+def test_dcp_of_a_float8_tensor(tmp_path):
+    x = float8lab.quantize(torch.randn(256, 256), block=(128, 128))
+    dcp_save({"w": x}, tmp_path / "dcp")
+    (row,) = checkpoint(tmp_path / "dcp").rows
+    assert (row.name, row.format) == ("w", "e4m3 128x128 fp32")
+    assert row.measured.stats.codes == x.stats().codes
+
+
+def write_shards(folder, name, value, shards):
+    """A checkpoint with a tensor in parts, each in its file, as ranks write it."""
+    folder.mkdir()
+    chunks, places = [], {}
+    for i, (offsets, part) in enumerate(shards):
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        (folder / f"__{i}_0.distcp").write_bytes(b"before" + buffer.getvalue() + b"after")
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
+        index = MetadataIndex(name, torch.Size(offsets), i)
+        places[index] = _StorageInfo(f"__{i}_0.distcp", 6, len(buffer.getvalue()))
+    stored = TensorStorageMetadata(TensorProperties(value.dtype), value.shape, chunks)
+    metadata = Metadata({name: stored}, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_dcp_of_several_ranks(tmp_path, dtype):
+    value = torch.randn(70, 40).to(dtype)
+    parts = [
+        ((0, 0), value[:33].clone()),
+        ((33, 0), value[33:, :15].t().contiguous().t()),  # strides of a transpose
+        ((33, 15), value[33:, 15:].clone()),
+    ]
+    write_shards(tmp_path / "dcp", "a", value, parts)
+    (entry,) = open_checkpoint(tmp_path / "dcp").entries
+    bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()]
+    for box in [
+        (slice(0, 70), slice(0, 40)),
+        (slice(30, 36), slice(10, 20)),
+        (slice(40, 41), slice(39, 40)),
+    ]:
+        assert torch.equal(entry.read(box).contiguous().view(bits), value[box].clone().view(bits))
+
+
+# What is no checkpoint. Each gives one line and status 2.
+
+
+def refused(path, capsys, match=""):
+    """That both commands give one line that matches, on standard error, and status 2."""
+    for arguments in (["inspect", str(path)], ["diff", str(path), str(path)]):
+        assert command.main(arguments) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert output.err.count("\n") == 1, output.err
+        assert output.err.startswith(f"python -m float8lab {arguments[0]}: error: ")
+        assert output.err[:-1].isprintable()
+        assert match in output.err
+
+
+CONTENTS = {
+    "empty": (b"", "it is empty"),
+    "one byte": (b"\x00", "it is none"),
+    "random": (random.Random(0).randbytes(5000), "it is none"),
+    "text": (b"hello, this is no checkpoint at all\n" * 20, "it is none"),
+    "GGUF": (b"GGUF\x03\0\0\0" + bytes(100), "it is a GGUF file"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "it is an HDF5 file"),
+    "numpy": (b"\x93NUMPY\x01\0" + bytes(100), "it is a numpy array"),
+    "gzip": (b"\x1f\x8b" + bytes(100), "compressed by gzip"),
+    "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
+    "zip": (b"PK\x05\x06" + bytes(18), "damaged"),
+    "header length": (struct.pack("<Q", 2**40) + b"{}" * 50, "it is none"),
+    "header cut": (struct.pack("<Q", 1000) + b'{"a":', "not: Error while deserializing"),
+    "header no JSON": (struct.pack("<Q", 8) + b"{xxxxxx}", "not: Error while deserializing"),
+    "old pickle": (pickle.dumps({"a": 1}, protocol=2), "damaged"),
+}
+
+
+@pytest.mark.parametrize("suffix", ["", ".safetensors", ".pt", ".bin"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_foreign_files(tmp_path, capsys, content, suffix):
+    data, match = CONTENTS[content]
+    (tmp_path / f"file{suffix}").write_bytes(data)
+    refused(tmp_path / f"file{suffix}", capsys, "" if suffix else match)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize(
+    "name", ["a.safetensors", "a.pt", "a", ".metadata", "model.safetensors.index.json"]
+)
+def test_pipes_are_not_waited_for(tmp_path, capsys, name):
+    os.mkfifo(tmp_path / name)
+    refused(tmp_path / name, capsys, f"{name} must be a file; it is a pipe")
+    if name != "a":
+        refused(tmp_path, capsys, f"{name} must be a file; it is a pipe")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")
+def test_devices_are_not_read(capsys):
+    refused("/dev/zero", capsys, "/dev/zero must be a file")
+
+
+def test_no_path(capsys):
+    refused("", capsys, "must be a path; got an empty one")
+
+
+def test_no_tensors_in_safetensors(tmp_path, capsys):
+    safetensors.save_file({}, tmp_path / "a.safetensors")
+    refused(tmp_path / "a.safetensors", capsys, "must hold tensors; it holds none")
+    refused(tmp_path, capsys, "must hold tensors; it holds none")
+
+
+def test_blocks_of_other_dimensions(tmp_path, capsys):
+    specs = json.dumps({"a": ["float8_e4m3fn", [1, 128], "fp32"]})
+    tensor = torch.ones(4, 2, 8).to(torch.float8_e4m3fn)
+    safetensors.save_file({"a": tensor}, tmp_path / "a.safetensors", {SPECS_KEY: specs})
+    refused(tmp_path / "a.safetensors", capsys, "one block size for each dimension of a, (4, 2, 8)")
+
+
+@pytest.mark.parametrize("size", [2**40, 10**400])
+def test_a_block_larger_than_memory_is_the_whole_dimension(tmp_path, size):
+    specs = json.dumps({"a": ["float8_e4m3fn", [size, -1], "fp32"]})
+    tensors = {"a.qdata": torch.ones(4, 8).to(torch.float8_e4m3fn), "a.scale": torch.ones(1, 1)}
+    safetensors.save_file(tensors, tmp_path / "a.safetensors", {SPECS_KEY: specs})
+    (row,) = checkpoint(tmp_path / "a.safetensors").rows
+    assert row.measured.stats.amax == 1.0
+    assert float8lab.inspect.diff(tmp_path, tmp_path).identical
+
+
+def test_too_many_dimensions(tmp_path, capsys):
+    safetensors.save_file({"a": torch.ones([1] * 900)}, tmp_path / "a.safetensors")
+    refused(tmp_path / "a.safetensors", capsys, "at most 64 dimensions; a has 900")
+
+
+def test_a_damaged_directory_of_an_archive(tmp_path, capsys):
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    content = path.read_bytes()
+    locator = content.rindex(b"PK\x06\x07")  # of the 64-bit directory: it now spans two disks
+    path.write_bytes(content[: locator + 16] + b"\x02" + content[locator + 17 :])
+    refused(path, capsys, "damaged")
+
+
+def test_no_such_path(tmp_path, capsys):
+    refused(tmp_path / "none", capsys, "No such file or directory")
+    refused(tmp_path / "none" / "model.safetensors", capsys, "No such file or directory")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read all")
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_no_permission(tmp_path, capsys, name):
+    path = tmp_path / name
+    path.write_bytes(b"x")
+    path.chmod(0)
+    refused(path, capsys, "Permission denied")
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "dcp"])
+def test_a_file_that_may_not_be_read(tmp_path, capsys, monkeypatch, name):
+    """The same for root, who may read all."""
+    state = fp8_state()
+    if name == "dcp":
+        dcp_save(state, tmp_path / name)
+    else:
+        save = torch.save if name == "a.pt" else safetensors.save_file
+        save(state, tmp_path / name)
+
+    def deny(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    for method in ("open", "read_bytes"):
+        monkeypatch.setattr(type(tmp_path), method, deny)
+    refused(tmp_path / name, capsys, "Permission denied")
+
+
+def test_a_directory_without_a_checkpoint(tmp_path, capsys):
+    refused(tmp_path, capsys, "it has none")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, capsys, "it has none")
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    refused(tmp_path, capsys, "must have .metadata beside its .distcp files")
+    (tmp_path / "a.pt").write_bytes(b"")
+    (tmp_path / "b.pt").write_bytes(b"")
+    refused(tmp_path, capsys, "Name one of them")
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ('{"weight_map": {"a": "other.safetensors"}}', "must exist"),
+        ('{"weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}', "must hold b"),
+        ('{"weight_map": {"a": "../m.safetensors"}}', "must name a file beside it"),
+        ('{"weight_map": {"a": 3}}', "must name a file beside it"),
+        ('{"weight_map": {}}', "it has none"),
+        ('{"weight_map": []}', "it has none"),
+        ("[]", "it has none"),
+        ("{", "must hold JSON"),
+        ("[" * 100_000, "must hold JSON"),
+        ("\xff", "must hold JSON"),
+    ],
+)
+def test_bad_indices(tmp_path, capsys, index, match):
+    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "m.safetensors")
+    (tmp_path / "m.safetensors.index.json").write_bytes(index.encode("latin1"))
+    refused(tmp_path, capsys, match)
+    refused(tmp_path / "m.safetensors.index.json", capsys, match)
+
+
+def test_a_tensor_in_two_files(tmp_path, capsys):
+    for name in ("a", "b"):
+        safetensors.save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    refused(tmp_path, capsys, "must hold each tensor once; w is in a.safetensors")
+
+
+def test_two_indices(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
+    refused(tmp_path, capsys, "must have one index")
+
+
+def test_no_tensors(tmp_path, capsys):
+    torch.save({"epoch": 3}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", capsys, "must hold tensors; it holds a dict without any")
+    dcp_save({"epoch": 3}, tmp_path / "dcp")
+    refused(tmp_path / "dcp", capsys, "must hold tensors")
+
+
+class Code:
+    """Runs a function when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "pickle", "dcp metadata", "dcp data"])
+def test_code_is_not_run(tmp_path, capsys, kind):
+    path, trace = tmp_path / "a.pt", tmp_path / "trace"
+    state = {"w": torch.ones(2), "code": Code(trace)}
+    if kind in ("zip", "legacy"):
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "zip")
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(state, protocol=2))
+    elif kind == "dcp metadata":
+        dcp_save({"w": torch.ones(2)}, path)
+        (path / ".metadata").write_bytes(pickle.dumps(Code(trace)))
+    else:
+        write_shards(path, "w", torch.ones(2), [((0,), torch.ones(2))])
+        buffer = io.BytesIO()
+        torch.save(Code(trace), buffer)
+        size = (path / "__0_0.distcp").stat().st_size
+        content = b"before" + buffer.getvalue()
+        (path / "__0_0.distcp").write_bytes(content + bytes(max(0, size - len(content))))
+    refused(path, capsys, {"zip": "io.open", "dcp metadata": "io.open"}.get(kind, ""))
+    assert not trace.exists()
+
+
+def test_a_whole_model_says_how_to_proceed(tmp_path, capsys):
+    torch.save(nn.Linear(2, 2), tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", capsys, "torch.save its state_dict() alone")

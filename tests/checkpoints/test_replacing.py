@@ -1,0 +1,88 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+from float8lab.checkpoints.replacing import leftovers, replacing
+from float8lab.inspect import report
+from float8lab.inspect.watch.records import Log
+
+
+def write(path, text):
+    with replacing(path) as partial:
+        partial.write_text(text)
+
+
+def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "out.html"
+    write(path, "first")
+    path.chmod(0o600)
+    with replacing(path) as partial:
+        partial.write_text("half")
+        assert path.read_text() == "first"
+        assert leftovers(path) == [partial]
+        partial.write_text("second")
+    assert path.read_text() == "second"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(UnicodeEncodeError):  # after the first megabyte was written
+        write(path, "third" * 200_000 + "\ud800")
+    assert path.read_text() == "second"
+    assert os.listdir(tmp_path) == ["out.html"]
+
+
+def test_a_file_does_not_replace_a_directory(tmp_path):
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "mine", "text")
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: .*folder'"):
+        write(tmp_path / "folder", "text")
+    assert os.listdir(tmp_path) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == ["mine"]
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_the_target_of_a_link_is_replaced(tmp_path, dangling):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "out.html", tmp_path / "link"
+    link.symlink_to(target)
+    if not dangling:
+        write(target, "first")
+    write(link, "second")
+    assert link.readlink() == target
+    assert target.read_text() == "second"
+    assert sorted(os.listdir(tmp_path)) == ["link", "there"]
+    assert os.listdir(tmp_path / "there") == ["out.html"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_a_pipe_is_written_to(tmp_path):
+    path, read = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    write(path, "text")
+    reader.join()
+    assert read == ["text"]
+    assert path.is_fifo()
+
+
+def test_reports_and_logs_replace_what_is_there(tmp_path, monkeypatch):
+    pytest.importorskip("plotly")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for name, save in (("log.jsonl", Log.to_jsonl), ("report.html", report)):
+        path = tmp_path / name
+        save(Log(recipe="first"), path)
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space left"):
+                save(Log(recipe="second"), path)
+        assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["log.jsonl", "report.html"]

@@ -1,0 +1,253 @@
+"""Who sees a call of an op: Dynamo, in a compiled function, and the dispatcher, outside of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import flop_counter
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import float8lab
+from float8lab import ops, recipes
+from float8lab.formats import E4M3
+from float8lab.ops import declare
+from float8lab.tensor import quantize
+from tests.recorder import Ops
+
+SEEN: list[bool] = []
+"""Of every call of an implementation below, whether Dynamo was tracing it."""
+
+
+def _shift(x: Tensor) -> Tensor:
+    SEEN.append(torch.compiler.is_compiling())
+    return _add_one(x)
+
+
+def _add_one(x: Tensor) -> Tensor:
+    SEEN.append(torch.compiler.is_compiling())
+    return x + 1
+
+
+def _copied(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """With code of its own, since a mark is on the code."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__)
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    torch._dynamo.reset()
+    SEEN.clear()
+    with torch.library._scoped_library("float8lab_test", "DEF") as library:
+        library.define("shift(Tensor x) -> Tensor")
+        yield library
+    torch._dynamo.reset()
+
+
+def _call_in_compiled() -> Tensor:
+    """Run the op where Dynamo looks at every frame: below one that it was told to skip alone."""
+
+    @torch._dynamo.disable(recursive=False)
+    def skipped(x: Tensor) -> Tensor:
+        return torch.ops.float8lab_test.shift(x)
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Tensor:
+        return skipped(x) * 2
+
+    return compiled(torch.zeros(3))
+
+
+def test_dynamo_traces_an_implementation_that_is_not_marked(library):
+    """Else the tests below would show nothing."""
+    library.impl("shift", _copied(_shift), "CPU")
+    assert _call_in_compiled().eq(2).all()
+    assert True in SEEN
+
+
+def test_dynamo_does_not_trace_a_marked_implementation(library):
+    library.impl("shift", declare._untraced(_copied(_shift)), "CPU")
+    for _ in range(2):
+        assert _call_in_compiled().eq(2).all()
+        torch._dynamo.reset()
+    assert SEEN == [False] * 4
+
+
+def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
+    module = types.ModuleType("float8lab.ops.kernels.of_test")
+    module.shift = _copied(_shift)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    library.impl("shift", declare._untraced(declare._lazy("of_test:shift")), "CPU")
+    for _ in range(2):
+        assert _call_in_compiled().eq(2).all()
+    assert SEEN == [False] * 4
+
+
+def test_dynamo_does_not_trace_without_the_private_names(library, monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
+    function = _copied(_shift)
+    marked = declare._untraced(function)
+    assert marked is not function
+    library.impl("shift", marked, "CPU")
+    assert _call_in_compiled().eq(2).all()
+    assert SEEN == [False] * 2
+
+
+def test_marking_does_not_import_dynamo():
+    source = "import sys, float8lab; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
+
+
+# Past the dispatcher.
+
+
+def _x() -> Tensor:
+    return torch.randn(32, 48)
+
+
+def _cast(x: Tensor) -> Tensor:
+    return ops.cast_op("", [x], x.dtype, E4M3, (-1, -1), "fp32", 0.0, 16)[0]
+
+
+@pytest.fixture
+def dispatched(monkeypatch) -> list[Any]:
+    """Calls of the op that go through the dispatcher."""
+    seen: list[Any] = []
+    with torch.library._scoped_library("float8lab_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: seen.append(x) or x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("float8lab_test::twice", torch.empty_like, lib=library)
+        yield seen
+
+
+def _twice() -> Callable[[Tensor], Tensor]:
+    return declare._direct(torch.ops.float8lab_test.twice.default, lambda x: x * 2, lambda x: x * 2)
+
+
+def test_plain_tensors_go_past_the_dispatcher(dispatched):
+    x = _x()
+    assert torch.equal(_twice()(x), x * 2)
+    assert torch.equal(_twice()(torch.nn.Parameter(x).detach()), x * 2)
+    with torch.no_grad():
+        _twice()(torch.nn.Parameter(x))
+    assert not dispatched
+
+
+class Plain(Tensor):
+    """A subclass, to whose ``__torch_function__`` an op belongs."""
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        lambda: torch.nn.Parameter(_x()),
+        lambda: _x().as_subclass(Plain),
+        lambda: torch.randn(4, dtype=torch.cfloat).conj().imag,
+    ],
+    ids=["requires-grad", "subclass", "negative"],
+)
+def test_other_tensors_go_through_it(x, dispatched):
+    x = x()
+    got = _twice()(x)
+    assert torch.equal(got.detach().as_subclass(Tensor), x.detach().as_subclass(Tensor) * 2)
+    assert len(dispatched) == 1
+
+
+def test_modes_transforms_and_profilers_see_the_op(dispatched):
+    x = _x()
+    with Ops() as mode:
+        _twice()(x)
+    assert mode.seen[0] is torch.ops.float8lab_test.twice.default
+    with torch.profiler.profile(acc_events=True) as profile:
+        _twice()(_x())
+    assert any("float8lab_test::twice" in event.key for event in profile.key_averages())
+    with torch._subclasses.FakeTensorMode() as fake:
+        assert _twice()(fake.from_tensor(_x())).shape == (32, 48)
+    assert len(dispatched) == 2
+    x = torch.randn(3, 4)
+    assert torch.equal(torch.vmap(_twice())(x), x * 2)
+    assert len(dispatched) == 2 + 3
+
+
+def test_a_compiled_function_has_the_op():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    compiled = torch.compile(_cast, backend=backend, fullgraph=True)
+    x = _x()
+    got = compiled(x)
+    assert torch.equal(got.view(torch.uint8), _cast(x).view(torch.uint8))
+    assert torch.ops.float8lab.cast.pure in graphs[0]
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 192), torch.nn.GELU(), torch.nn.Linear(192, 32, bias=False)
+    )
+
+
+def _flops(model: Callable[[Tensor], Tensor]) -> int:
+    x = torch.randn(48, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()])
+def test_flops_are_those_of_the_plain_model(recipe: recipes.Recipe):
+    expected, model = _flops(_model()), _model()
+    float8lab.convert_to_float8(model, recipe)
+    assert _flops(model) == expected == 3 * 2 * 48 * (64 * 192 + 192 * 32)
+
+
+def test_flops_of_batches_and_attention_are_those_of_torchs_formulas():
+    a, b = (quantize(torch.randn(3, 32, 64)) for _ in range(2))
+    with FlopCounterMode(display=False) as counter:
+        torch.bmm(a, b.transpose(1, 2))
+    assert counter.get_total_flops() == 2 * 3 * 32 * 32 * 64
+
+    shapes = (2, 4, 10, 32), (2, 2, 14, 32), (2, 2, 14, 16)
+    q, k, v = (quantize(torch.randn(shape)).requires_grad_() for shape in shapes)
+    with FlopCounterMode(display=False) as counter:
+        F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
+    repeated = shapes[0], (2, 4, 14, 32), (2, 4, 14, 16)
+    assert counter.get_total_flops() == flop_counter.sdpa_flop_count(
+        *repeated
+    ) + flop_counter.sdpa_backward_flop_count((2, 4, 10, 16), *repeated)
+
+
+def test_flops_are_known_to_a_counter_that_is_imported_later():
+    code = (
+        "import sys, torch, float8lab\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules\n"
+        "from torch.utils.flop_counter import flop_registry\n"
+        "assert torch.ops.float8lab.scaled_mm in flop_registry\n"
+        "assert type(sys.modules['torch.utils.flop_counter'].__loader__).__module__[0] == '_'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling()])
+def test_selective_checkpointing_computes_no_listed_op_again(recipe: recipes.Recipe):
+    model = _model()
+    float8lab.convert_to_float8(model, recipe)
+    once = _flops(model)
+
+    def selective(x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, float8lab.compute_intensive_ops())
+        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+
+    assert _flops(selective) == once
+    assert _flops(lambda x: checkpoint(model, x, use_reentrant=False)) > once
