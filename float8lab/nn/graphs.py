@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +25,14 @@ from float8lab.arguments import check_flags, check_group, check_instance, check_
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, record, replay
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.recipes.region import PROCESS, STATE, in_backward
+from float8lab.recipes.region import PROCESS, STATE, in_backward, inside
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["graphed", "make_graphed_callables"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_Enter = Callable[[], AbstractContextManager[Any]]
 
 
 def make_graphed_callables(  # the signature is the interface that users' code is written for
@@ -136,8 +138,11 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     prepared = []
     for function, arguments, named, on in zip(callables, args, kwargs, each, strict=True):
         call = _Graphed(function, 0, ("is_first_microbatch",) if caching else ())
-        precision = _Precision(on, calibrating or fp8_calibrating, recipe, group)
-        prepared.append((call, *call.describe_sample(arguments, named, precision)))
+        calibrates = bool(calibrating or fp8_calibrating)
+        enter: _Enter = nullcontext
+        if on is not None or calibrates:
+            enter = partial(autocast, bool(on), calibrates, recipe, group)
+        prepared.append((call, *call.describe_sample(arguments, named, enter)))
     every = record(
         [unit for _, _, _, unit in prepared],
         [tensors for _, _, tensors, _ in prepared],
@@ -205,21 +210,6 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
     return module
 
 
-class _Precision:
-    """The autocast under which a callable was recorded."""
-
-    def __init__(
-        self, enabled: bool | None, calibrating: bool, recipe: Recipe | None, group: Any
-    ) -> None:
-        self.enabled, self.calibrating = enabled, calibrating
-        self.recipe, self.group = recipe, group
-
-    def enter(self) -> AbstractContextManager[Any]:
-        if self.enabled is None and not self.calibrating:
-            return nullcontext()
-        return autocast(bool(self.enabled), self.calibrating, self.recipe, self.group)
-
-
 _MOST_CHANGES = 8
 """How often the parts of a module may change before its calls stay eager."""
 
@@ -242,17 +232,21 @@ class _Parts:
         self.entries: list[tuple[Mapping[str, Any], str, Any]] = []
         self.sizes: list[tuple[Mapping[str, Any], int]] = []
         self.hooks = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
+        self.fit = True
         tensors: dict[int, Tensor] = {}
         for m in self.modules:
             own = vars(m)
-            for table in (own["_modules"], own["_parameters"], own["_buffers"]):
+            for table in (own.get(name) for name in ("_modules", "_parameters", "_buffers")):
+                if not isinstance(table, dict):  # torch.jit's
+                    self.fit = False
+                    continue
                 self.sizes.append((table, len(table)))
                 self.entries += [(table, name, value) for name, value in table.items()]
             found = [item for item in own.items() if isinstance(item[1], (Tensor, Precision))]
             self.entries += [(own, name, value) for name, value in found]
             if m is not module:
                 self.entries.append((own, "forward", own.get("forward")))
-                self.hooks += [own[name] for name in _HOOKS]
+                self.hooks += [own.get(name) for name in _HOOKS]
         self.entries += [(vars(p), "slots", p.slots) for p in self.precisions]
         for _, _, value in self.entries:
             if isinstance(value, Tensor):
@@ -265,7 +259,7 @@ class _Parts:
         self.tensors = list(tensors.values())
         kept = [t for t in self.tensors if type(t) in (Tensor, nn.Parameter)]
         self.pointers = [(t, t.data_ptr()) for t in kept if t.layout is torch.strided]
-        self.fit = len(self.pointers) == len(self.tensors) and not any(
+        self.fit &= len(self.pointers) == len(self.tensors) and not any(
             vars(m).get("fuse_wgrad_accumulation")
             or vars(m).get("get_rng_state_tracker")
             or hasattr(m, "_get_fsdp_state")
@@ -393,7 +387,8 @@ class _Graphed:
         for recorded in self.recorded:
             if recorded.key == key:
                 if recorded.has_its_slots():
-                    return None if recorded.is_pending() else (recorded, tensors)
+                    missing = torch.is_grad_enabled() and not recorded.with_gradients
+                    return None if missing or recorded.is_pending() else (recorded, tensors)
                 self.recorded.remove(recorded)
                 break
         if not self._is_due(key, tensors, parts):
@@ -421,8 +416,16 @@ class _Graphed:
         exact, gradients = self.limit > 0, torch.is_grad_enabled()
         if not gradients and getattr(self.function, "training", True):
             return None  # a reentrant checkpoint's, perhaps
+        if exact and STATE.autocast.calibrating:
+            return None
         tensors: list[Tensor] = []
-        key = [spec, STATE.autocast.group, torch.is_autocast_enabled("cuda"), parts.modes()]
+        key = [
+            spec,
+            STATE.autocast.group,
+            STATE.autocast.calibrating,
+            torch.is_autocast_enabled("cuda"),
+            parts.modes(),
+        ]
         for leaf in leaves:
             kind = type(leaf)
             if kind in PLAIN:
@@ -465,7 +468,7 @@ class _Graphed:
         leaves: Sequence[Any],
         spec: Any,
         tensors: Sequence[Tensor],
-        enter: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        enter: _Enter = nullcontext,
     ) -> Unit:
         """The call as a function of its tensors."""
         places = [_place(leaf, tensors) for leaf in leaves]
@@ -507,29 +510,29 @@ class _Graphed:
 
     def add(self, recorded: Recorded, key: tuple[Any, ...]) -> None:
         """Replay what was recorded, for calls of this key."""
-        assert self.parts is not None, "the key was made with them"
-        recorded.key, recorded.pointers = key, self.parts.pointers
+        parts = self.parts
+        if self.limit == 0 or parts is None:
+            parts = self.parts = _Parts(self.function)  # as the warm-up left them
+            parts.fit, parts.hooks = True, []
+        recorded.key, recorded.pointers = key, parts.pointers
         self.recorded.append(recorded)
 
     def describe_sample(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], precision: _Precision
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], enter: _Enter
     ) -> tuple[tuple[Any, ...], list[Tensor], Unit]:
         """For ``make_graphed_callables``: the key of calls like this one, its tensors and unit."""
-        self.parts = _Parts(self.function)
-        self.parts.fit, self.parts.hooks = True, []
         leaves, spec = _leaves(tuple(args), kwargs)
-        with precision.enter():
-            described = self._describe(leaves, spec, self.parts)
+        with inside(Trial()), enter():
+            described = self._describe(leaves, spec, _Parts(self.function))
         # Without a description, as for training without gradients, no call is like this one.
         key, tensors = described or ((object(),), list(leaves))
-        return key, tensors, self._unit(leaves, spec, tensors, precision.enter)
+        return key, tensors, self._unit(leaves, spec, tensors, enter)
 
 
 def _is_observed() -> bool:
     """Whether something follows what Python does in a call, which a replay would not do."""
     return (
         PROCESS.observer is not None
-        or STATE.autocast.calibrating
         or STATE.onnx is not None
         or bool(STATE.recordings)
         or isinstance(STATE.autocast.region, Trial)

@@ -64,6 +64,7 @@ class Recorded:
         key: says how a call must be for the graphs to do what it would do.
         packs: delayed scaling's state that the graphs record amaxes in.
         slots: parts of such state that the graphs use, and where they were.
+        with_gradients: recorded where autograd was on.
         pointers: tensors that the graphs read, and the addresses where they were.
     """
 
@@ -75,7 +76,8 @@ class Recorded:
         self.pointers: Sequence[tuple[Tensor, int]] = ()
         self.inputs = [t.detach() for t in sample]
         self.parameters: list[nn.Parameter] = []
-        if torch.is_grad_enabled():
+        self.with_gradients = torch.is_grad_enabled()
+        if self.with_gradients:
             self.parameters = [p for p in unit.module.parameters() if p.requires_grad]
         self.backward: Any = None  # none without gradients
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
@@ -100,7 +102,9 @@ class Recorded:
 
     def _run_forward(self, unit: Unit, sample: Sequence[Tensor]) -> list[Tensor]:
         with _autocast(torch.is_autocast_enabled("cuda")):
-            leaves, self._spec = tree_flatten(unit.run(sample))
+            result = unit.run(sample)
+        self._is_one = isinstance(result, Tensor)
+        leaves, self._spec = tree_flatten(result)
         self._leaves = [_TENSOR if isinstance(y, Tensor) else y for y in leaves]
         self._live = [y for y in leaves if isinstance(y, Tensor)]
         return [y.detach() for y in self._live]
@@ -156,6 +160,8 @@ class Recorded:
             outputs: Sequence[Tensor] = self.replay_forward(tensors)
         else:
             outputs = _Replay.apply(self, *tensors, *self.parameters)
+        if self._is_one:
+            return outputs[0]
         each = iter(outputs)
         leaves = [next(each) if y is _TENSOR else y for y in self._leaves]
         return tree_unflatten(leaves, self._spec)

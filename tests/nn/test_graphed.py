@@ -562,3 +562,64 @@ def test_a_graphed_module_in_a_graphed_module(recorder):
 def test_wrong_arguments(wrong):
     with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} must "):
         float8lab.graphed(**{"module": nn.Linear(2, 2), **wrong})
+
+
+MODULES = {
+    "norm-linear": lambda: float8lab.LayerNormLinear(32, 48, device="cpu"),
+    "mlp": lambda: float8lab.LayerNormMLP(32, 48, device="cpu"),
+    "mlp-checkpoint": lambda: float8lab.LayerNormMLP(32, 48, checkpoint=True, device="cpu"),
+    "transformer": lambda: float8lab.TransformerLayer(
+        32, 48, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_modules(recorder, make, recipe):
+    eager = make()
+    model = float8lab.graphed(copy.deepcopy(eager))
+    for step in range(4):
+        x = torch.randn(6, 2, 32) * (1 + step)
+        with float8lab.autocast(recipe=recipe):
+            results = train(model, x)
+        with float8lab.autocast(recipe=recipe):
+            assert equal(results, train(eager, x))
+    assert len(vars(model)["forward"].recorded) == 1
+
+
+def test_weights_stored_in_fp8(recorder):
+    recipe = RECIPES["current"]
+    with float8lab.fp8_model_init(recipe=recipe):
+        eager = nn.Sequential(*[float8lab.Linear(32, 32, device="cpu") for _ in range(2)])
+    model = float8lab.graphed(copy.deepcopy(eager))
+    for _ in range(4):
+        x = torch.randn(8, 32)
+        assert equal(train(model, x), train(eager, x))
+    assert recorder.replays
+    for m in (model, eager):
+        m[0].weight.qdata = (
+            m[0]
+            .weight.qdata.clone()
+            .view(torch.uint8)
+            .bitwise_xor(128)
+            .view(m[0].weight.qdata.dtype)
+        )
+    for _ in range(4):
+        assert equal(train(model, x), train(eager, x))
+
+
+def test_callables_recorded_without_gradients_run_eagerly_with_them(recorder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    layer = nn.Linear(8, 8).eval()
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        float8lab.make_graphed_callables(layer, (x,))
+        layer(x)
+    before = recorder.replays
+    assert before
+    assert layer(x).requires_grad
+    assert recorder.replays == before
+    layer.reset()
+    assert "forward" not in vars(layer)
