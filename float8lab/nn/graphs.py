@@ -144,14 +144,13 @@ def make_graphed_callables(  # the signature is the interface that users' code i
             enter = partial(autocast, bool(on), calibrates, recipe, group)
         prepared.append((call, *call.describe_sample(arguments, named, enter)))
     every = record(
-        [unit for _, _, _, unit in prepared],
-        [_static(tensors) for _, _, tensors, _ in prepared],
+        [unit for _, _, unit in prepared],
         num_warmup_iters,
         allow_unused=allow_unused_input,
         pool=pool,
     )
     results: list[Any] = []
-    for (call, key, _, _), recorded in zip(prepared, every, strict=True):
+    for (call, key, _), recorded in zip(prepared, every, strict=True):
         call.add(recorded, key)
         call.install("forward", "reset")
         results.append(callables[len(results)] if isinstance(call.function, nn.Module) else call)
@@ -213,9 +212,6 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
 _MOST_CHANGES = 8
 """How often the parts of a module may change before its calls stay eager."""
 
-_REMEMBERED = 16
-"""How many kinds of calls that were not recorded are remembered."""
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -228,41 +224,38 @@ class _Parts:
         self.parameters = list(module.parameters())
         self.precisions = list(precisions_below(module))
         self.classes = [(m, m.__class__) for m in self.modules]
-        # In each table, what a name stands for; and how many names there are.
-        self.entries: list[tuple[Mapping[str, Any], str, Any]] = []
-        self.sizes: list[tuple[Mapping[str, Any], int]] = []
+        self.tables = [
+            table
+            for m in self.modules
+            for name in ("_modules", "_parameters", "_buffers")
+            if isinstance(table := vars(m).get(name), dict)  # torch.jit has others
+        ]
+        self.sizes = [len(table) for table in self.tables]
+        # In each table, what a name stands for.
+        self.entries = [(t, name, value) for t in self.tables for name, value in t.items()]
         self.hooks = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
-        self.fit = True
-        tensors: dict[int, Tensor] = {}
         for m in self.modules:
             own = vars(m)
-            for table in (own.get(name) for name in ("_modules", "_parameters", "_buffers")):
-                if not isinstance(table, dict):  # torch.jit's
-                    self.fit = False
-                    continue
-                self.sizes.append((table, len(table)))
-                self.entries += [(table, name, value) for name, value in table.items()]
-            found = [item for item in own.items() if isinstance(item[1], (Tensor, Precision))]
-            self.entries += [(own, name, value) for name, value in found]
+            kept = [item for item in own.items() if isinstance(item[1], (Tensor, Precision))]
+            self.entries += [(own, name, value) for name, value in kept]
             if m is not module:
                 self.entries.append((own, "forward", own.get("forward")))
                 self.hooks += [own.get(name) for name in _HOOKS]
         self.entries += [(vars(p), "slots", p.slots) for p in self.precisions]
-        for _, _, value in self.entries:
-            if isinstance(value, Tensor):
-                tensors[id(value)] = value
+        tensors = {id(value): value for _, _, value in self.entries if isinstance(value, Tensor)}
         for stored in [t for t in tensors.values() if isinstance(t, Float8Tensor)]:
             inner = {name: getattr(stored, name) for name in ("qdata", "scale", "amax")}
             self.entries += [(vars(stored), name, t) for name, t in inner.items()]
             del tensors[id(stored)]
             tensors.update((id(t), t) for t in inner.values())
         self.tensors = list(tensors.values())
-        kept = [t for t in self.tensors if type(t) in (Tensor, nn.Parameter)]
-        self.pointers = [(t, t.data_ptr()) for t in kept if t.layout is torch.strided]
-        self.fit &= len(self.pointers) == len(self.tensors) and not any(
+        plain = [t for t in self.tensors if type(t) in (Tensor, nn.Parameter)]
+        self.pointers = [(t, t.data_ptr()) for t in plain if t.layout is torch.strided]
+        self.fit = len(self.pointers) == len(self.tensors) and not any(
             vars(m).get("fuse_wgrad_accumulation")
             or vars(m).get("get_rng_state_tracker")
             or hasattr(m, "_get_fsdp_state")
+            or isinstance(m, torch.jit.ScriptModule)
             for m in self.modules
         )
 
@@ -271,16 +264,13 @@ class _Parts:
         for table, name, value in self.entries:
             if table.get(name) is not value:
                 return False
-        for table, size in self.sizes:
-            if len(table) != size:
-                return False
         for module, kind in self.classes:
             if module.__class__ is not kind:
                 return False
-        for tensor, pointer in self.pointers:  # noqa: SIM110  # a generator costs more
+        for tensor, pointer in self.pointers:
             if tensor.data_ptr() != pointer:
                 return False
-        return True
+        return [len(table) for table in self.tables] == self.sizes
 
     def may_record(self, device: torch.device) -> bool:
         """Whether graphs of calls on this device can hold what the parts do."""
@@ -319,7 +309,7 @@ class _Graphed:
         self.given = {} if given is None else given
         self.recorded: list[Recorded] = []
         self.refused: list[tuple[Any, ...]] = []  # keys of calls that cannot be recorded
-        self.seen: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
+        self.seen: deque[tuple[Any, ...]] = deque(maxlen=16)  # keys of calls that were not recorded
         self.parts: _Parts | None = None
         self.changes = 0
 
@@ -391,10 +381,16 @@ class _Graphed:
                     return None if missing or recorded.is_pending() else (recorded, tensors)
                 self.recorded.remove(recorded)
                 break
-        if not self._is_due(key, tensors, parts):
+        if len(self.recorded) + len(self.refused) >= self.limit or key in self.refused:
             return None
-        new = self._record(key, tensors, self._unit(leaves, spec, tensors))
-        return None if new is None else (new, tensors)
+        if key not in self.seen:
+            self.seen.append(key)
+            return None
+        device = tensors[0].device
+        overlapping = any(torch._debug_has_internal_overlap(t) == 1 for t in tensors)
+        if overlapping or any(t.device != device for t in tensors) or not parts.may_record(device):
+            return None
+        return self._record(key, leaves, spec, tensors)
 
     def _look_again(self) -> _Parts | None:
         """Forget the graphs, whose parts have changed, and look at the new ones."""
@@ -452,17 +448,6 @@ class _Graphed:
             )
         return tuple(key), tensors
 
-    def _is_due(self, key: tuple[Any, ...], tensors: Sequence[Tensor], parts: _Parts) -> bool:
-        """Whether to record a call that no graph is for."""
-        if len(self.recorded) + len(self.refused) >= self.limit or key in self.refused:
-            return False
-        if key not in self.seen:
-            self.seen.append(key)
-            return False
-        device = tensors[0].device
-        dense = all(torch._debug_has_internal_overlap(t) != 1 for t in tensors)
-        return dense and all(t.device == device for t in tensors) and parts.may_record(device)
-
     def _unit(
         self,
         leaves: Sequence[Any],
@@ -485,14 +470,15 @@ class _Graphed:
             with enter():
                 return forward(*args, **kwargs)
 
-        return Unit(module, run)
+        return Unit(module, run, _static(tensors))
 
     def _record(
-        self, key: tuple[Any, ...], tensors: Sequence[Tensor], unit: Unit
-    ) -> Recorded | None:
+        self, key: tuple[Any, ...], leaves: Sequence[Any], spec: Any, tensors: list[Tensor]
+    ) -> tuple[Recorded, list[Tensor]] | None:
         """Record such calls, or say why not."""
         try:
-            (recorded,) = record([unit], [_static(tensors)], 1, allow_unused=True, exact=True)
+            unit = self._unit(leaves, spec, tensors)
+            (recorded,) = record([unit], 1, allow_unused=True, exact=True)
         except RuntimeError as error:
             self.refused.append(key)
             reason = str(error).partition("\n")[0]
@@ -504,7 +490,7 @@ class _Graphed:
             )
             return None
         self.add(recorded, key)
-        return recorded
+        return recorded, tensors
 
     def add(self, recorded: Recorded, key: tuple[Any, ...]) -> None:
         """Replay what was recorded, for calls of this key."""
@@ -517,20 +503,24 @@ class _Graphed:
 
     def describe_sample(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], enter: _Enter
-    ) -> tuple[tuple[Any, ...], list[Tensor], Unit]:
-        """For ``make_graphed_callables``: the key of calls like this one, its tensors and unit."""
+    ) -> tuple[tuple[Any, ...], Unit]:
+        """For ``make_graphed_callables``: the key of calls like this one, and its unit."""
         leaves, spec = _leaves(tuple(args), kwargs)
         with inside(Trial()), enter():
             described = self._describe(leaves, spec, _Parts(self.function))
         # Without a description, as for training without gradients, no call is like this one.
         key, tensors = described or ((object(),), list(leaves))
-        return key, tensors, self._unit(leaves, spec, tensors, enter)
+        return key, self._unit(leaves, spec, tensors, enter)
 
 
 def _is_observed() -> bool:
     """Whether something follows what Python does in a call, which a replay would not do."""
+    modes = torch._C._len_torch_function_stack()
+    if modes == 1 and isinstance(torch._C._get_function_stack_at(0), DeviceContext):
+        modes = 0  # that of torch.set_default_device
     return (
-        PROCESS.observer is not None
+        modes > 0
+        or PROCESS.observer is not None
         or STATE.onnx is not None
         or bool(STATE.recordings)
         or isinstance(STATE.autocast.region, Trial)
@@ -538,17 +528,8 @@ def _is_observed() -> bool:
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-        or _has_function_mode()
         or torch._C._get_tracing_state() is not None
         or torch.is_anomaly_enabled()
-    )
-
-
-def _has_function_mode() -> bool:
-    """Whether a function mode is active besides that of ``torch.set_default_device``."""
-    count = torch._C._len_torch_function_stack()
-    return count > 1 or (
-        count == 1 and not isinstance(torch._C._get_function_stack_at(0), DeviceContext)
     )
 
 
@@ -580,18 +561,17 @@ def _static(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
     """The arguments without their containers, and how they are contained."""
-    names = tuple(sorted(kwargs))
-    leaves = [*args, *[kwargs[name] for name in names]]
+    leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if isinstance(leaf, (tuple, list, dict)) and type(leaf) not in PLAIN:
             return tree_flatten((args, dict(kwargs)))
-    return leaves, (len(args), names)
+    return leaves, (len(args), *kwargs)
 
 
 def _arguments(leaves: Sequence[Any], spec: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Undo ``_leaves``."""
     if isinstance(spec, tuple):
-        count, names = spec
+        count, *names = spec
         return leaves[:count], dict(zip(names, leaves[count:], strict=True))
     args, kwargs = tree_unflatten(leaves, spec)
     return args, kwargs

@@ -49,6 +49,8 @@ class Unit(NamedTuple):
     """Its parameters and FP8 state; an empty module for a function."""
     run: Callable[[Sequence[Tensor]], Any]
     """The forward of tensors alone."""
+    sample: Sequence[Tensor]
+    """Tensors like the real ones, which are the graphs' own."""
 
 
 class Trial(Region):
@@ -68,34 +70,34 @@ class Recorded:
         slots: parts of such state that the graphs use, and where they were.
         with_gradients: recorded where autograd was on.
         pointers: tensors that the graphs read, and the addresses where they were.
+        node: of autograd, from which the last forward's backward comes.
     """
 
-    def __init__(self, unit: Unit, sample: Sequence[Tensor], *, exact: bool) -> None:
+    def __init__(self, unit: Unit, *, exact: bool) -> None:
         self.exact = exact
         self.key: tuple[Any, ...] = ()
         self.packs: Sequence[ScalePack] = ()
         self.slots: Sequence[tuple[DelayedSlots, ScalePack]] = ()
         self.pointers: Sequence[tuple[Tensor, int]] = ()
-        self.inputs = [t.detach() for t in sample]
-        self.parameters: list[nn.Parameter] = []
+        self.inputs = [t.detach() for t in unit.sample]
         self.with_gradients = torch.is_grad_enabled()
-        if self.with_gradients:
-            self.parameters = [p for p in unit.module.parameters() if p.requires_grad]
+        self.parameters = [
+            p for p in unit.module.parameters() if p.requires_grad and self.with_gradients
+        ]
         self.backward: Any = None  # none without gradients
+        self.node: weakref.ref[Any] | None = None
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
         self._aliases = _aliases(unit.module)
-        self._parts: list[tuple[list[int], list[Tensor]]] = []  # joined gradients: whose they are
-        self._node: weakref.ref[Any] | None = None
 
-    def record_forward(self, unit: Unit, sample: Sequence[Tensor], pool: Any, stream: Any) -> None:
+    def record_forward(self, unit: Unit, memory: Any) -> None:
         """Record the forward."""
-        versions = [_version(t) for t in sample]
-        run = partial(self._run_forward, unit, sample, self._aliases)
-        self.forward, self.outputs = _capture(run, pool, stream)
+        versions = [_version(t) for t in unit.sample]
+        run = partial(self._run_forward, unit, self._aliases)
+        self.forward, self.outputs = _capture(run, *memory)
         self.differentiable = [y.requires_grad for y in self._live]
         if not self.exact:
             return
-        if [_version(t) for t in sample] != versions:
+        if [_version(t) for t in unit.sample] != versions:
             raise RuntimeError("it writes into its arguments")
         others = {type(y) for y in self._leaves if y is not _TENSOR}
         if not (others <= PLAIN and {type(y) for y in self._live} <= {Tensor, nn.Parameter}):
@@ -103,37 +105,36 @@ class Recorded:
         if sum(self.differentiable) > 1:
             raise RuntimeError("several of its outputs have a gradient")
 
-    def _run_forward(self, unit: Unit, sample: Sequence[Tensor], aliases: _Aliases) -> list[Tensor]:
+    def _run_forward(self, unit: Unit, aliases: _Aliases) -> list[Tensor]:
         with _autocast(torch.is_autocast_enabled("cuda")), _holding(unit.module, aliases):
-            result = unit.run(sample)
+            result = unit.run(unit.sample)
         self._is_one = isinstance(result, Tensor)
         leaves, self._spec = tree_flatten(result)
         self._leaves = [_TENSOR if isinstance(y, Tensor) else y for y in leaves]
         self._live = [y for y in leaves if isinstance(y, Tensor)]
         return [y.detach() for y in self._live]
 
-    def record_backward(
-        self, unit: Unit, sample: Sequence[Tensor], allow_unused: bool, pool: Any, stream: Any
-    ) -> None:
+    def record_backward(self, unit: Unit, allow_unused: bool, memory: Any) -> None:
         """Record the backward: of several callables, the last one's first."""
-        if any(self.differentiable) and (self.parameters or any(t.requires_grad for t in sample)):
+        wanted = self.parameters or any(t.requires_grad for t in unit.sample)
+        if wanted and any(self.differentiable):
             self.given = [torch.empty_like(y) if y.requires_grad else None for y in self._live]
-            run = partial(self._run_backward, unit, sample, self._aliases, allow_unused)
-            self.backward, (self._gradients, self._joined) = _capture(run, pool, stream)
+            run = partial(self._run_backward, unit, self._aliases, allow_unused)
+            self.backward, (self._gradients, self._joined) = _capture(run, *memory)
         self._live, self._aliases = [], {}
 
     def _run_backward(
-        self, unit: Unit, sample: Sequence[Tensor], aliases: _Aliases, allow_unused: bool
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """The gradient of each tensor; where they are copied, parameters' ones are joined."""
-        wanted = [(y, g) for y, g in zip(self._live, self.given, strict=True) if g is not None]
-        tensors = (*sample, *aliases.values())
+        self, unit: Unit, aliases: _Aliases, allow_unused: bool
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """The gradient of each tensor, or those of parameters joined, to be copied at once."""
+        outputs = [(y, g) for y, g in zip(self._live, self.given, strict=True) if g is not None]
+        tensors = (*unit.sample, *aliases.values())
         leaves = [t for t in tensors if t.requires_grad]
         with _autocast(False), _holding(unit.module, aliases):  # for recomputations
             found = torch.autograd.grad(
-                [y for y, _ in wanted],
+                [y for y, _ in outputs],
                 [*leaves, *self.parameters] if allow_unused else leaves,
-                [g for _, g in wanted],
+                [g for _, g in outputs],
                 allow_unused=allow_unused,
                 retain_graph=self.exact,  # so that the backward leaves alone what it reads
             )
@@ -141,17 +142,11 @@ class Recorded:
             raise RuntimeError("it has parameters elsewhere than under their names")
         each = iter(found)
         gradients = [next(each) if t.requires_grad else None for t in tensors]
-        if not self.exact:
-            return gradients, []
-        places: dict[torch.dtype, list[int]] = {}
-        first = len(self.inputs)
-        for place in range(first, len(tensors)):
-            gradient = gradients[place]
-            if gradient is not None:
-                places.setdefault(gradient.dtype, []).append(place)
-        self._parts = [(p, [self.parameters[i - first] for i in p]) for p in places.values()]
-        joined = [torch.cat([gradients[i].reshape(-1) for i in p]) for p in places.values()]  # type: ignore[union-attr]
-        return [*gradients[: len(self.inputs)], *[None] * len(self.parameters)], joined
+        every = gradients[len(self.inputs) :]
+        own = [g for g in every if g is not None]
+        if not self.exact or len({g.dtype for g in own}) != 1 or len(own) < len(every):
+            return gradients, None
+        return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in own])
 
     def has_its_slots(self) -> bool:
         """Whether delayed scaling's state is where the graphs use it."""
@@ -159,7 +154,7 @@ class Recorded:
 
     def is_pending(self) -> bool:
         """Whether the last forward may yet have its backward."""
-        return self._node is not None and self._node() is not None
+        return self.node is not None and self.node() is not None
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Replay, with gradients as they were recorded."""
@@ -181,13 +176,9 @@ class Recorded:
         self.forward.replay()
         return [y.clone() if self.exact else y.detach() for y in self.outputs]
 
-    def begin(self, node: Any) -> None:
-        """Note the node that a forward's backward will come from."""
-        self._node = weakref.ref(node)
-
-    def check(self, node: Any) -> None:
-        """Refuse a backward that would read what is not its forward's."""
-        if self._node is None or self._node() is not node:
+    def replay_backward(self, node: Any, gradients: Sequence[Tensor | None]) -> Any:
+        """The gradients of inputs and parameters."""
+        if self.node is None or self.node() is not node:
             raise RuntimeError(
                 "backward of a recorded CUDA graph must run before the next forward, and again "
                 "only where it was retained; got a later one. Pass retain_graph=True to the first "
@@ -199,9 +190,6 @@ class Recorded:
                 "backward; got one that was moved. Call float8lab.graphed(module, enabled=False) "
                 "where parameters come and go, as sharded ones do."
             )
-
-    def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of inputs and parameters."""
         for static, given in zip(self.given, gradients, strict=True):
             if static is None:
                 continue
@@ -211,16 +199,14 @@ class Recorded:
                 static.copy_(given)
         self.backward.replay()
         if not (self.exact and torch._C._autograd._get_current_graph_task_keep_graph()):
-            self._node = None
+            self.node = None
         if not self.exact:
             # These tensors and no views: autograd makes a new view of one a parameter's ``grad``,
             # which the next replay would overwrite. Of tensors that are in use it makes copies.
             return self._gradients
         found = [None if g is None else g.clone() for g in self._gradients]
-        for joined, (places, parameters) in zip(self._joined, self._parts, strict=True):
-            pieces = _unflatten_dense_tensors(joined.clone(), parameters)
-            for place, piece in zip(places, pieces, strict=True):
-                found[place] = piece
+        if self._joined is not None:
+            found += _unflatten_dense_tensors(self._joined.clone(), self.parameters)
         return found
 
 
@@ -237,7 +223,7 @@ class _Replay(torch.autograd.Function):
         if not all(recorded.differentiable):
             every = zip(outputs, recorded.differentiable, strict=True)
             ctx.mark_non_differentiable(*[y for y, differentiable in every if not differentiable])
-        recorded.begin(ctx)
+        recorded.node = weakref.ref(ctx)
         return tuple(outputs)
 
     @staticmethod
@@ -246,8 +232,7 @@ class _Replay(torch.autograd.Function):
         recorded: Recorded = ctx.recorded
         if recorded.exact:
             _ = ctx.saved_tensors  # which torch checks
-        recorded.check(ctx)
-        return None, *recorded.replay_backward(gradients)
+        return None, *recorded.replay_backward(ctx, gradients)
 
 
 def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
@@ -267,7 +252,6 @@ def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
 
 def record(
     units: Sequence[Unit],
-    samples: Sequence[Sequence[Tensor]],
     warmup: int,
     *,
     allow_unused: bool,
@@ -280,42 +264,41 @@ def record(
 
     Args:
         units: the callables.
-        samples: tensors like the real ones, which are the graphs' own.
         warmup: eager steps before.
         allow_unused: some tensors get no gradient.
         pool: memory of the graphs.
         exact: as in ``Recorded``.
     """
-    devices = {t.device for sample in samples for t in sample if t.is_cuda}
+    devices = {t.device for unit in units for t in unit.sample if t.is_cuda}
+    precisions = [p for unit in units for p in precisions_below(unit.module)]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device.index for device in devices]))
         for device in devices:
             stack.enter_context(torch.cuda.device(device))
-        before = _save(units)
-        stack.callback(_restore, units, before)
+        restore = stack.callback(_saved(units, precisions))
         if warmup:
-            merge_packs(_warm_up(units, samples, warmup, allow_unused))
-            _restore(units, before)
+            merge_packs(_warm_up(units, warmup, allow_unused))
+            restore()
             # With the state where it will stay.
-            _warm_up(units, samples, 1, allow_unused, waits=not exact)
-            if exact and any(
-                p.weight_cast for unit in units for p in precisions_below(unit.module)
-            ):
+            _warm_up(units, 1, allow_unused, waits=not exact)
+            if exact and any(p.weight_cast for p in precisions):
                 raise RuntimeError("it keeps casts of weights over microbatches")
-            _restore(units, before)
+            restore()
+        gc.collect()
+        if gc.isenabled():  # freeing a CUDA graph spoils a recording
+            gc.disable()
+            stack.callback(gc.enable)
         region = Trial()
         stack.enter_context(inside(region))
-        stack.enter_context(_without_collection())
         memory = (torch.cuda.graph_pool_handle() if pool is None else pool, torch.cuda.Stream())
-        every = [
-            Recorded(unit, sample, exact=exact) for unit, sample in zip(units, samples, strict=True)
-        ]
-        for recorded, unit, sample in zip(every, units, samples, strict=True):
-            recorded.record_forward(unit, sample, *memory)
-        for recorded, unit, sample in [*zip(every, units, samples, strict=True)][::-1]:
-            recorded.record_backward(unit, sample, allow_unused, *memory)
+        every = [Recorded(unit, exact=exact) for unit in units]
+        for recorded, unit in zip(every, units, strict=True):
+            recorded.record_forward(unit, memory)
+        for recorded, unit in zip(reversed(every), reversed(units), strict=True):
+            recorded.record_backward(unit, allow_unused, memory)
     for recorded, unit in zip(every, units, strict=True):
-        mine = [(slots, slots.pack) for slots in _slots([unit])]
+        below = precisions_below(unit.module)
+        mine = [(slots, slots.pack) for p in below for slots in p.slots.values()]
         packs = {pack for _, pack in mine}
         recorded.packs = [pack for pack in region.packs if pack in packs]
         recorded.slots = [pair for pair in mine if pair[1].is_recorded()]
@@ -347,26 +330,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Keep Python's garbage collector off, since freeing a CUDA graph spoils a recording."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _warm_up(
-    units: Sequence[Unit],
-    samples: Sequence[Sequence[Tensor]],
-    count: int,
-    allow_unused: bool,
-    *,
-    waits: bool = True,
+    units: Sequence[Unit], count: int, allow_unused: bool, *, waits: bool = True
 ) -> dict[ScalePack, None]:
     """Run forward and backward of all units; returns the packs in use.
 
@@ -377,8 +342,8 @@ def _warm_up(
     quick = nullcontext() if waits else _refuse_to_wait()
     with inside(region), torch.cuda.stream(torch.cuda.Stream()), quick:
         for _ in range(count):
-            for unit, sample in zip(units, samples, strict=True):
-                _run_once(unit, sample, allow_unused)
+            for unit in units:
+                _run_once(unit, allow_unused)
     torch.cuda.synchronize()
     return region.packs
 
@@ -398,13 +363,13 @@ def _refuse_to_wait() -> Iterator[None]:
         raise RuntimeError("it waits for the GPU")
 
 
-def _run_once(unit: Unit, sample: Sequence[Tensor], allow_unused: bool) -> None:
+def _run_once(unit: Unit, allow_unused: bool) -> None:
     aliases = _aliases(unit.module)
     with _holding(unit.module, aliases):
         with _autocast(torch.is_autocast_enabled("cuda")):
-            outputs = tree_leaves(unit.run(sample))
+            outputs = tree_leaves(unit.run(unit.sample))
         outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-        inputs = [t for t in (*sample, *aliases.values()) if t.requires_grad]
+        inputs = [t for t in (*unit.sample, *aliases.values()) if t.requires_grad]
         if outputs and inputs:
             gradients = [torch.zeros_like(y) for y in outputs]
             with _autocast(False):
@@ -444,39 +409,27 @@ def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
             setattr(m, name, parameter)
 
 
-class _Saved(NamedTuple):
-    slots: dict[DelayedSlots, dict[str, Tensor]]
-    buffers: list[tuple[Tensor, Tensor]]
-    precisions: list[tuple[Precision, dict[str, Any]]]
+def _saved(units: Sequence[Unit], precisions: Sequence[Precision]) -> Callable[[], None]:
+    """What puts state back to what it is now, in place, and clears state that is new then."""
+    buffers = [(b, b.detach().clone()) for unit in units for b in unit.module.buffers()]
+    attributes = [(p, dict(vars(p))) for p in precisions]
+    states = {
+        slots: {name: tensor.clone() for name, tensor in slots.tensors().items()}
+        for p in precisions
+        for slots in p.slots.values()
+    }
 
+    @torch.no_grad()
+    def restore() -> None:
+        for slots in [slots for p in precisions for slots in p.slots.values()]:
+            if slots in states:
+                slots.load(states[slots])
+            else:
+                slots.clear()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for precision, before in attributes:
+            vars(precision).update(before)
+            precision.weight_cast = None
 
-def _slots(units: Sequence[Unit]) -> Iterator[DelayedSlots]:
-    for unit in units:
-        for precision in precisions_below(unit.module):
-            yield from precision.slots.values()
-
-
-def _save(units: Sequence[Unit]) -> _Saved:
-    return _Saved(
-        {
-            slots: {name: tensor.clone() for name, tensor in slots.tensors().items()}
-            for slots in _slots(units)
-        },
-        [(b, b.detach().clone()) for unit in units for b in unit.module.buffers()],
-        [(p, dict(vars(p))) for unit in units for p in precisions_below(unit.module)],
-    )
-
-
-@torch.no_grad()
-def _restore(units: Sequence[Unit], before: _Saved) -> None:
-    """Put state back to what it was, in place, and clear state that is new."""
-    for slots in _slots(units):
-        if slots in before.slots:
-            slots.load(before.slots[slots])
-        else:
-            slots.clear()
-    for buffer, value in before.buffers:
-        buffer.copy_(value)
-    for precision, attributes in before.precisions:
-        vars(precision).update(attributes)
-        precision.weight_cast = None
+    return restore
