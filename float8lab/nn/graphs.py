@@ -209,9 +209,6 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
     return module
 
 
-_MOST_CHANGES = 8
-"""How often the parts of a module may change before its calls stay eager."""
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -219,7 +216,7 @@ class _Parts:
     """The parts of a module, which its graphs take for granted, and how cheaply to ask for them."""
 
     def __init__(self, function: Any) -> None:
-        module = function if isinstance(function, nn.Module) else nn.Module()
+        module = _module(function)
         self.modules = list(module.modules())
         self.parameters = list(module.parameters())
         self.precisions = list(precisions_below(module))
@@ -249,9 +246,9 @@ class _Parts:
             del tensors[id(stored)]
             tensors.update((id(t), t) for t in inner.values())
         self.tensors = list(tensors.values())
-        plain = [t for t in self.tensors if type(t) in (Tensor, nn.Parameter)]
-        self.pointers = [(t, t.data_ptr()) for t in plain if t.layout is torch.strided]
-        self.fit = len(self.pointers) == len(self.tensors) and not any(
+        plain = [t for t in self.tensors if _is_plain(t)]
+        self.pointers = [(t, t.data_ptr()) for t in plain]
+        self.fit = len(plain) == len(self.tensors) and not any(
             vars(m).get("fuse_wgrad_accumulation")
             or vars(m).get("get_rng_state_tracker")
             or hasattr(m, "_get_fsdp_state")
@@ -271,12 +268,6 @@ class _Parts:
             if tensor.data_ptr() != pointer:
                 return False
         return [len(table) for table in self.tables] == self.sizes
-
-    def may_record(self, device: torch.device) -> bool:
-        """Whether graphs of calls on this device can hold what the parts do."""
-        return all(t.device == device for t in self.tensors) and not any(
-            p._backward_hooks for p in self.parameters
-        )
 
     def modes(self) -> list[Any]:
         """What is in force for them."""
@@ -387,8 +378,7 @@ class _Graphed:
             self.seen.append(key)
             return None
         device = tensors[0].device
-        overlapping = any(torch._debug_has_internal_overlap(t) == 1 for t in tensors)
-        if overlapping or any(t.device != device for t in tensors) or not parts.may_record(device):
+        if any(t.device != device for t in (*tensors, *parts.tensors)):
             return None
         return self._record(key, leaves, spec, tensors)
 
@@ -399,7 +389,7 @@ class _Graphed:
             self.refused.clear()
             self.seen.clear()
             self.changes += 1
-        if self.limit == 0 or self.changes > _MOST_CHANGES:
+        if self.limit == 0 or self.changes > 8:  # they change all the time
             self.limit = 0
             return None
         self.parts = _Parts(self.function)
@@ -426,7 +416,7 @@ class _Graphed:
             kind = type(leaf)
             if kind in PLAIN:
                 key += (kind, leaf)
-            elif kind not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
+            elif not _is_plain(leaf):
                 return None
             elif (place := _place(leaf, tensors)) is not None:
                 key.append(place)
@@ -449,35 +439,28 @@ class _Graphed:
         return tuple(key), tensors
 
     def _unit(
-        self,
-        leaves: Sequence[Any],
-        spec: Any,
-        tensors: Sequence[Tensor],
-        enter: _Enter = nullcontext,
+        self, leaves: Sequence[Any], spec: Any, tensors: Sequence[Tensor], enter: _Enter
     ) -> Unit:
         """The call as a function of its tensors."""
         places = [_place(leaf, tensors) for leaf in leaves]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         forward = self.__wrapped__
-        module = self.function if isinstance(self.function, nn.Module) else nn.Module()
 
         def run(given: Sequence[Tensor]) -> Any:
-            values = [
-                other if place is None else given[place]
-                for place, other in zip(places, others, strict=True)
-            ]
+            pairs = zip(places, others, strict=True)
+            values = [other if place is None else given[place] for place, other in pairs]
             args, kwargs = _arguments(values, spec)
             with enter():
                 return forward(*args, **kwargs)
 
-        return Unit(module, run, _static(tensors))
+        return Unit(_module(self.function), run, [_static(t) for t in tensors])
 
     def _record(
         self, key: tuple[Any, ...], leaves: Sequence[Any], spec: Any, tensors: list[Tensor]
     ) -> tuple[Recorded, list[Tensor]] | None:
         """Record such calls, or say why not."""
         try:
-            unit = self._unit(leaves, spec, tensors)
+            unit = self._unit(leaves, spec, tensors, nullcontext)
             (recorded,) = record([unit], 1, allow_unused=True, exact=True)
         except RuntimeError as error:
             self.refused.append(key)
@@ -540,6 +523,14 @@ def _stream(x: Tensor) -> int | None:
     return torch._C._cuda_getCurrentRawStream(x.device.index)
 
 
+def _module(function: Any) -> nn.Module:
+    return function if isinstance(function, nn.Module) else nn.Module()
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+
+
 def _place(x: Any, tensors: Sequence[Tensor]) -> int | None:
     """Where among some tensors this one is."""
     for place, tensor in enumerate(tensors):
@@ -548,15 +539,11 @@ def _place(x: Any, tensors: Sequence[Tensor]) -> int | None:
     return None
 
 
-def _static(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these, with their values, for graphs to read."""
-    made = []
-    for x in tensors:
-        dense = x if torch._debug_has_internal_overlap(x) != 1 else x.contiguous()
-        static = torch.empty_strided(x.shape, dense.stride(), dtype=x.dtype, device=x.device)
-        static.copy_(x.detach())
-        made.append(static.requires_grad_(x.requires_grad and torch.is_grad_enabled()))
-    return made
+def _static(x: Tensor) -> Tensor:
+    """A tensor like ``x``, with its values, for graphs to read."""
+    static = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    static.copy_(x.detach())
+    return static.requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 
 def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:

@@ -387,14 +387,18 @@ class lambda_of(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-def test_a_parameter_with_a_hook_is_not_recorded(recorder):
+def test_hooks_of_parameters(recorder):
     model, eager = pair()
-    for m in (model, eager):
+    seen = ([], [])
+    for m, grads in zip((model, eager), seen, strict=True):
         m[0].weight.register_hook(lambda g: 2 * g)
+        m[2].weight.register_post_accumulate_grad_hook(lambda p, to=grads: to.append(p.grad))
     x = torch.randn(8, 32)
     for _ in range(3):
         assert equal(train(model, x), train(eager, x))
-    assert not recorder.replays
+    assert recorder.replays
+    assert equal(*seen)
+    assert len(seen[0]) == 3
 
 
 def test_torch_func(recorder):
