@@ -118,9 +118,8 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     one = not isinstance(modules, tuple)
     callables: tuple[Any, ...] = (modules,) if one else modules
     args = (sample_args,) if one else tuple(sample_args)
-    if sample_kwargs is None:
-        kwargs: tuple[Mapping[str, Tensor], ...] = ({},) * len(callables)
-    else:
+    kwargs: tuple[Any, ...] = ({},) * len(callables)
+    if sample_kwargs is not None:
         kwargs = (sample_kwargs,) if one else tuple(sample_kwargs)
     recipe = fp8_recipe if recipe is None else recipe
     enabled = fp8_enabled if enabled is None else enabled
@@ -142,13 +141,14 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         enter: _Enter = nullcontext
         if on is not None or calibrates:
             enter = partial(autocast, bool(on), calibrates, recipe, group)
-        prepared.append((call, *call.describe_sample(arguments, named, enter)))
-    every = record(
-        [unit for _, _, unit in prepared],
-        num_warmup_iters,
-        allow_unused=allow_unused_input,
-        pool=pool,
-    )
+        leaves, spec = _leaves(tuple(arguments), named)
+        with inside(Trial()), enter():
+            described = call.describe(leaves, spec, _Parts(function))
+        # Without a description, as for training without gradients, no call is like this one.
+        key, tensors = described or ((object(),), leaves)
+        prepared.append((call, key, call.unit(leaves, spec, tensors, enter)))
+    units = [unit for _, _, unit in prepared]
+    every = record(units, num_warmup_iters, allow_unused=allow_unused_input, pool=pool)
     results: list[Any] = []
     for (call, key, _), recorded in zip(prepared, every, strict=True):
         call.add(recorded, key)
@@ -173,7 +173,8 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
     ``torch.func``, an outer CUDA graph, a dispatch mode, ``inspect.watch``; hooks on modules
     inside; several outputs with gradients; parameters of tensor subclasses but ``Float8Tensor``,
     FSDP2's, ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``. A forward that waits for the
-    GPU, or that recording fails for, runs eagerly after a warning. Parameters, buffers and
+    GPU, that casts weights once for several microbatches, or that recording fails for, runs eagerly
+    after a warning. Parameters, buffers and
     submodules may be replaced: what was recorded before is dropped.
 
     Outputs and gradients are tensors of their own, which no later call overwrites: a copy of each
@@ -290,14 +291,10 @@ class _Graphed:
     """
 
     def __init__(
-        self,
-        function: Any,
-        limit: int,
-        ignored: Sequence[str] = (),
-        given: Mapping[str, Any] | None = None,
+        self, function: Any, limit: int, ignored: Sequence[str] = (), given: Any = None
     ) -> None:
         self.function, self.limit, self.ignored = function, limit, ignored
-        self.given = {} if given is None else given
+        self.given: Mapping[str, Any] = given or {}
         self.recorded: list[Recorded] = []
         self.refused: list[tuple[Any, ...]] = []  # keys of calls that cannot be recorded
         self.seen: deque[tuple[Any, ...]] = deque(maxlen=16)  # keys of calls that were not recorded
@@ -361,13 +358,13 @@ class _Graphed:
         if self.ignored:
             kwargs = {name: value for name, value in kwargs.items() if name not in self.ignored}
         leaves, spec = _leaves(args, kwargs)
-        described = self._describe(leaves, spec, parts)
+        described = self.describe(leaves, spec, parts)
         if described is None:
             return None
         key, tensors = described
         for recorded in self.recorded:
             if recorded.key == key:
-                if recorded.has_its_slots():
+                if all(slots.pack is pack for slots, pack in recorded.slots):
                     missing = torch.is_grad_enabled() and not recorded.with_gradients
                     return None if missing or recorded.is_pending() else (recorded, tensors)
                 self.recorded.remove(recorded)
@@ -395,7 +392,7 @@ class _Graphed:
         self.parts = _Parts(self.function)
         return self.parts
 
-    def _describe(
+    def describe(
         self, leaves: Sequence[Any], spec: Any, parts: _Parts
     ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
         """What a call is like, and its tensors; None if a graph cannot hold such a call."""
@@ -438,7 +435,7 @@ class _Graphed:
             )
         return tuple(key), tensors
 
-    def _unit(
+    def unit(
         self, leaves: Sequence[Any], spec: Any, tensors: Sequence[Tensor], enter: _Enter
     ) -> Unit:
         """The call as a function of its tensors."""
@@ -449,7 +446,11 @@ class _Graphed:
         def run(given: Sequence[Tensor]) -> Any:
             pairs = zip(places, others, strict=True)
             values = [other if place is None else given[place] for place, other in pairs]
-            args, kwargs = _arguments(values, spec)
+            if isinstance(spec, tuple):
+                count, *names = spec
+                args, kwargs = values[:count], dict(zip(names, values[count:], strict=True))
+            else:
+                args, kwargs = tree_unflatten(values, spec)
             with enter():
                 return forward(*args, **kwargs)
 
@@ -460,7 +461,7 @@ class _Graphed:
     ) -> tuple[Recorded, list[Tensor]] | None:
         """Record such calls, or say why not."""
         try:
-            unit = self._unit(leaves, spec, tensors, nullcontext)
+            unit = self.unit(leaves, spec, tensors, nullcontext)
             (recorded,) = record([unit], 1, allow_unused=True, exact=True)
         except RuntimeError as error:
             self.refused.append(key)
@@ -483,17 +484,6 @@ class _Graphed:
             parts.fit, parts.hooks = True, []
         recorded.key, recorded.pointers = key, parts.pointers
         self.recorded.append(recorded)
-
-    def describe_sample(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], enter: _Enter
-    ) -> tuple[tuple[Any, ...], Unit]:
-        """For ``make_graphed_callables``: the key of calls like this one, and its unit."""
-        leaves, spec = _leaves(tuple(args), kwargs)
-        with inside(Trial()), enter():
-            described = self._describe(leaves, spec, _Parts(self.function))
-        # Without a description, as for training without gradients, no call is like this one.
-        key, tensors = described or ((object(),), list(leaves))
-        return key, self._unit(leaves, spec, tensors, enter)
 
 
 def _is_observed() -> bool:
@@ -553,12 +543,3 @@ def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[
         if isinstance(leaf, (tuple, list, dict)) and type(leaf) not in PLAIN:
             return tree_flatten((args, dict(kwargs)))
     return leaves, (len(args), *kwargs)
-
-
-def _arguments(leaves: Sequence[Any], spec: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Undo ``_leaves``."""
-    if isinstance(spec, tuple):
-        count, *names = spec
-        return leaves[:count], dict(zip(names, leaves[count:], strict=True))
-    args, kwargs = tree_unflatten(leaves, spec)
-    return args, kwargs

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
@@ -38,6 +38,7 @@ PLAIN = frozenset(
 """Types whose values cannot change."""
 
 _Aliases = dict[int, nn.Parameter]
+_Capture = Callable[[Callable[[], Any]], tuple[Any, Any]]
 
 _TENSOR = object()  # stands for a tensor among an output's leaves
 
@@ -89,11 +90,11 @@ class Recorded:
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
         self._aliases = _aliases(unit.module)
 
-    def record_forward(self, unit: Unit, memory: Any) -> None:
+    def record_forward(self, unit: Unit, capture: _Capture) -> None:
         """Record the forward."""
         versions = [_version(t) for t in unit.sample]
         run = partial(self._run_forward, unit, self._aliases)
-        self.forward, self.outputs = _capture(run, *memory)
+        self.forward, self.outputs = capture(run)
         self.differentiable = [y.requires_grad for y in self._live]
         if not self.exact:
             return
@@ -114,13 +115,13 @@ class Recorded:
         self._live = [y for y in leaves if isinstance(y, Tensor)]
         return [y.detach() for y in self._live]
 
-    def record_backward(self, unit: Unit, allow_unused: bool, memory: Any) -> None:
+    def record_backward(self, unit: Unit, allow_unused: bool, capture: _Capture) -> None:
         """Record the backward: of several callables, the last one's first."""
         wanted = self.parameters or any(t.requires_grad for t in unit.sample)
         if wanted and any(self.differentiable):
-            self.given = [torch.empty_like(y) if y.requires_grad else None for y in self._live]
+            self.given = [torch.zeros_like(y) if y.requires_grad else None for y in self._live]
             run = partial(self._run_backward, unit, self._aliases, allow_unused)
-            self.backward, (self._gradients, self._joined) = _capture(run, *memory)
+            self.backward, (self._gradients, self._joined) = capture(run)
         self._live, self._aliases = [], {}
 
     def _run_backward(
@@ -147,10 +148,6 @@ class Recorded:
         if not self.exact or len({g.dtype for g in own}) != 1 or len(own) < len(every):
             return gradients, None
         return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in own])
-
-    def has_its_slots(self) -> bool:
-        """Whether delayed scaling's state is where the graphs use it."""
-        return all(slots.pack is pack for slots, pack in self.slots)
 
     def is_pending(self) -> bool:
         """Whether the last forward may yet have its backward."""
@@ -277,10 +274,10 @@ def record(
             stack.enter_context(torch.cuda.device(device))
         restore = stack.callback(_saved(units, precisions))
         if warmup:
-            merge_packs(_warm_up(units, warmup, allow_unused))
+            merge_packs(_warm_up(units, warmup, allow_unused, exact))
             restore()
             # With the state where it will stay.
-            _warm_up(units, 1, allow_unused, waits=not exact)
+            _warm_up(units, 1, allow_unused, exact, waits=not exact)
             if exact and any(p.weight_cast for p in precisions):
                 raise RuntimeError("it keeps casts of weights over microbatches")
             restore()
@@ -290,18 +287,27 @@ def record(
             stack.callback(gc.enable)
         region = Trial()
         stack.enter_context(inside(region))
-        memory = (torch.cuda.graph_pool_handle() if pool is None else pool, torch.cuda.Stream())
-        every = [Recorded(unit, exact=exact) for unit in units]
-        for recorded, unit in zip(every, units, strict=True):
-            recorded.record_forward(unit, memory)
-        for recorded, unit in zip(reversed(every), reversed(units), strict=True):
-            recorded.record_backward(unit, allow_unused, memory)
+        handle = torch.cuda.graph_pool_handle() if pool is None else pool
+        capture = partial(_capture, pool=handle, stream=torch.cuda.Stream())
+        every = _run(units, allow_unused, exact, capture)
     for recorded, unit in zip(every, units, strict=True):
         below = precisions_below(unit.module)
         mine = [(slots, slots.pack) for p in below for slots in p.slots.values()]
         packs = {pack for _, pack in mine}
         recorded.packs = [pack for pack in region.packs if pack in packs]
         recorded.slots = [pair for pair in mine if pair[1].is_recorded()]
+    return every
+
+
+def _run(
+    units: Sequence[Unit], allow_unused: bool, exact: bool, capture: _Capture
+) -> list[Recorded]:
+    """Run forward and backward of all units, each by ``capture``."""
+    every = [Recorded(unit, exact=exact) for unit in units]
+    for recorded, unit in zip(every, units, strict=True):
+        recorded.record_forward(unit, capture)
+    for recorded, unit in zip(reversed(every), reversed(units), strict=True):
+        recorded.record_backward(unit, allow_unused, capture)
     return every
 
 
@@ -331,20 +337,21 @@ def _version(tensor: Tensor) -> int:
 
 
 def _warm_up(
-    units: Sequence[Unit], count: int, allow_unused: bool, *, waits: bool = True
+    units: Sequence[Unit], count: int, allow_unused: bool, exact: bool, *, waits: bool = True
 ) -> dict[ScalePack, None]:
-    """Run forward and backward of all units; returns the packs in use.
+    """Run the units without recording them; returns the packs in use.
 
     ``waits``: they may wait for the GPU, which would leave a recording, and torch, in pieces.
     """
     region = Trial()
     torch.cuda.synchronize()
     quick = nullcontext() if waits else _refuse_to_wait()
-    with inside(region), torch.cuda.stream(torch.cuda.Stream()), quick:
-        for _ in range(count):
-            for unit in units:
-                _run_once(unit, allow_unused)
-    torch.cuda.synchronize()
+    try:
+        with inside(region), torch.cuda.stream(torch.cuda.Stream()), quick:
+            for _ in range(count):
+                _run(units, allow_unused, exact, lambda run: (None, run()))
+    finally:
+        torch.cuda.synchronize()  # before state is put back
     return region.packs
 
 
@@ -361,19 +368,6 @@ def _refuse_to_wait() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
     if any("synchronizing CUDA operation" in str(warning.message) for warning in caught):
         raise RuntimeError("it waits for the GPU")
-
-
-def _run_once(unit: Unit, allow_unused: bool) -> None:
-    aliases = _aliases(unit.module)
-    with _holding(unit.module, aliases):
-        with _autocast(torch.is_autocast_enabled("cuda")):
-            outputs = tree_leaves(unit.run(unit.sample))
-        outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-        inputs = [t for t in (*unit.sample, *aliases.values()) if t.requires_grad]
-        if outputs and inputs:
-            gradients = [torch.zeros_like(y) for y in outputs]
-            with _autocast(False):
-                torch.autograd.grad(outputs, inputs, gradients, allow_unused=allow_unused)
 
 
 def _aliases(module: nn.Module) -> _Aliases:

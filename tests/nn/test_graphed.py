@@ -54,10 +54,9 @@ def recorder(monkeypatch):
         graph = Again(run)
         return graph, graph.results
 
-    def warm_up(units, count, allow_unused, *, waits=True):
+    def warm_up(units, count, allow_unused, exact, *, waits=True):
         with recorded.inside(recorded.Trial()):
-            for unit in units:
-                recorded._run_once(unit, allow_unused)
+            recorded._run(units, allow_unused, exact, lambda run: (None, run()))
             return STATE.autocast.region.packs
 
     monkeypatch.setattr(recorded, "_capture", capture)
@@ -673,3 +672,17 @@ def test_callables_recorded_without_gradients_run_eagerly_with_them(recorder, mo
     assert recorder.replays == before
     layer.reset()
     assert "forward" not in vars(layer)
+
+
+def test_samples_of_callables_are_left_alone(recorder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    eager = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers = copy.deepcopy(eager)
+    sample = torch.ones(2, 8, requires_grad=True)
+    float8lab.make_graphed_callables(tuple(layers), ((sample,), (sample,)))
+    for _ in range(3):
+        x = torch.randn(2, 8)
+        assert equal(train(layers, x), train(eager, x))
+    assert recorder.replays == 3 * 2 * 2
+    assert torch.equal(sample, torch.ones(2, 8))
