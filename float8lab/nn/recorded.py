@@ -285,6 +285,8 @@ def record(
         if gc.isenabled():  # freeing a CUDA graph spoils a recording
             gc.disable()
             stack.callback(gc.enable)
+        for precision in precisions:
+            precision.weight_cast = None
         region = Trial()
         stack.enter_context(inside(region))
         handle = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -424,6 +426,5 @@ def _saved(units: Sequence[Unit], precisions: Sequence[Precision]) -> Callable[[
             buffer.copy_(value)
         for precision, before in attributes:
             vars(precision).update(before)
-            precision.weight_cast = None
 
     return restore
