@@ -58,7 +58,7 @@ def _tables() -> dict[str, list[str]]:
 
 def test_the_page_names_the_functions_that_run(walks):
     tables = _tables()
-    assert "FSDP2, gathering a weight" in tables
+    assert {"Linear, delayed, forward", "FSDP2, gathering a weight"} <= tables.keys()
     for way, functions in tables.items():
         assert tuple(functions) == walks[way].order, way
 
