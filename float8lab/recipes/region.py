@@ -103,14 +103,18 @@ class _State(threading.local):
         # While onnx_export is active: autograd functions, and what runs in place of each.
         self.onnx: tuple[tuple[type, Callable[..., Any]], ...] | None = None
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
+        # How many casts each graph has that is being traced, see nn/in_graph.py.
+        self.casts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class _Process:
     """The few values that all threads share."""
 
-    __slots__ = ("clock", "observer", "watch")
+    __slots__ = ("clock", "observer", "owners", "watch")
 
     def __init__(self) -> None:
+        # The objects that tensors of compiled graphs stand for, by address; see nn/handles.py.
+        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
         self.observer: Any = None
