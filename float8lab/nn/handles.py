@@ -15,6 +15,7 @@ from float8lab.recipes.region import PROCESS, static_tensor
 
 __all__ = ["new_handle", "owner_of"]
 
+
 def new_handle(owner: Any, device: torch.device) -> Tensor:
     """A tensor that stands for ``owner`` as long as both live."""
     handle = static_tensor(device)

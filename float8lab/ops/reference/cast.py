@@ -73,11 +73,11 @@ def scales_by_column(block: Sequence[int]) -> bool:
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
-    if block[0] == block[1] == -1 and x.numel():
+    if x.numel() == 0:
+        return x.new_zeros(scale_shape(tuple(x.shape), tuple(block)), dtype=torch.float32)
+    if block[0] == block[1] == -1:
         return x.abs().amax().float().view(1, 1)
     M, K = x.shape
-    if x.numel() == 0:
-        return x.new_zeros(scale_shape((M, K), tuple(block)), dtype=torch.float32)
     rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
     size = x.abs()
     if M % rows or K % columns:
