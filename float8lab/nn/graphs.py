@@ -145,7 +145,7 @@ def make_graphed_callables(  # the signature is the interface that users' code i
         prepared.append((call, *call.describe_sample(arguments, named, enter)))
     every = record(
         [unit for _, _, _, unit in prepared],
-        [tensors for _, _, tensors, _ in prepared],
+        [_static(tensors) for _, _, tensors, _ in prepared],
         num_warmup_iters,
         allow_unused=allow_unused_input,
         pool=pool,
@@ -492,9 +492,7 @@ class _Graphed:
     ) -> Recorded | None:
         """Record such calls, or say why not."""
         try:
-            (recorded,) = record(
-                [unit], [[_static(t) for t in tensors]], 1, allow_unused=True, exact=True
-            )
+            (recorded,) = record([unit], [_static(tensors)], 1, allow_unused=True, exact=True)
         except RuntimeError as error:
             self.refused.append(key)
             reason = str(error).partition("\n")[0]
@@ -569,11 +567,15 @@ def _place(x: Any, tensors: Sequence[Tensor]) -> int | None:
     return None
 
 
-def _static(x: Tensor) -> Tensor:
-    """A tensor like ``x``, with its values, for graphs to read."""
-    static = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    static.copy_(x.detach())
-    return static.requires_grad_(x.requires_grad and torch.is_grad_enabled())
+def _static(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these, with their values, for graphs to read."""
+    made = []
+    for x in tensors:
+        dense = x if torch._debug_has_internal_overlap(x) != 1 else x.contiguous()
+        static = torch.empty_strided(x.shape, dense.stride(), dtype=x.dtype, device=x.device)
+        static.copy_(x.detach())
+        made.append(static.requires_grad_(x.requires_grad and torch.is_grad_enabled()))
+    return made
 
 
 def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:

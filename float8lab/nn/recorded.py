@@ -37,6 +37,8 @@ PLAIN = frozenset(
 )
 """Types whose values cannot change."""
 
+_Aliases = dict[int, nn.Parameter]
+
 _TENSOR = object()  # stands for a tensor among an output's leaves
 
 
@@ -81,13 +83,14 @@ class Recorded:
             self.parameters = [p for p in unit.module.parameters() if p.requires_grad]
         self.backward: Any = None  # none without gradients
         self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
+        self._aliases = _aliases(unit.module)
         self._parts: list[tuple[list[int], list[Tensor]]] = []  # joined gradients: whose they are
         self._node: weakref.ref[Any] | None = None
 
     def record_forward(self, unit: Unit, sample: Sequence[Tensor], pool: Any, stream: Any) -> None:
         """Record the forward."""
         versions = [_version(t) for t in sample]
-        run = partial(self._run_forward, unit, sample)
+        run = partial(self._run_forward, unit, sample, self._aliases)
         self.forward, self.outputs = _capture(run, pool, stream)
         self.differentiable = [y.requires_grad for y in self._live]
         if not self.exact:
@@ -100,8 +103,8 @@ class Recorded:
         if sum(self.differentiable) > 1:
             raise RuntimeError("several of its outputs have a gradient")
 
-    def _run_forward(self, unit: Unit, sample: Sequence[Tensor]) -> list[Tensor]:
-        with _autocast(torch.is_autocast_enabled("cuda")):
+    def _run_forward(self, unit: Unit, sample: Sequence[Tensor], aliases: _Aliases) -> list[Tensor]:
+        with _autocast(torch.is_autocast_enabled("cuda")), _holding(unit.module, aliases):
             result = unit.run(sample)
         self._is_one = isinstance(result, Tensor)
         leaves, self._spec = tree_flatten(result)
@@ -110,39 +113,43 @@ class Recorded:
         return [y.detach() for y in self._live]
 
     def record_backward(
-        self, sample: Sequence[Tensor], allow_unused: bool, pool: Any, stream: Any
+        self, unit: Unit, sample: Sequence[Tensor], allow_unused: bool, pool: Any, stream: Any
     ) -> None:
         """Record the backward: of several callables, the last one's first."""
-        tensors = (*sample, *self.parameters)
-        if any(self.differentiable) and any(t.requires_grad for t in tensors):
+        if any(self.differentiable) and (self.parameters or any(t.requires_grad for t in sample)):
             self.given = [torch.empty_like(y) if y.requires_grad else None for y in self._live]
-            run = partial(self._run_backward, tensors, allow_unused)
+            run = partial(self._run_backward, unit, sample, self._aliases, allow_unused)
             self.backward, (self._gradients, self._joined) = _capture(run, pool, stream)
-        self._live = []  # nodes of the parameters' gradients would stay on the recording's stream
+        self._live, self._aliases = [], {}
 
     def _run_backward(
-        self, tensors: Sequence[Tensor], allow_unused: bool
+        self, unit: Unit, sample: Sequence[Tensor], aliases: _Aliases, allow_unused: bool
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """The gradient of each tensor; where they are copied, parameters' ones are joined."""
         wanted = [(y, g) for y, g in zip(self._live, self.given, strict=True) if g is not None]
-        with _autocast(False):
+        tensors = (*sample, *aliases.values())
+        leaves = [t for t in tensors if t.requires_grad]
+        with _autocast(False), _holding(unit.module, aliases):  # for recomputations
             found = torch.autograd.grad(
                 [y for y, _ in wanted],
-                [t for t in tensors if t.requires_grad],
+                [*leaves, *self.parameters] if allow_unused else leaves,
                 [g for _, g in wanted],
                 allow_unused=allow_unused,
                 retain_graph=self.exact,  # so that the backward leaves alone what it reads
             )
+        if any(g is not None for g in found[len(leaves) :]):
+            raise RuntimeError("it has parameters elsewhere than under their names")
         each = iter(found)
         gradients = [next(each) if t.requires_grad else None for t in tensors]
         if not self.exact:
             return gradients, []
         places: dict[torch.dtype, list[int]] = {}
-        for place in range(len(self.inputs), len(tensors)):
+        first = len(self.inputs)
+        for place in range(first, len(tensors)):
             gradient = gradients[place]
             if gradient is not None:
                 places.setdefault(gradient.dtype, []).append(place)
-        self._parts = [(p, [tensors[i] for i in p]) for p in places.values()]
+        self._parts = [(p, [self.parameters[i - first] for i in p]) for p in places.values()]
         joined = [torch.cat([gradients[i].reshape(-1) for i in p]) for p in places.values()]  # type: ignore[union-attr]
         return [*gradients[: len(self.inputs)], *[None] * len(self.parameters)], joined
 
@@ -273,7 +280,7 @@ def record(
 
     Args:
         units: the callables.
-        samples: tensors like the real ones, which become the graphs' own.
+        samples: tensors like the real ones, which are the graphs' own.
         warmup: eager steps before.
         allow_unused: some tensors get no gradient.
         pool: memory of the graphs.
@@ -291,6 +298,10 @@ def record(
             _restore(units, before)
             # With the state where it will stay.
             _warm_up(units, samples, 1, allow_unused, waits=not exact)
+            if exact and any(
+                p.weight_cast for unit in units for p in precisions_below(unit.module)
+            ):
+                raise RuntimeError("it keeps casts of weights over microbatches")
             _restore(units, before)
         region = Trial()
         stack.enter_context(inside(region))
@@ -301,8 +312,8 @@ def record(
         ]
         for recorded, unit, sample in zip(every, units, samples, strict=True):
             recorded.record_forward(unit, sample, *memory)
-        for recorded, sample in zip(reversed(every), reversed(samples), strict=True):
-            recorded.record_backward(sample, allow_unused, *memory)
+        for recorded, unit, sample in [*zip(every, units, samples, strict=True)][::-1]:
+            recorded.record_backward(unit, sample, allow_unused, *memory)
     for recorded, unit in zip(every, units, strict=True):
         mine = [(slots, slots.pack) for slots in _slots([unit])]
         packs = {pack for _, pack in mine}
@@ -388,14 +399,49 @@ def _refuse_to_wait() -> Iterator[None]:
 
 
 def _run_once(unit: Unit, sample: Sequence[Tensor], allow_unused: bool) -> None:
-    with _autocast(torch.is_autocast_enabled("cuda")):
-        outputs = tree_leaves(unit.run(sample))
-    outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-    inputs = [t for t in (*sample, *unit.module.parameters()) if t.requires_grad]
-    if outputs and inputs:
-        gradients = [torch.zeros_like(y) for y in outputs]
-        with _autocast(False):
-            torch.autograd.grad(outputs, inputs, gradients, allow_unused=allow_unused)
+    aliases = _aliases(unit.module)
+    with _holding(unit.module, aliases):
+        with _autocast(torch.is_autocast_enabled("cuda")):
+            outputs = tree_leaves(unit.run(sample))
+        outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+        inputs = [t for t in (*sample, *aliases.values()) if t.requires_grad]
+        if outputs and inputs:
+            gradients = [torch.zeros_like(y) for y in outputs]
+            with _autocast(False):
+                torch.autograd.grad(outputs, inputs, gradients, allow_unused=allow_unused)
+
+
+def _aliases(module: nn.Module) -> _Aliases:
+    """For the id of each parameter that wants a gradient, another with the same memory.
+
+    Autograd's node of a parameter belongs to the stream where it was made, and is used again as
+    long as anything holds it, such as a forward whose backward is to come, or
+    ``DistributedDataParallel``. A recording cannot wait for another stream, so it needs new nodes.
+    """
+    found: _Aliases = {}
+    for parameter in module.parameters() if torch.is_grad_enabled() else ():
+        if parameter.requires_grad:
+            found[id(parameter)] = alias = nn.Parameter(parameter.detach())
+            alias.__dict__ = parameter.__dict__
+    return found
+
+
+@contextmanager
+def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
+    """Have modules hold the aliases in place of their parameters."""
+    own = [
+        (m, name, parameter)
+        for m in module.modules()
+        for name, parameter in m._parameters.items()
+        if id(parameter) in aliases
+    ]
+    for m, name, parameter in own:
+        setattr(m, name, aliases[id(parameter)])
+    try:
+        yield
+    finally:
+        for m, name, parameter in own:
+            setattr(m, name, parameter)
 
 
 class _Saved(NamedTuple):

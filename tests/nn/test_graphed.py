@@ -426,10 +426,13 @@ class Bad(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.layer, self.how = nn.Linear(8, 8), how
+        self.elsewhere = [self.layer.weight]
 
     def forward(self, x):
         if self.how == "writes":
             x.add_(1)
+        if self.how == "elsewhere":
+            return F.linear(x, self.elsewhere[0])
         y = self.layer(x)
         if self.how == "two":
             return y + y.detach() * 2, y * 2
@@ -442,6 +445,7 @@ class Bad(nn.Module):
         ("writes", "it writes into its arguments"),
         ("two", "several of its outputs have a gradient"),
         ("object", "it returns something besides tensors"),
+        ("elsewhere", "it has parameters elsewhere than under their names"),
     ],
 )
 def test_what_cannot_be_recorded_says_why_and_runs_eagerly(recorder, how, reason):
@@ -458,6 +462,48 @@ def test_what_cannot_be_recorded_says_why_and_runs_eagerly(recorder, how, reason
     assert equal(tree_leaves(got)[:1], tree_leaves(wanted)[:1])
     assert torch.equal(*xs)
     assert not recorder.replays
+
+
+@pytest.mark.filterwarnings("ignore:Linear could not be.*casts of weights over microbatches")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_weights_that_are_cast_once_for_several_calls(recorder, recipe):
+    eager = float8lab.Linear(32, 32, device="cpu")
+    model = float8lab.graphed(copy.deepcopy(eager))
+    for step in range(4):
+        x = torch.randn(8, 32) * (1 + step)
+        results = []
+        for layer in (model, eager):
+            for first in (True, False, False):
+                with float8lab.autocast(recipe=recipe):
+                    results.append(train(layer, x, is_first_microbatch=first))
+        assert all(map(equal, results[:3], results[3:]))
+    assert not recorder.replays
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(8, 8)  # which also has its parameters in a list
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+def test_parameters_are_put_back(recorder):
+    eager = First()
+    model = float8lab.graphed(copy.deepcopy(eager))
+    parameters = [*model.parameters()]
+    for p in parameters:
+        p.note = "kept"
+    x = torch.randn(2, 3, 8)
+    for _ in range(3):
+        assert equal(train(model, x.clone()), train(eager, x.clone()))
+    assert recorder.replays
+    for p, other, listed in zip(
+        parameters, model.parameters(), model.inner._flat_weights, strict=True
+    ):
+        assert p is other is listed
+        assert p.note == "kept"
 
 
 def test_recording_leaves_no_trace(recorder):
