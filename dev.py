@@ -29,7 +29,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # or each import compiles all anew
-PACKAGE_DATA = ["py.typed", *(f"inspect/report/page.{kind}" for kind in ("html", "css", "js"))]
+PACKAGE_DATA = [
+    "py.typed",
+    *(
+        f"inspect/{name}"
+        for name in ("page.html", "report/body.html", "report/page.css", "report/page.js")
+    ),
+]
 EXTRAS = {"examples": ["examples"], "dev": ["examples", "dev"]}  # an extra and all it brings
 
 

@@ -23,7 +23,7 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.precision import precisions, precisions_below
 from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
+from float8lab.recipes.region import DEFAULT_RECIPE, STATE, Autocast, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
@@ -275,7 +275,8 @@ class Trial:
         modules: dict[str, Any] = dict(self.model.named_modules())
         self.layers = {layer.name: modules[layer.name] for layer in report.converted}
         self.skipped = {layer.name: layer.note for layer in report.skipped}
-        STATE.autocast = STATE.autocast._replace(enabled=None)
+        before = STATE.autocast
+        STATE.autocast = Autocast(recipe=before.recipe, group=before.group)
         self.use({})
 
     def use(self, recipes: Mapping[str, Recipe | None]) -> None:
@@ -350,5 +351,6 @@ def _isolate(model: nn.Module) -> None:
             precision.recipe = without_reduction(precision.recipe)
             precision.slots, precision.weight_cast = {}, None
     recipe = without_reduction(STATE.autocast.recipe)
-    STATE.autocast = STATE.autocast._replace(recipe=recipe, calibrating=False, region=None)
+    now = STATE.autocast
+    STATE.autocast = Autocast(now.enabled, recipe, group=now.group, backward=now.backward)
     STATE.in_graph = STATE.last_cast = None

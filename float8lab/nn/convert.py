@@ -586,7 +586,7 @@ class _CallRegion:
             return
         if self._open is None and STATE.autocast.region is None:
             self._open = Region()
-            STATE.autocast = STATE.autocast._replace(region=self._open)
+            STATE.autocast = STATE.autocast.inside(self._open)
             self._finished = False
         region = STATE.autocast.region
         assert region is not None, "opened above or before"
@@ -606,7 +606,7 @@ class _CallRegion:
         if region is None or STATE.autocast.region is not region:
             return
         self._open = None
-        STATE.autocast = STATE.autocast._replace(region=None)
+        STATE.autocast = STATE.autocast.inside(None)
         if torch.compiler.is_compiling():
             region.close()
         else:

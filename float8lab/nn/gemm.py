@@ -224,7 +224,7 @@ class Gradient:
         self.q = self.q_t = self.total = None
         if not (dx or dw):
             return
-        total = bool(needs_db and dx and dw)
+        total = needs_db and dx is not None and dw is not None
         q, scale, _, q_t, scale_t, sums = cast(dy, dx, DY, call, transposed=dw, column_sum=total)
         if dx:
             self.q = q, scale

@@ -6,26 +6,23 @@ finds the object when the graph runs.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8lab.recipes.region import static_tensor
+from float8lab.recipes.region import PROCESS, static_tensor
 
 __all__ = ["new_handle", "owner_of"]
-
-_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def new_handle(owner: Any, device: torch.device) -> Tensor:
     """A tensor that stands for ``owner`` as long as both live."""
     handle = static_tensor(device)
-    _OWNERS[handle.data_ptr()] = owner
+    PROCESS.owners[handle.data_ptr()] = owner
     return handle
 
 
 def owner_of(handle: Tensor) -> Any:
     """The object that a handle stands for."""
-    return _OWNERS[handle.data_ptr()]
+    return PROCESS.owners[handle.data_ptr()]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from float8lab.ops import Source, cast_op, prologue_shape, round_up
 from float8lab.ops.declare import declare
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
-from float8lab.recipes.region import come_after_in_graph
+from float8lab.recipes.region import STATE, come_after_in_graph
 
 __all__ = ["cast_in_graph", "leave_to_python"]
 
@@ -62,14 +61,10 @@ def _end_after(scale: Tensor, index: int, call: Call) -> None:
         come_after_in_graph(scale)
 
 
-_casts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many casts each graph has that is being traced."""
-
-
 def _next_number() -> int:
     """Counts within a graph, so that equal graphs are equal to a compiler's cache, too."""
     graph = torch._guards.TracingContext.get()
-    number = _casts[graph] = _casts.get(graph, 0) + 1
+    number = STATE.casts[graph] = STATE.casts.get(graph, 0) + 1
     return number
 
 

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,20 +72,35 @@ NO_BACKWARD = -1
 """Torch's number of the backward pass that runs on a thread where none does."""
 
 
-class Autocast(NamedTuple):
-    """The settings that autocast regions have put in force on a thread; replaced whole."""
+class Autocast:
+    """The settings that autocast regions have put in force on a thread.
 
-    enabled: bool | None = None
-    """None: no autocast is active."""
-    recipe: Recipe | None = None
-    """None: the autocast named none."""
-    calibrating: bool = False
-    group: Any = None
-    """The process group over which amaxes are reduced."""
-    backward: int = NO_BACKWARD
-    """The backward pass in which the innermost autocast was entered."""
-    region: Region | None = None
-    """At whose end delayed scaling advances."""
+    They are replaced whole, never written. No NamedTuple: one that a graph leaves behind is empty
+    with torch 2.11.
+    """
+
+    __slots__ = ("backward", "calibrating", "enabled", "group", "recipe", "region")
+
+    def __init__(
+        self,
+        enabled: bool | None = None,
+        recipe: Recipe | None = None,
+        calibrating: bool = False,
+        group: Any = None,
+        backward: int = NO_BACKWARD,
+        region: Region | None = None,
+    ) -> None:
+        self.enabled = enabled  # None: no autocast is active
+        self.recipe = recipe  # None: the autocast named none
+        self.calibrating = calibrating
+        self.group = group  # over which amaxes are reduced
+        self.backward = backward  # pass in which the innermost autocast was entered
+        self.region = region  # at whose end delayed scaling advances
+
+    def inside(self, region: Region | None, backward: int | None = None) -> Autocast:
+        """The same in another region, and in another backward pass."""
+        backward = self.backward if backward is None else backward
+        return Autocast(self.enabled, self.recipe, self.calibrating, self.group, backward, region)
 
 
 class _State(threading.local):
@@ -103,14 +118,18 @@ class _State(threading.local):
         # While onnx_export is active: autograd functions, and what runs in place of each.
         self.onnx: tuple[tuple[type, Callable[..., Any]], ...] | None = None
         self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
+        # How many casts each graph has that is being traced, see nn/in_graph.py.
+        self.casts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class _Process:
     """The few values that all threads share."""
 
-    __slots__ = ("clock", "observer", "watch")
+    __slots__ = ("clock", "observer", "owners", "watch")
 
     def __init__(self) -> None:
+        # The objects that tensors of compiled graphs stand for, by address; see nn/handles.py.
+        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
         self.observer: Any = None
@@ -191,11 +210,11 @@ class Region:
 def inside(region: Region | None) -> Iterator[None]:
     """Have the calls in the block belong to ``region``."""
     outer = STATE.autocast
-    STATE.autocast = outer._replace(region=region)
+    STATE.autocast = outer.inside(region)
     try:
         yield
     finally:
-        STATE.autocast = STATE.autocast._replace(region=outer.region)
+        STATE.autocast = STATE.autocast.inside(outer.region)
 
 
 @torch.inference_mode(False)  # the state is not for inference alone

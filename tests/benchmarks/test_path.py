@@ -17,16 +17,16 @@ CALLS = {
     "Linear, current, backward": 24,
     "Linear, rowwise, forward": 34,
     "Linear, rowwise, backward": 34,
-    "Linear, block, forward": 43,
-    "Linear, block, backward": 40,
+    "Linear, block, forward": 41,
+    "Linear, block, backward": 38,
     "Linear, mx, forward": 38,
     "Linear, mx, backward": 42,
     "converted nn.Linear, delayed, forward": 43,
     "LayerNormMLP, forward": 69,
     "LayerNormMLP, backward": 90,
     "F.linear of Float8Tensors": 14,
-    "FSDP2 of two layers, forward": 110,
-    "FSDP2, gathering a weight": 30,
+    "FSDP2 of two layers, forward": 108,
+    "FSDP2, gathering a weight": 28,
 }
 FILES = 18
 OPS, CASTS = 13, 4
@@ -58,7 +58,7 @@ def _tables() -> dict[str, list[str]]:
 
 def test_the_page_names_the_functions_that_run(walks):
     tables = _tables()
-    assert "FSDP2, gathering a weight" in tables
+    assert {"Linear, delayed, forward", "FSDP2, gathering a weight"} <= tables.keys()
     for way, functions in tables.items():
         assert tuple(functions) == walks[way].order, way
 

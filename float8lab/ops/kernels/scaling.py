@@ -26,21 +26,12 @@ def _update_scales_kernel(
     steps_ptr,  # [S] int
     fp8_max_ptr,  # [S] fp32
     copy_ptr,  # [S, 2, 4] fp32
-    H,
-    stride_hh,
-    stride_hs,
-    stride_amax,
-    stride_factor,
-    stride_slot,
-    stride_steps,
-    stride_fp8_max,
+    H, stride_hh, stride_hs, stride_amax, stride_factor, stride_slot, stride_steps, stride_fp8_max,
     factor,  # 2 ** -margin
     interval,
     EMPTY: tl.constexpr,  # NO_DATA
-    MOST_RECENT: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    MOST_RECENT: tl.constexpr, POWER_OF_2: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     amax = tl.load(amax_ptr + slot * stride_amax)
     seen = (amax >= 0) & (amax < float("inf"))
@@ -100,24 +91,9 @@ def update_scales_(
     if not slots:
         return copy
     _update_scales_kernel[(slots,)](
-        history,
-        amax,
-        factors,
-        steps,
-        fp8_max,
-        copy,
-        length,
-        *history.stride(),
-        amax.stride(0),
-        *factors.stride(),
-        steps.stride(0),
-        fp8_max.stride(0),
-        2.0**-margin,
-        interval,
-        EMPTY=NO_DATA,
-        MOST_RECENT=most_recent,
-        POWER_OF_2=power_of_2,
-        BLOCK_H=next_power_of_2(length),
-        num_warps=4,
-    )
+        history, amax, factors, steps, fp8_max, copy, length, *history.stride(), amax.stride(0),
+        *factors.stride(), steps.stride(0), fp8_max.stride(0), 2.0**-margin, interval,
+        EMPTY=NO_DATA, MOST_RECENT=most_recent, POWER_OF_2=power_of_2,
+        BLOCK_H=next_power_of_2(length), num_warps=4,
+    )  # fmt: skip
     return copy

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, scale_shape
@@ -59,14 +60,6 @@ def round_up(size: int, align: int) -> int:
     return -(-size // align) * align
 
 
-def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    if x.shape == (rows, columns):
-        return x
-    padded = x.new_zeros((rows, columns))
-    padded[: x.shape[0], : x.shape[1]] = x
-    return padded
-
-
 def scales_by_column(block: Sequence[int]) -> bool:
     """Whether the scales of a quantized matrix are stored column by column: those of 1xB blocks.
 
@@ -80,15 +73,15 @@ def scales_by_column(block: Sequence[int]) -> bool:
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
-    if block[0] == block[1] == -1 and x.numel():
+    if x.numel() == 0:
+        return x.new_zeros(scale_shape(tuple(x.shape), tuple(block)), dtype=torch.float32)
+    if block[0] == block[1] == -1:
         return x.abs().amax().float().view(1, 1)
     M, K = x.shape
-    if x.numel() == 0:
-        return x.new_zeros(scale_shape((M, K), tuple(block)), dtype=torch.float32)
     rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
     size = x.abs()
     if M % rows or K % columns:
-        size = _pad(size, round_up(M, rows), round_up(K, columns))
+        size = F.pad(size, (0, -K % columns, 0, -M % rows))
     return size.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3)).float()
 
 
@@ -157,10 +150,6 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 # Casts.
 
 
-def _align(x: Tensor, align: int) -> Tensor:
-    return _pad(x, round_up(x.shape[0], align), round_up(x.shape[1], align))
-
-
 def encode(
     x: Tensor,
     factor: Tensor,
@@ -171,7 +160,7 @@ def encode(
 ) -> Tensor:
     """FP8 data of a matrix by factors, or by scales that ``divide``: one, or one per block."""
     if x.shape[0] % align or x.shape[1] % align:
-        x = _align(x, align)
+        x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
     if factor.numel() == 1:
         factor = factor.view(1, 1)
     elif block[0] > 1 or block[1] > 1:
@@ -192,7 +181,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes."""
     if x.shape[0] % align or x.shape[1] % align:
-        x = _align(x, align)
+        x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
     found = amax(x, block) if known_amax is None else known_amax
     if block[0] == 1 and block[1] > 1:  # scales_by_column
         found = found.t().contiguous().t()
@@ -315,7 +304,7 @@ def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
     """
     raw = q.view(torch.uint8)
     if q.shape[0] % align or q.shape[1] % align:
-        raw = _align(raw, align)
+        raw = F.pad(raw, (0, -q.shape[1] % align, 0, -q.shape[0] % align))
     return _transposed(raw).view(q.dtype)
 
 
