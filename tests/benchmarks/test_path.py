@@ -21,7 +21,7 @@ CALLS = {
     "Linear, block, backward": 38,
     "Linear, mx, forward": 38,
     "Linear, mx, backward": 42,
-    "converted nn.Linear, delayed, forward": 43,
+    "converted nn.Linear, delayed, forward": 47,
     "LayerNormMLP, forward": 69,
     "LayerNormMLP, backward": 90,
     "F.linear of Float8Tensors": 14,
