@@ -271,7 +271,7 @@ class _Parts:
         return [len(table) for table in self.tables] == self.sizes
 
     def modes(self) -> list[Any]:
-        """What is in force for them."""
+        """The settings in force for them."""
         return [
             *[m.training for m in self.modules],
             *[p.requires_grad for p in self.parameters],
@@ -395,7 +395,7 @@ class _Graphed:
     def describe(
         self, leaves: Sequence[Any], spec: Any, parts: _Parts
     ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-        """What a call is like, and its tensors; None if a graph cannot hold such a call."""
+        """The likeness of a call, and its tensors; None if a graph cannot hold such a call."""
         exact, gradients = self.limit > 0, torch.is_grad_enabled()
         if not gradients and getattr(self.function, "training", True):
             return None  # a reentrant checkpoint's, perhaps

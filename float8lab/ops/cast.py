@@ -120,7 +120,7 @@ class Source(NamedTuple):
         return value
 
     def amax(self) -> Tensor:
-        """Its largest absolute value, ``[1, 1]`` float32."""
+        """The largest absolute value, ``[1, 1]`` float32."""
         if self.known_amax is not None:
             return self.known_amax
         amax: Tensor = amax_op(*self[:3])

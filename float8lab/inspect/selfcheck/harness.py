@@ -1,4 +1,4 @@
-"""What a check is: its cases, comparisons and results, and the report."""
+"""Checks: their cases, comparisons and results, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every kernel file shares: scales from amaxes, the saturating cast, tiles with masked edges.
+"""Shared by the kernel files: scales from amaxes, the saturating cast, tiles with masked edges.
 
 M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment.
 """

@@ -151,7 +151,7 @@ def has_hooks() -> bool:
 def _key_of(
     device: int, args: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """What Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
+    """All that Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
 
     A kernel differs for an integer that is 1, divisible by 16, or above 32 bits: hence its value.
     Of tensors it knows the dtype and whether the address is divisible by 16, of others the type.

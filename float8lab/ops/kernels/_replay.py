@@ -78,7 +78,7 @@ class _Step(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a call does. Its tensors are numbered: those it is given, then those it allocates."""
+    """The launches of a call. Its tensors are numbered: those it is given, then those it allocates."""
 
     allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
     """None for what a step returns."""
@@ -178,7 +178,7 @@ class _Recording(TorchDispatchMode):
         return tuple(zip(at, numbers, strict=True)), rest
 
     def call(self, result: Any) -> _Call | None:
-        """What was recorded of a call that gave ``result``; None if it cannot be repeated."""
+        """The record of a call that gave ``result``; None if it cannot be repeated."""
         results = result if isinstance(result, tuple) else (result,)
         outputs = [one for one in results if one is not None]
         numbers = [self.number.get(id(tensor), -1) for tensor in outputs]

@@ -118,7 +118,7 @@ def _turn(v: Tensor, counter: Tensor) -> Tensor:
 
 @gluon.jit
 def _place(number, sizes, CAUSAL: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Of a tile: batch, head, key/value head, row of lse, first query, tiles of keys to see."""
+    """A tile's batch, head, key/value head, row of lse, first query, tiles of keys to see."""
     _, H, G, SQ, SK = sizes
     tiles = gl.cdiv(SQ, QUERIES)
     row_of_lse = number // tiles
@@ -141,7 +141,7 @@ def _tiles_in_all(sizes, QUERIES: gl.constexpr):
 def _load_tiles(
     arguments, CAUSAL: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What the loading warp does: take numbers of tiles, tell the groups, load what they need."""
+    """The loading warp: take numbers of tiles, tell the groups, load what they need."""
     q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -210,7 +210,7 @@ def _row_sum(x, like):
 
 @gluon.jit
 def _exponents(s, largest, factor):
-    """Of a tile of scores: its probabilities' logarithms, what to scale former sums by, maxima."""
+    """A tile of scores: its probabilities' logarithms, what to scale former sums by, maxima."""
     new = gl.maximum(largest, _row_max(s, largest))
     rescale = gl.exp2((largest - new) * factor)
     return s * factor - gl.expand_dims(new * factor - P_BITS, 1), rescale, new
@@ -247,7 +247,7 @@ def _add_values(x, rescale, total, out, v_tiles, stage):
 def _attend(  # noqa: PLR0915
     arguments, group: gl.constexpr, CAUSAL: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What a group of four warps does: its queries of every tile, all the keys."""
+    """A group of four warps: its queries of every tile, all the keys."""
     (
         tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, DV, stride_ob, stride_oh, stride_os,
     ) = arguments  # fmt: skip
@@ -453,7 +453,7 @@ def fp8_attention(
 
 
 def _of_rank_2(descriptor: TensorDescriptor) -> gl.NVMMASharedLayout:
-    """Of the tile in shared memory, which has no batch and no heads."""
+    """The layout of the tile in shared memory, which has no batch and no heads."""
     layout = descriptor.layout
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
 

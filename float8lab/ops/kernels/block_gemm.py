@@ -59,7 +59,7 @@ def place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
 
 @gluon.jit
 def load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
-    """What the loading warp does."""
+    """The loading warp."""
     a_desc, b_desc, a_tiles, b_tiles, full, empty, where = arguments
     tiles_m, tiles_n, steps, first, programs = where
     count = 0
@@ -131,7 +131,7 @@ def store_part(sums, y_desc, y_tile, row, column):
 def _multiply(  # noqa: PLR0915
     arguments, group: gl.constexpr, B_BY_ROW: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What a group does."""
+    """A group of warps."""
     (
         a_tiles, b_tiles, y_tiles, scales, full, empty, where, y_desc, a_scale_ptr, b_scale_ptr,
         M, N, a_stride, b_stride, b_row_stride,

@@ -595,7 +595,7 @@ def _cast_words(
     matrix: _Matrix, how: _How, given: Tensor | None, slot: Tensor | None, *,
     write: bool, column_sum: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What the op returns of a matrix whose columns are whole words."""
+    """The op's results for a matrix whose columns are whole words."""
     (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, how
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     tile, amax = tile_for(prologue, words=True), None

@@ -65,7 +65,7 @@ def _second(pairs, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _larger(a, b):
-    """Of the first values, and of the second ones, by bit pattern: NaN above inf."""
+    """The larger of the first values, and of the second ones, by bit pattern: NaN above inf."""
     return gl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -100,7 +100,7 @@ def _words(x, fp8: gl.constexpr):
 
 @gluon.constexpr_function
 def _layout_of_scales(across):
-    """Of [128, blocks side by side]: in the warp that has the row, and no two threads the same."""
+    """For [128, blocks side by side]: in the warp that has the row, and no two threads the same."""
     rows, lanes = [[16, 0], [32, 0], [64, 0]], []
     of_blocks = across.bit_length() - 1
     for _ in range(4 - of_blocks):
@@ -289,7 +289,7 @@ def cast_tiles(
     write: bool,
     column_sum: bool,
 ) -> tuple[Any, ...]:
-    """What the op returns of a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
+    """The op's results for a matrix that ``takes_tiles``, or a prologue that ``has_tiles``.
 
     Only the transpose unless ``write``.
     """
