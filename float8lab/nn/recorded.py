@@ -406,7 +406,7 @@ def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
 
 
 def _saved(units: Sequence[Unit], precisions: Sequence[Precision]) -> Callable[[], None]:
-    """Return what puts state back to what it is now, in place, and clears state that is new then."""
+    """Return what puts state back to as it is now, in place, and clears state that is new."""
     buffers = [(b, b.detach().clone()) for unit in units for b in unit.module.buffers()]
     attributes = [(p, dict(vars(p))) for p in precisions]
     states = {

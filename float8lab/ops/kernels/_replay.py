@@ -78,7 +78,7 @@ class _Step(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The launches of a call. Its tensors are numbered: those it is given, then those it allocates."""
+    """The launches of a call; tensors are numbered: those it is given, then those it allocates."""
 
     allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
     """None for what a step returns."""
