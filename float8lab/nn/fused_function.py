@@ -116,7 +116,7 @@ def _release(ctx: Any) -> None:
 def _wants_amax(call: Call, *, needs_dw: bool, return_norm: bool) -> bool:
     """Whether a cast will ask a norm for its amax."""
     plan = call.plan
-    if return_norm or not plan.x.per_tensor or not (plan.fprop or (needs_dw and plan.wgrad)):
+    if return_norm or plan.x.block != (-1, -1) or not (plan.fprop or (needs_dw and plan.wgrad)):
         return False
     # A compiled graph has no slots: its cast finds them when it runs.
     return not plan.delayed or (call.slots is not None and call.asks_for_values(X))

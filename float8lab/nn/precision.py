@@ -115,10 +115,6 @@ class Call:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
         found = self.known[index]
         if found is None:
-            if isinstance(x, Source):  # looked at for its values, or as empty as it is
-                first = x.inputs[0]
-                unseen = self.slots is not None and not self.slots.seeded[index]
-                x = x.amax() if unseen and first.numel() else first
             assert self.slots is not None, "asked for under a delayed recipe only"
             found = self.slots.scale_for(index, x, record=self.record)
             if self.slots.forward[index]:
@@ -173,7 +169,6 @@ class Precision:
         self.weight_cast: Any = None  # kept over microbatches; belongs to casts.py
         self._last: Call | None = None
         self._shared: Call | None = None  # for calls that have nothing of their own
-        self._found: tuple[Any, ...] = (None, None, None, None)  # the last answer of _slots
         self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -318,8 +313,6 @@ class Precision:
             region.fp8_calls += 1
             if record:
                 region.packs[slots.pack] = None
-        if isinstance(x, Source):
-            x = x.amax() if inner.numel() and not slots.seeded[index] else inner
         return slots.scale_for(index, x, record=record, shared=False)
 
     def _remember_by_frame(self, call: Call | None, frame: Any) -> None:
@@ -420,16 +413,11 @@ class Precision:
 
     def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
         group = STATE.autocast.group if group is _HERE else group
-        last = self._found
-        if last[0] is recipe and last[1] is group and last[2] == device:
-            slots: DelayedSlots = last[3]
-            if slots.pack.scale.device == device:
-                return slots
         key = (recipe, group)
-        found = self.slots.get(key)
-        if found is None:
+        slots = self.slots.get(key)
+        if slots is None:
             fp8_dtypes, forward = self.slot_layout(recipe.linear)
-            found = DelayedSlots(
+            slots = DelayedSlots(
                 recipe,
                 group,
                 fp8_dtypes=fp8_dtypes,
@@ -437,11 +425,10 @@ class Precision:
                 device=device,
                 key=self.key,
             )
-            self.slots[key] = found
-        elif found.pack.scale.device != device:
-            found.to(device)
-        self._found = (recipe, group, device, found)
-        return found
+            self.slots[key] = slots
+        elif slots.pack.scale.device != device:
+            slots.to(device)
+        return slots
 
 
 def place_precisions(module: nn.Module) -> None:

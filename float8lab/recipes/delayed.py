@@ -28,7 +28,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.ops import NO_DATA, amax_op, encode_from_amax, factors_from_amax, update_scales_op
+from float8lab.ops import (
+    NO_DATA,
+    Source,
+    amax_op,
+    encode_from_amax,
+    factors_from_amax,
+    update_scales_op,
+)
 from float8lab.recipes.recipe import DelayedScaling
 
 __all__ = ["DelayedSlots", "Factors", "Known", "ScalePack", "merge_packs"]
@@ -420,21 +427,25 @@ class DelayedSlots:
             found.append(one)
         return found
 
-    def scale_for(self, index: int, x: Tensor, *, record: bool, shared: bool = True) -> Known:
+    def scale_for(
+        self, index: int, x: Tensor | Source, *, record: bool, shared: bool = True
+    ) -> Known:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
         slot = self.start + index
         if record and not self.forward[index]:
             self.pack.await_backward()
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
-            own = self._own_factors(index, x)
+            first = x.inputs[0] if isinstance(x, Source) else x
+            # A source is looked at for its values, unless it is empty.
+            own = self._own_factors(index, x if first.numel() else first)
             # Not if another rank has used this module before: then its amaxes have made a scale;
             # nor if a CUDA graph has.
             pack = self.pack
             own = torch.where(pack.has_scale()[slot], pack.factors[:, slot], own)
             if not record:
                 return Factors.of(own), None
-            if x.numel():
+            if first.numel():
                 self._sow(index, own)
         pack = self.pack
         live = pack.live() if shared else None
@@ -458,10 +469,11 @@ class DelayedSlots:
         slot = self.pack.amaxes[self.start + index]
         slot.copy_(torch.maximum(slot, amax_op("", (x,), x.dtype).view(())))
 
-    def _own_factors(self, index: int, x: Tensor) -> Tensor:
+    def _own_factors(self, index: int, x: Tensor | Source) -> Tensor:
         recipe = self.pack.recipe
         rule = "pow2" if recipe.power_of_2_scale else "fp32"
-        scale, encode = factors_from_amax(amax_op("", (x,), x.dtype), self.fp8_dtypes[index], rule)
+        amax = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
+        scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
         return torch.cat((scale.view(1) * margin, encode.view(1) / margin))
 
