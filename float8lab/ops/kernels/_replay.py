@@ -1,16 +1,17 @@
-"""Running a launcher again without its Python: its allocations and launches, as recorded.
+"""Running a function again without its Python: its allocations and launches, as recorded.
 
-What a launcher does follows from the shapes, strides, dtypes and alignments of its tensors and from
-its other arguments: which outputs and which room to work in it allocates, and which kernels it
-launches with which sizes. The second call with the same of all these is recorded; from then on only
-the allocations and launches are done, on the tensors of the call. It is a list of steps, not a CUDA
-graph: every call gets fresh outputs, on the current stream, and a CUDA graph can capture it.
+What a launcher does, or a function that calls several, follows from the shapes, strides, dtypes and
+alignments of its tensors and from its other arguments: which outputs and which room to work in it
+allocates, and which kernels it launches with which sizes. The second call with the same of all
+these is recorded; from then on only the allocations and launches are done, on the tensors of the
+call. It is a list of steps, not a CUDA graph: every call gets fresh outputs, on the current stream,
+and a CUDA graph can capture it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +43,31 @@ _ALLOCATIONS = frozenset(
      _aten.empty_strided.default, _aten.new_empty_strided.default}
 )  # fmt: skip
 _ZEROS = _aten.new_zeros.default
-_VIEWS = frozenset(
-    {_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.alias.default,
-     _aten.detach.default}
-)  # fmt: skip
-_STEPS = frozenset({_aten.sum.dim_IntList})
-"""Torch's kernels that are repeated between our own."""
-_CONSTANTS = frozenset({bool, int, float, str, tuple, torch.dtype, type(None)})
+_VIEWS: dict[Any, Callable[..., Tensor]] = {
+    _aten.view.default: Tensor.view,
+    _aten.view.dtype: Tensor.view,
+    _aten.t.default: torch.t,
+    _aten.alias.default: _aten.alias.default,
+    _aten.detach.default: Tensor.detach,
+    _aten.slice.Tensor: _aten.slice.Tensor,
+    _aten._unsafe_view.default: _aten._unsafe_view.default,
+}
+_STEPS: dict[Any, Callable[..., Tensor]] = {
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten.clone.default: torch.clone,
+    _aten._to_copy.default: _aten._to_copy.default,
+    _aten._scaled_mm.default: torch._scaled_mm,
+}
+"""Torch's kernels that are repeated between our own, and what calls each in the least time."""
+if hasattr(torch, "_scaled_mm_v2"):
+    _STEPS[_aten._scaled_mm_v2.default] = torch._scaled_mm_v2
+_IN_PLACE: dict[Any, Callable[..., Tensor]] = {
+    _aten.copy_.default: Tensor.copy_,
+    _aten.add_.Tensor: Tensor.add_,
+}
+_CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
 """Types of arguments that a key holds as they are."""
 _OF_NO_TENSOR = frozenset({_aten.promote_types.default})
 
@@ -58,8 +77,8 @@ class _Launch(NamedTuple):
     x: int
     y: int
     z: int
-    handle: Any
-    metadata: Any
+    first: tuple[Any, ...]
+    """Arguments before the kernel's."""
     tensors: tuple[tuple[int, int], ...]
     """Positions of arguments, and their numbers among the tensors of the call."""
     args: list[Any]
@@ -71,8 +90,8 @@ class _Step(NamedTuple):
 
     function: Callable[..., Tensor]
     kwargs: dict[str, Any]
-    number: int
-    """Of what it returns."""
+    number: int | None
+    """Of what it returns; None if that is its first argument."""
     tensors: tuple[tuple[int, int], ...]
     args: list[Any]
 
@@ -104,11 +123,12 @@ class _Call(NamedTuple):
             args = step.args.copy()
             for position, number in step.tensors:
                 args[position] = tensors[number]
-            if isinstance(step, _Step):
-                tensors[step.number] = step.function(*args, **step.kwargs)
+            if isinstance(step, _Launch):
+                step.run(step.x, step.y, step.z, stream, *step.first, *args)
             else:
-                run, x, y, z, handle, metadata, _, _ = step
-                run(x, y, z, stream, handle, metadata, None, None, None, *args)
+                out = step.function(*args, **step.kwargs)
+                if step.number is not None:
+                    tensors[step.number] = out
         outputs = [None if i is None else tensors[i] for i in self.outputs]
         return tuple(outputs) if self.returns_tuple else outputs[0]
 
@@ -125,7 +145,8 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.tensors = tensors  # those given, then those allocated; all kept, so that ids differ
-        self.kept: list[Tensor] = []
+        self.kept: list[Any] = []
+        self.views: dict[int, tuple[Any, Any, Any]] = {}  # by id, until a step needs them as such
         self.given = len(tensors)
         self.number = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.zeros: list[int] = []
@@ -149,29 +170,55 @@ class _Recording(TorchDispatchMode):
             self.tensors.append(out)
         elif func in _VIEWS and id(args[0]) in self.number:
             self.number[id(out)] = self.number[id(args[0])]
-            self.kept.append(out)
+            self.views[id(out)] = func, args, kwargs or {}
+            self.kept.append((out, args))
         elif func in _STEPS:
-            number = self.number[id(out)] = len(self.tensors)
-            self.tensors.append(out)
-            self.steps.append(_Step(func, kwargs or {}, number, *self._separate(args)))
+            self._take(_STEPS[func], args, kwargs or {}, out)
+        elif func in _IN_PLACE:
+            self.steps.append(_Step(_IN_PLACE[func], kwargs or {}, None, *self._separate(args)))
         elif func not in _OF_NO_TENSOR:
             self.fits = False
         return out
+
+    def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> int:
+        """A step that returns ``out``, and the number of that."""
+        step = self._separate(args)
+        number = self.number[id(out)] = len(self.tensors)
+        self.tensors.append(out)
+        self.steps.append(_Step(function, kwargs, number, *step))
+        return number
+
+    def _number(self, tensor: Tensor, *, as_it_is: bool) -> int:
+        """The number of a tensor; -1 if it was neither given nor is made by the call.
+
+        A kernel knows pointers alone. Torch's functions see a view ``as_it_is``.
+        """
+        number = self.number.get(id(tensor), -1)
+        if id(tensor) not in self.views:
+            return number
+        if not as_it_is and tensor.data_ptr() == self.tensors[number].data_ptr():
+            return number
+        func, args, kwargs = self.views.pop(id(tensor))
+        return self._take(_VIEWS[func], args, kwargs, tensor)
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], known: Any) -> None:
         """A launch of the kernel that is ``known``, with run-time arguments ``args``."""
         if known is None:
             self.fits = False
             return
-        run, handle, metadata, values, _ = known
-        tensors, rest = self._separate(args)
+        run, first, values, _ = known
+        tensors, rest = self._separate(args, as_they_are=False)
         x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(_Launch(run, x, y, z, handle, metadata, tensors, [*rest, *values]))
+        self.steps.append(_Launch(run, x, y, z, first, tensors, [*rest, *values]))
 
-    def _separate(self, args: tuple[Any, ...]) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
+    def _separate(
+        self, args: tuple[Any, ...], *, as_they_are: bool = True
+    ) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
         """Positions and numbers of the tensors among arguments, and the arguments without them."""
         at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        numbers = [self.number.get(id(args[i]), -1) for i in at]
+        numbers = [self._number(args[i], as_it_is=as_they_are) for i in at]
+        if any(isinstance(arg, (list, tuple)) and _has_tensor(arg) for arg in args):
+            self.fits = False
         if -1 in numbers:  # not one that it is given, nor one that it allocates
             self.fits = False
         rest = [None if isinstance(arg, Tensor) else arg for arg in args]
@@ -181,19 +228,23 @@ class _Recording(TorchDispatchMode):
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results = result if isinstance(result, tuple) else (result,)
         outputs = [one for one in results if one is not None]
-        numbers = [self.number.get(id(tensor), -1) for tensor in outputs]
-        fresh = len(set(numbers)) == len(numbers) and all(i >= self.given for i in numbers)
-        launches = [step for step in self.steps if type(step) is _Launch]
-        if not self.fits or not launches or not fresh:
+        seen = {n for step in self.steps if isinstance(step, _Step) for _, n in step.tensors}
+        numbers = [
+            self._number(one, as_it_is=self.number.get(id(one), -1) in seen) for one in outputs
+        ]
+        apart = len(set(numbers)) == len({id(one) for one in outputs})
+        if not self.fits or not self.steps or not apart or -1 in numbers:
             return None
         # An output may be a view of what was allocated, over all of it.
         tensors = [*self.tensors]
         for number, out in zip(numbers, outputs, strict=True):
             whole = tensors[number]
-            if out.nbytes != whole.nbytes or out.data_ptr() != whole.data_ptr():
+            given = number < self.given and out is not whole
+            if given or out.nbytes != whole.nbytes or out.data_ptr() != whole.data_ptr():
                 return None
             tensors[number] = out
-        returned = {step.number for step in self.steps if isinstance(step, _Step)}
+        made = [step.number for step in self.steps if isinstance(step, _Step)]
+        returned = {number for number in made if number is not None}
         if any(tensors[number] is not self.tensors[number] for number in returned):
             return None
         allocations = tuple(
@@ -206,6 +257,10 @@ class _Recording(TorchDispatchMode):
         returns = tuple(None if one is None else next(left) for one in results)
         how = (allocations, tuple(self.zeros), tuple(self.steps), returns)
         return _Call(*how, isinstance(result, tuple))
+
+
+def _has_tensor(args: Iterable[Any]) -> bool:
+    return any(isinstance(arg, Tensor) for arg in args)
 
 
 def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,13 +298,20 @@ def _on_device(
     launcher: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
-    x = args[0]
-    if type(x) is str:
-        x = args[1][0]
+    x = _first_tensor(args)
+    assert x is not None, "some tensor says where"
     if is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
         return again(*args)
+
+
+def _first_tensor(args: Iterable[Any]) -> Tensor | None:
+    for arg in args:
+        found = _first_tensor(arg) if isinstance(arg, (tuple, list)) else arg
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] | None:
@@ -259,28 +321,35 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     """
     if not _launch.ENABLED or getattr(_launch.RECORDING, "launch", None) is not None:
         return None
-    if type(args[0]) is str:  # a prologue, and its inputs
-        args = (args[0], *args[1], *args[2:])
     key: list[Any] = []
     tensors: list[Tensor] = []
-    devices = set()
-    for arg in args:
-        kind = type(arg)
-        if kind in _CONSTANTS:
-            key.append(arg)
-        elif kind is Tensor or kind is Parameter:
-            address = arg.data_ptr()
-            if not address:
-                return None
-            devices.add(arg.get_device())
-            tensors.append(arg)
-            key += (arg.shape, arg.stride(), arg.dtype, address & 15)
-        elif isinstance(arg, Tensor):  # of a class that may do more
-            return None
-        else:
-            key.append(tuple(arg) if kind is list else arg)
-    device = devices.pop()
-    if devices or device < 0 or device != current_device():
+    if not _describe(args, key, tensors):
+        return None
+    device = tensors[0].get_device()
+    if device < 0 or device != current_device():
         return None
     key.append(device)
     return device, tuple(key), tensors
+
+
+def _describe(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+    """Append what a call depends on, and its tensors; False where it must not be recorded."""
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            address = arg.data_ptr()
+            if not address or (tensors and arg.get_device() != tensors[0].get_device()):
+                return False
+            tensors.append(arg)
+            key += (arg.shape, arg.stride(), arg.dtype, address & 15)
+        elif kind in _CONSTANTS:
+            key.append(arg)
+        elif isinstance(arg, (tuple, list)):
+            key.append(len(arg))
+            if not _describe(arg, key, tensors):
+                return False
+        elif isinstance(arg, Tensor):  # of a class that may do more
+            return False
+        else:
+            key.append(arg)
+    return True
