@@ -94,6 +94,8 @@ class _Step(NamedTuple):
     """Of what it returns; None if that is its first argument."""
     tensors: tuple[tuple[int, int], ...]
     args: list[Any]
+    lists: tuple[int, ...] = ()
+    """Positions of arguments that are lists of one tensor."""
 
 
 class _Call(NamedTuple):
@@ -126,6 +128,8 @@ class _Call(NamedTuple):
             if isinstance(step, _Launch):
                 step.run(step.x, step.y, step.z, stream, *step.first, *args)
             else:
+                for position in step.lists:
+                    args[position] = [args[position]]
                 out = step.function(*args, **step.kwargs)
                 if step.number is not None:
                     tensors[step.number] = out
@@ -175,18 +179,23 @@ class _Recording(TorchDispatchMode):
         elif func in _STEPS:
             self._take(_STEPS[func], args, kwargs or {}, out)
         elif func in _IN_PLACE:
-            self.steps.append(_Step(_IN_PLACE[func], kwargs or {}, None, *self._separate(args)))
+            self._take(_IN_PLACE[func], args, kwargs or {}, None)
         elif func not in _OF_NO_TENSOR:
             self.fits = False
         return out
 
-    def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> int:
-        """A step that returns ``out``, and the number of that."""
+    def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
+        """A step that returns ``out``, and the number of that; None is the step's first argument."""
+        single = [isinstance(arg, list) and len(arg) == 1 and _has_tensor(arg) for arg in args]
+        lists = tuple(i for i, alone in enumerate(single) if alone)
+        args = tuple(arg[0] if alone else arg for arg, alone in zip(args, single, strict=True))
         step = self._separate(args)
-        number = self.number[id(out)] = len(self.tensors)
-        self.tensors.append(out)
-        self.steps.append(_Step(function, kwargs, number, *step))
-        return number
+        number = None
+        if out is not None:
+            number = self.number[id(out)] = len(self.tensors)
+            self.tensors.append(out)
+        self.steps.append(_Step(function, kwargs, number, *step, lists))
+        return -1 if number is None else number
 
     def _number(self, tensor: Tensor, *, as_it_is: bool) -> int:
         """The number of a tensor; -1 if it was neither given nor is made by the call.
