@@ -355,7 +355,7 @@ def _weight_transposed(
     if w8 is not None:
         return None, by, (transpose_op(w8, 1, event), by[0].scale.t())
     assert weight is not None, "kept for this"
-    high = plain(weight)
+    high = plain(weight, event)
     if by[0].scale is not None:
         return high, by, None
     if graph:

@@ -11,7 +11,8 @@ and a CUDA graph can capture it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,69 +73,91 @@ _CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
 _OF_NO_TENSOR = frozenset({_aten.promote_types.default})
 
 
-class _Launch(NamedTuple):
-    run: Callable[..., None]
-    x: int
-    y: int
-    z: int
-    first: tuple[Any, ...]
-    """Arguments before the kernel's."""
-    tensors: tuple[tuple[int, int], ...]
-    """Positions of arguments, and their numbers among the tensors of the call."""
-    args: list[Any]
-    """All arguments, with nothing where tensors go."""
-
-
 class _Step(NamedTuple):
-    """A torch function."""
+    """A launch, or a function of torch's."""
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    """Constants, and a ``_Number`` in the place of each tensor."""
     kwargs: dict[str, Any]
     number: int | None
-    """Of what it returns; None if that is its first argument."""
-    tensors: tuple[tuple[int, int], ...]
-    args: list[Any]
-    lists: tuple[int, ...] = ()
-    """Positions of arguments that are lists of one tensor."""
+    """The number of the tensor that it returns, if it makes one."""
+    is_launch: bool = False
 
 
-class _Call(NamedTuple):
-    """The launches of a call; tensors are numbered: those it is given, then those it allocates."""
+class _Number(int):
+    """The number of a tensor of a call: those that it is given come first."""
 
-    allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
-    """None for what a step returns."""
-    zeros: tuple[int, ...]
-    """Which of the tensors are zero at first."""
-    steps: tuple[_Launch | _Step, ...]
-    outputs: tuple[int | None, ...]
-    """Numbers of tensors; None is None."""
-    returns_tuple: bool
+
+_STREAM = object()
+"""Stands for the current stream among the arguments of a launch."""
+
+
+class _Call:
+    """The steps of a call, each of which picks its arguments from one list.
+
+    The list holds the tensors that the call is given, those that it allocates, the current stream
+    and all constants.
+    """
+
+    def __init__(
+        self,
+        allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
+        zeros: Sequence[int],
+        steps: Sequence[_Step],
+        outputs: Sequence[int | None],
+        *,
+        given: int,
+        returns_tuple: bool,
+    ) -> None:
+        """Args:
+
+        allocations: size, strides and dtype of each tensor that is not given; None for one that a
+            step returns.
+        zeros: numbers of tensors that are zero at first.
+        steps: in their order.
+        outputs: numbers of tensors; None is None.
+        given: the number of tensors that are given.
+        returns_tuple: whether the outputs come as a tuple.
+        """
+        self.allocations, self.zeros, self.returns_tuple = allocations, zeros, returns_tuple
+        self.constants: list[Any] = []
+        stream = given + len(allocations)
+
+        def pick(args: Iterable[Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
+            places = []
+            for arg in args:
+                if type(arg) is _Number:
+                    places.append(int(arg))
+                elif arg is _STREAM:
+                    places.append(stream)
+                else:
+                    self.constants.append(arg)
+                    places.append(stream + len(self.constants))
+            if len(places) < 2:  # then an itemgetter gives no tuple
+                return lambda found: tuple(found[place] for place in places)
+            return operator.itemgetter(*places)
+
+        self.steps = [(s.function, pick(s.args), s.kwargs, s.number) for s in steps]
+        self.outputs = pick([None if i is None else _Number(i) for i in outputs])
 
     def run(self, tensors: list[Any], device: int) -> Any:
         if _new_tensor is None or _is_deterministic():
-            where = tensors[0].device
-            new = functools.partial(_empty_strided, where)
+            new = functools.partial(_empty_strided, tensors[0].device)
         else:
             new = _new_tensor
         for allocation in self.allocations:
             tensors.append(allocation and new(*allocation))
         for number in self.zeros:
             tensors[number].zero_()
-        stream = current_stream(device)
-        for step in self.steps:
-            args = step.args.copy()
-            for position, number in step.tensors:
-                args[position] = tensors[number]
-            if isinstance(step, _Launch):
-                step.run(step.x, step.y, step.z, stream, *step.first, *args)
-            else:
-                for position in step.lists:
-                    args[position] = [args[position]]
-                out = step.function(*args, **step.kwargs)
-                if step.number is not None:
-                    tensors[step.number] = out
-        outputs = [None if i is None else tensors[i] for i in self.outputs]
-        return tuple(outputs) if self.returns_tuple else outputs[0]
+        tensors.append(current_stream(device))
+        tensors += self.constants
+        for function, arguments, kwargs, made in self.steps:
+            out = function(*arguments(tensors), **kwargs)
+            if made is not None:
+                tensors[made] = out
+        outputs = self.outputs(tensors)
+        return outputs if self.returns_tuple else outputs[0]
 
 
 def _empty_strided(
@@ -154,7 +177,7 @@ class _Recording(TorchDispatchMode):
         self.given = len(tensors)
         self.number = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.zeros: list[int] = []
-        self.steps: list[_Launch | _Step] = []
+        self.steps: list[_Step] = []
         self.fits = len(self.number) == len(tensors)  # one tensor as two arguments could be two
 
     def __enter__(self) -> Any:
@@ -185,16 +208,20 @@ class _Recording(TorchDispatchMode):
         return out
 
     def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
-        """A step that returns ``out``, and the number of that; None is the step's first argument."""
-        single = [isinstance(arg, list) and len(arg) == 1 and _has_tensor(arg) for arg in args]
-        lists = tuple(i for i, alone in enumerate(single) if alone)
-        args = tuple(arg[0] if alone else arg for arg, alone in zip(args, single, strict=True))
-        step = self._separate(args)
+        """A step that returns ``out``, and its number; None stands for the first argument."""
+        if any(isinstance(arg, list) and _has_tensor(arg) for arg in args):
+            lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
+            self.fits &= all(
+                len(arg) == 1 for arg, is_list in zip(args, lists, strict=True) if is_list
+            )
+            function = functools.partial(_with_lists, function, lists)
+            args = tuple(arg[0] if alone else arg for arg, alone in zip(args, lists, strict=True))
+        args = self._numbered(args)
         number = None
         if out is not None:
             number = self.number[id(out)] = len(self.tensors)
             self.tensors.append(out)
-        self.steps.append(_Step(function, kwargs, number, *step, lists))
+        self.steps.append(_Step(function, args, kwargs, number))
         return -1 if number is None else number
 
     def _number(self, tensor: Tensor, *, as_it_is: bool) -> int:
@@ -216,28 +243,32 @@ class _Recording(TorchDispatchMode):
             self.fits = False
             return
         run, first, values, _ = known
-        tensors, rest = self._separate(args, as_they_are=False)
         x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(_Launch(run, x, y, z, first, tensors, [*rest, *values]))
+        args = self._numbered(args, as_they_are=False)
+        self.steps.append(
+            _Step(run, (x, y, z, _STREAM, *first, *args, *values), {}, None, is_launch=True)
+        )
 
-    def _separate(
-        self, args: tuple[Any, ...], *, as_they_are: bool = True
-    ) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
-        """Positions and numbers of the tensors among arguments, and the arguments without them."""
-        at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        numbers = [self._number(args[i], as_it_is=as_they_are) for i in at]
-        if any(isinstance(arg, (list, tuple)) and _has_tensor(arg) for arg in args):
-            self.fits = False
-        if -1 in numbers:  # not one that it is given, nor one that it allocates
-            self.fits = False
-        rest = [None if isinstance(arg, Tensor) else arg for arg in args]
-        return tuple(zip(at, numbers, strict=True)), rest
+    def _numbered(self, args: tuple[Any, ...], *, as_they_are: bool = True) -> tuple[Any, ...]:
+        """Arguments, with its number in the place of each tensor."""
+        numbered = tuple(
+            _Number(self._number(arg, as_it_is=as_they_are)) if isinstance(arg, Tensor) else arg
+            for arg in args
+        )
+        if _Number(-1) in [arg for arg in numbered if type(arg) is _Number]:
+            self.fits = False  # not one that it is given, nor one that it allocates
+        return numbered
 
     def call(self, result: Any) -> _Call | None:
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results = result if isinstance(result, tuple) else (result,)
         outputs = [one for one in results if one is not None]
-        seen = {n for step in self.steps if isinstance(step, _Step) for _, n in step.tensors}
+        seen = {
+            arg
+            for step in self.steps
+            for arg in step.args
+            if type(arg) is _Number and not step.is_launch
+        }
         numbers = [
             self._number(one, as_it_is=self.number.get(id(one), -1) in seen) for one in outputs
         ]
@@ -252,8 +283,7 @@ class _Recording(TorchDispatchMode):
             if given or out.nbytes != whole.nbytes or out.data_ptr() != whole.data_ptr():
                 return None
             tensors[number] = out
-        made = [step.number for step in self.steps if isinstance(step, _Step)]
-        returned = {number for number in made if number is not None}
+        returned = {step.number for step in self.steps if step.number is not None}
         if any(tensors[number] is not self.tensors[number] for number in returned):
             return None
         allocations = tuple(
@@ -264,8 +294,18 @@ class _Recording(TorchDispatchMode):
         )
         left = iter(numbers)
         returns = tuple(None if one is None else next(left) for one in results)
-        how = (allocations, tuple(self.zeros), tuple(self.steps), returns)
-        return _Call(*how, isinstance(result, tuple))
+        return _Call(
+            allocations, self.zeros, self.steps, returns,
+            given=self.given, returns_tuple=isinstance(result, tuple),
+        )  # fmt: skip
+
+
+def _with_lists(
+    function: Callable[..., Any], lists: Sequence[bool], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function of which some arguments are lists of one."""
+    made = ([arg] if alone else arg for arg, alone in zip(args, lists, strict=True))
+    return function(*made, **kwargs)
 
 
 def _has_tensor(args: Iterable[Any]) -> bool:
@@ -332,33 +372,27 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
         return None
     key: list[Any] = []
     tensors: list[Tensor] = []
-    if not _describe(args, key, tensors):
-        return None
-    device = tensors[0].get_device()
-    if device < 0 or device != current_device():
-        return None
-    key.append(device)
-    return device, tuple(key), tensors
-
-
-def _describe(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
-    """Append what a call depends on, and its tensors; False where it must not be recorded."""
-    for arg in args:
+    append = key.append
+    left = [*args]
+    for arg in left:  # which grows by what tuples and lists hold
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             address = arg.data_ptr()
             if not address or (tensors and arg.get_device() != tensors[0].get_device()):
-                return False
+                return None
             tensors.append(arg)
-            key += (arg.shape, arg.stride(), arg.dtype, address & 15)
+            append((arg.shape, arg.stride(), arg.dtype, address & 15))
         elif kind in _CONSTANTS:
-            key.append(arg)
+            append(arg)
         elif isinstance(arg, (tuple, list)):
-            key.append(len(arg))
-            if not _describe(arg, key, tensors):
-                return False
+            append(len(arg))
+            left += arg
         elif isinstance(arg, Tensor):  # of a class that may do more
-            return False
+            return None
         else:
-            key.append(arg)
-    return True
+            append(arg)
+    device = tensors[0].get_device()
+    if device < 0 or device != current_device():
+        return None
+    append(device)
+    return device, tuple(key), tensors
