@@ -40,8 +40,10 @@ __all__ = [
     "Saved",
     "backward",
     "forward",
+    "into_buffer",
     "spec_of_experts",
     "stacked",
+    "stored_as",
 ]
 
 Saved = tuple[Tensor | None, ...]
@@ -125,7 +127,7 @@ def _cast_again(
     return q, scale if delayed else own
 
 
-def _stored_as(weight: Tensor, spec: Float8Spec) -> bool:
+def stored_as(weight: Tensor, spec: Float8Spec) -> bool:
     """Whether the weights' own bytes are the operand."""
     if not isinstance(weight, Float8Tensor):
         return False
@@ -158,7 +160,7 @@ class _Kept(NamedTuple):
 def _cast_weight(weight: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """The weights in FP8: stored so, kept, or cast now; and what ``_cast_again`` needs if so."""
     spec, factor = call.plan.w, None
-    if isinstance(weight, Float8Tensor) and _stored_as(weight, spec):
+    if isinstance(weight, Float8Tensor) and stored_as(weight, spec):
         q, scale = _stored(weight)
     elif call.first_microbatch is None or call.precision is None or torch.compiler.is_compiling():
         q, scale, factor, *_ = _cast(plain(weight), None, spec, W, call)
@@ -532,3 +534,20 @@ class _Stacked(Float8Function):
     @staticmethod
     def backward(ctx: Any, dw: Tensor | None) -> Any:
         return (None,) * len(ctx.needs_input_grad) if dw is None else dw.unbind()
+
+
+def into_buffer(x: Tensor, buffer: Tensor) -> Tensor:
+    """``x``, whose gradient is written to a buffer, and given as that."""
+    found: Tensor = _IntoBuffer.run(x, buffer)
+    return found
+
+
+class _IntoBuffer(Float8Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
+        ctx.buffer = buffer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return ctx.buffer.copy_(dx), None
