@@ -19,6 +19,7 @@ from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
 from float8lab.nn import (
     DotProductAttention,
+    GroupedLinear,
     InferenceParams,
     LayerNorm,
     LayerNormLinear,
@@ -54,6 +55,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
     "Float8Tensor",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",

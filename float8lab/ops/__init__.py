@@ -21,6 +21,7 @@ from float8lab.ops.cast import (
 )
 from float8lab.ops.declare import announce_flops, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.reference import (
     ACTIVATIONS,
@@ -38,9 +39,11 @@ __all__ = [
     "ACTIVATIONS",
     "LARGEST_HEAD",
     "NO_DATA",
+    "Groups",
     "Source",
     "amax_op",
     "as_matrix",
+    "cast_groups_op",
     "cast_many_op",
     "cast_op",
     "compute_intensive_ops",
@@ -49,6 +52,7 @@ __all__ = [
     "factors_from_amax",
     "fp8_attention_backward_op",
     "fp8_attention_op",
+    "grouped_mm_op",
     "has_fp8_attention",
     "norm_backward_op",
     "norm_op",
