@@ -43,7 +43,16 @@ from float8lab.recipes import (
     fp8_model_init,
     quantized_model_init,
 )
-from float8lab.tensor import Float8Tensor, fallback, quantize
+from float8lab.tensor import (
+    Float8Tensor,
+    fallback,
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+    quantize,
+)
 
 if TYPE_CHECKING:
     from float8lab.inspect.selfcheck import selfcheck
@@ -80,6 +89,11 @@ __all__ = [
     "inspect",
     "integrations",
     "make_graphed_callables",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "nn",
     "onnx_export",
     "optim",

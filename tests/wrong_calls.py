@@ -287,6 +287,42 @@ CALLS: dict[str, Call] = {
         _constant(t=_x(S, B, 2, 8), freqs=_x(8, 1, 1, 8)),
         lambda y: _assert(y.shape == (S, B, 2, 8)),
     ),
+    "moe_permute": Call(
+        float8lab.moe_permute,
+        _constant(inp=_x(S, H), routing_map=torch.eye(S, dtype=torch.bool)),
+        lambda found: float8lab.moe_unpermute(*found),
+    ),
+    "moe_permute_with_probs": Call(
+        float8lab.moe_permute_with_probs,
+        _constant(inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool)),
+        lambda found: float8lab.moe_unpermute(found[0], found[2]),
+    ),
+    "moe_unpermute": Call(
+        float8lab.moe_unpermute,
+        lambda folder: dict(
+            zip(
+                ("inp", "row_id_map"),
+                float8lab.moe_permute(_x(S, H), torch.eye(S, dtype=torch.bool)),
+                strict=True,
+            ),
+            merging_probs=_x(S, S),
+        ),
+    ),
+    "moe_sort_chunks_by_index": Call(
+        float8lab.moe_sort_chunks_by_index,
+        _constant(
+            inp=_x(S, H), split_sizes=torch.tensor([1, 2]), sorted_index=torch.tensor([1, 0])
+        ),
+    ),
+    "moe_sort_chunks_by_index_with_probs": Call(
+        float8lab.moe_sort_chunks_by_index_with_probs,
+        _constant(
+            inp=_x(S, H),
+            probs=_x(S),
+            split_sizes=torch.tensor([1, 2]),
+            sorted_index=torch.tensor([1, 0]),
+        ),
+    ),
     **{f"{name}.forward": call for name, call in _forward_calls().items()},
     "InferenceParams": Call(
         float8lab.InferenceParams, _constant(max_batch_size=2, max_sequence_length=4), _use_cache

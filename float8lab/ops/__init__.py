@@ -22,6 +22,7 @@ from float8lab.ops.cast import (
 from float8lab.ops.declare import announce_flops, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
+from float8lab.ops.permute import gather_rows_op, scatter_rows_op
 from float8lab.ops.reference import (
     ACTIVATIONS,
     as_matrix,
@@ -49,6 +50,7 @@ __all__ = [
     "factors_from_amax",
     "fp8_attention_backward_op",
     "fp8_attention_op",
+    "gather_rows_op",
     "has_fp8_attention",
     "norm_backward_op",
     "norm_op",
@@ -57,6 +59,7 @@ __all__ = [
     "round_up",
     "scale_from_amax",
     "scaled_mm_op",
+    "scatter_rows_op",
     "transpose_op",
     "update_scales_op",
     "value_of_op",
