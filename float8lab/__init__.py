@@ -34,6 +34,7 @@ from float8lab.nn import (
     count_gemms,
     graphed,
     make_graphed_callables,
+    router,
     to_high_precision,
 )
 from float8lab.ops import compute_intensive_ops
@@ -100,6 +101,7 @@ __all__ = [
     "quantize",
     "quantized_model_init",
     "recipes",
+    "router",
     "selfcheck",
     "to_high_precision",
 ]

@@ -323,6 +323,26 @@ CALLS: dict[str, Call] = {
             sorted_index=torch.tensor([1, 0]),
         ),
     ),
+    "router.fused_topk_with_score_function": Call(
+        float8lab.router.fused_topk_with_score_function,
+        _constant(logits=_x(S, 8), topk=2, num_groups=4, group_topk=2, score_function="sigmoid"),
+        lambda found: _assert(found[0].isfinite().all()),
+    ),
+    "router.fused_compute_score_for_moe_aux_loss": Call(
+        float8lab.router.fused_compute_score_for_moe_aux_loss,
+        _constant(logits=_x(S, 8), topk=2, score_function="softmax"),
+    ),
+    "router.fused_moe_aux_loss": Call(
+        float8lab.router.fused_moe_aux_loss,
+        _constant(
+            probs=_x(S, B),
+            tokens_per_expert=torch.ones(B),
+            total_num_tokens=S,
+            num_experts=B,
+            topk=1,
+            coeff=0.1,
+        ),
+    ),
     **{f"{name}.forward": call for name, call in _forward_calls().items()},
     "InferenceParams": Call(
         float8lab.InferenceParams, _constant(max_batch_size=2, max_sequence_length=4), _use_cache

@@ -1,5 +1,6 @@
 """Modules that run in FP8, and conversion of existing models."""
 
+from float8lab.nn import router
 from float8lab.nn.attention import (
     DotProductAttention,
     InferenceParams,
@@ -39,5 +40,6 @@ __all__ = [
     "count_gemms",
     "graphed",
     "make_graphed_callables",
+    "router",
     "to_high_precision",
 ]

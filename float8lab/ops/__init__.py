@@ -33,12 +33,14 @@ from float8lab.ops.reference import (
     scale_from_amax,
 )
 from float8lab.ops.rotary import rotate_op
+from float8lab.ops.router import SCORE_FUNCTIONS, route_backward_op, route_op
 from float8lab.ops.scaling import NO_DATA, update_scales_op
 
 __all__ = [
     "ACTIVATIONS",
     "LARGEST_HEAD",
     "NO_DATA",
+    "SCORE_FUNCTIONS",
     "Source",
     "amax_op",
     "as_matrix",
@@ -57,6 +59,8 @@ __all__ = [
     "prologue_shape",
     "rotate_op",
     "round_up",
+    "route_backward_op",
+    "route_op",
     "scale_from_amax",
     "scaled_mm_op",
     "scatter_rows_op",

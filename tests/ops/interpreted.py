@@ -17,7 +17,16 @@ from triton.runtime import interpreter
 from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.inspect.selfcheck import forms
 from float8lab.ops import Source, reference
-from float8lab.ops.kernels import attention, cast_many, norm, permute, prologue, rotary, scaling
+from float8lab.ops.kernels import (
+    attention,
+    cast_many,
+    norm,
+    permute,
+    prologue,
+    rotary,
+    router,
+    scaling,
+)
 from float8lab.ops.kernels.cast import amax_of, cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 
@@ -301,6 +310,39 @@ def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]
         same(one, other)
 
 
+def check_router() -> None:
+    """Tokens, experts, topk, groups and how many of them; infinities, NaN, equal logits."""
+    for T, E, topk, groups, best in (
+        (7, 12, 3, 4, 2), (1, 1, 1, 1, 0), (5, 130, 8, 1, 0), (6, 36, 6, 9, 2), (0, 4, 2, 1, 0),
+    ):  # fmt: skip
+        logits = torch.randn(T, E) * 4
+        logits[:1, :1], logits[-1:, -1:], logits[1:2, E // 2 :] = torch.nan, -40, -torch.inf
+        equal = logits.round().div(4)
+        for name, pre, z in (
+            ("softmax", False, equal), ("softmax", True, logits), ("sigmoid", False, logits),
+            ("sqrtsoftplus", False, logits),
+        ):  # fmt: skip
+            bias = None if name == "softmax" else torch.randn(E)
+            for how in (
+                (topk, name, pre, groups, best, 2.5, False), (topk, name, pre, 1, 0, 1.0, True),
+            ):  # fmt: skip
+                z = logits if how[-1] else z
+                (got, chosen), (want, wanted) = (
+                    of.route(z, bias, *how) for of in (router, router.reference)
+                )
+                torch.testing.assert_close(got, want, equal_nan=True)
+                assert torch.equal(chosen, wanted)
+                gradient = (
+                    torch.randn(T, E),
+                    z.nan_to_num(neginf=-9.0),
+                    wanted,
+                    *how[:3],
+                    *how[5:],
+                )
+                got, want = (of.route_backward(*gradient) for of in (router, router.reference))
+                torch.testing.assert_close(got, want)
+
+
 def check_transpose_and_dequantize() -> None:
     q = torch.randint(0, 127, (70, 135), dtype=torch.uint8).clamp(max=120).view(E4M3)
     for one in (q, q.t(), q[:, ::2], q[:0]):
@@ -508,6 +550,7 @@ if __name__ == "__main__":
     check_turned_values()
     check_rotary()
     check_permute()
+    check_router()
     check_update_scales()
     check_norm()
     check_fp8_norm()

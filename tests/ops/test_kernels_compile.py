@@ -41,6 +41,7 @@ from float8lab.ops.kernels import (
     permute,
     prologue,
     rotary,
+    router,
     scaling,
 )
 from float8lab.ops.kernels._launch import Launched
@@ -233,7 +234,20 @@ def gathered(with_probs: bool) -> Any:
     return lambda: permute.gather_rows(y, to, probs if with_probs else None, beside)
 
 
+def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
+    logits, bias = torch.zeros(64, experts), None if name == "softmax" else torch.zeros(experts)
+    if back:
+        arguments = (logits, logits, logits.bool(), 8, name, *how)
+        return lambda: router.route_backward(*arguments)
+    return lambda: router.route(logits, bias, 8, name, *how)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
+    "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
+    "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
+    "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
+    "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
+    "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
     "permute": scattered(),
     "permute-1x128-with-probs": scattered(True, scales=32),
     "permute-backward": gathered(with_probs=False),

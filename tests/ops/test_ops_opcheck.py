@@ -172,6 +172,17 @@ def test_permute(tokens: int, device: torch.device) -> None:
     check(ops.gather_rows_op, rows.bfloat16(), row_map, probs, rows[:, 0].half())
 
 
+@pytest.mark.parametrize("tokens", [0, 4])
+@pytest.mark.parametrize("name", ops.SCORE_FUNCTIONS)
+def test_route(name: str, tokens: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, 12, device=device, dtype=torch.bfloat16)
+    bias = torch.randn(12, device=device)
+    for how in ((4, name, False, 4, 2, 2.5, False), (1, name, True, 1, 0, 1.0, True)):
+        check(ops.route_op, logits, bias, *how)
+        _, routing_map = ops.route_op(logits, bias, *how)
+        check(ops.route_backward_op, logits.float(), logits, routing_map, *how[:3], *how[5:])
+
+
 def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
     """Inputs of a source."""
     x = torch.randn(rows, 36, device=device, dtype=torch.bfloat16)
