@@ -14,6 +14,8 @@ from float8lab.distributed import (
     CudaRNGStatesTracker,
     backward_on_this_core,
     get_cpu_offload_context,
+    moe_combine,
+    moe_dispatch,
 )
 from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
@@ -90,6 +92,8 @@ __all__ = [
     "inspect",
     "integrations",
     "make_graphed_callables",
+    "moe_combine",
+    "moe_dispatch",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",

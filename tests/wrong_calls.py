@@ -287,6 +287,20 @@ CALLS: dict[str, Call] = {
         _constant(t=_x(S, B, 2, 8), freqs=_x(8, 1, 1, 8)),
         lambda y: _assert(y.shape == (S, B, 2, 8)),
     ),
+    "moe_dispatch": Call(
+        float8lab.moe_dispatch,
+        _constant(
+            inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool), gradient=None
+        ),
+        lambda found: float8lab.moe_combine(found[0], found[-1]),
+    ),
+    "moe_combine": Call(
+        float8lab.moe_combine,
+        lambda folder: {
+            "out": _x(S, B),
+            "handle": float8lab.moe_dispatch(_x(S, H), _x(S, S), torch.eye(S, dtype=torch.bool))[3],
+        },
+    ),
     "moe_permute": Call(
         float8lab.moe_permute,
         _constant(inp=_x(S, H), routing_map=torch.eye(S, dtype=torch.bool)),

@@ -28,11 +28,17 @@ from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 
 __all__ = [
+    "check_integers",
+    "check_probs",
+    "check_tokens",
+    "gather_rows",
+    "map_of_chunks",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "scatter_rows",
 ]
 
 
@@ -75,11 +81,11 @@ def moe_permute(
     >>> moe_unpermute(rows, row_map).flatten()
     tensor([1., 4., 3.])
     """
-    _check_tokens("inp", inp)
+    check_tokens("inp", inp)
     check_size("max_token_num", max_token_num, minimum=-1)
     check_choice("map_type", map_type, ("mask", "index"))
     row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, map_type)
-    y, _ = _Scatter.run(inp, row_map, rows, None)
+    y, _ = scatter_rows(inp, row_map, rows)
     return y, row_map
 
 
@@ -106,10 +112,10 @@ def moe_permute_with_probs(
     >>> rows.shape, probs.shape
     (torch.Size([3, 2]), torch.Size([3]))
     """
-    _check_tokens("inp", inp)
+    check_tokens("inp", inp)
     row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, "mask")
-    _check_probs("probs", probs, tuple(routing_map.shape))
-    y, permuted = _Scatter.run(inp, row_map, rows, probs)
+    check_probs("probs", probs, tuple(routing_map.shape))
+    y, permuted = scatter_rows(inp, row_map, rows, probs)
     return y, permuted, row_map
 
 
@@ -143,7 +149,7 @@ def moe_unpermute(
     >>> moe_unpermute(rows, row_map, torch.tensor([[0.25, 0.0, 0.5]]))
     tensor([[0.7500, 0.7500]])
     """
-    _check_tokens("inp", inp)
+    check_tokens("inp", inp)
     check_choice("map_type", map_type, ("mask", "index"))
     check_tensor("row_id_map", row_id_map)
     if row_id_map.dtype != torch.int32 or row_id_map.ndim != 2 or not row_id_map.shape[1]:
@@ -160,7 +166,7 @@ def moe_unpermute(
             )
         merging_probs = probs
     if merging_probs is not None:
-        _check_probs("merging_probs", merging_probs, (tokens, places))
+        check_probs("merging_probs", merging_probs, (tokens, places))
     wanted = (tokens, inp.shape[1])
     listed = isinstance(restore_shape, (tuple, list))
     if restore_shape is not None and not (listed and tuple(restore_shape) == wanted):
@@ -170,8 +176,7 @@ def moe_unpermute(
         )
     if isinstance(inp, Float8Tensor):
         inp = inp.dequantize()
-    result: Tensor = _Gather.run(inp, row_id_map, merging_probs)
-    return result
+    return gather_rows(inp, row_id_map, merging_probs)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -229,9 +234,9 @@ def moe_sort_chunks_by_index_with_probs(
 def _sort_chunks(
     inp: Tensor, probs: Tensor | None, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Any, Any]:
-    _check_tokens("inp", inp)
+    check_tokens("inp", inp)
     for name, value in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
-        _check_integers(name, value, 1)
+        check_integers(name, value, 1)
     if split_sizes.shape != sorted_index.shape:
         raise ValueError(
             f"sorted_index must have one number for each of the {len(split_sizes)} chunks of "
@@ -243,16 +248,17 @@ def _sort_chunks(
             f"{sorted_index.tolist()}. Number the chunks from 0."
         )
     if probs is not None:
-        _check_probs("probs", probs, (inp.shape[0],))
+        check_probs("probs", probs, (inp.shape[0],))
         probs = probs[:, None]
-    row_map = _map_of_chunks(inp.shape[0], split_sizes.to(inp.device), sorted_index.to(inp.device))
-    return _Scatter.run(inp, row_map, inp.shape[0], probs)
+    row_map = map_of_chunks(inp.shape[0], split_sizes.to(inp.device), sorted_index.to(inp.device))
+    return scatter_rows(inp, row_map, inp.shape[0], probs)
 
 
 # Checks.
 
 
-def _check_tokens(name: str, x: Any) -> None:
+def check_tokens(name: str, x: Any) -> None:
+    """Check for tokens by features, plain or in FP8."""
     check_tensor(name, x)
     if x.dtype not in PARAMETER_DTYPES:
         raise TypeError(
@@ -266,7 +272,8 @@ def _check_tokens(name: str, x: Any) -> None:
         )
 
 
-def _check_integers(name: str, x: Any, ndim: int) -> None:
+def check_integers(name: str, x: Any, ndim: int) -> None:
+    """Check for a tensor of integers or bools."""
     check_tensor(name, x)
     if x.is_floating_point() or x.is_complex():
         raise TypeError(f"{name} must hold integers; got {shown(x)}. Convert it, by .int().")
@@ -277,14 +284,15 @@ def _check_integers(name: str, x: Any, ndim: int) -> None:
         )
 
 
-def _check_probs(name: str, probs: Any, shape: tuple[int, ...]) -> None:
+def check_probs(name: str, probs: Any, shape: tuple[int, ...]) -> None:
+    """Check for floating-point numbers, as many as there are places for tokens."""
     check_tensor(name, probs)
     if probs.dtype not in PARAMETER_DTYPES:
         raise TypeError(f"{name} must be a floating-point tensor; got {shown(probs)}. Convert it.")
     if tuple(probs.shape) != shape:
         raise ValueError(
-            f"{name} must have shape {shape}, as inp and its map have; got {tuple(probs.shape)}. "
-            "Reshape it."
+            f"{name} must have shape {shape}, as inp and routing_map or row_id_map say; got "
+            f"{tuple(probs.shape)}. Reshape it."
         )
 
 
@@ -295,7 +303,7 @@ def _row_map(
     routing_map: Any, tokens: int, num_out_tokens: Any, map_type: str
 ) -> tuple[Tensor, int]:
     """The row map of a routing map, and R."""
-    _check_integers("routing_map", routing_map, 2)
+    check_integers("routing_map", routing_map, 2)
     if routing_map.dtype == torch.bool and map_type == "index":
         raise TypeError(
             "routing_map must hold numbers of experts with map_type='index'; got bools. Pass "
@@ -338,7 +346,8 @@ def _map_of_index(index: Tensor) -> Tensor:
     return row_map
 
 
-def _map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
+def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
+    """The row map that puts chunks of tokens in another order; see ``moe_sort_chunks_by_index``."""
     sizes, order = sizes.long(), order.long()
     ends = sizes.cumsum(0)
     moved = sizes[order]
@@ -355,7 +364,20 @@ def _map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
 # Autograd.
 
 
-def _scatter(
+def scatter_rows(
+    x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
+) -> tuple[Any, Any]:
+    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable."""
+    return _Scatter.run(x, row_map, rows, probs)
+
+
+def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
+    """Add up the rows of each token, times ``[T, S]`` probabilities; differentiable."""
+    result: Tensor = _Gather.run(y, row_map, probs)
+    return result
+
+
+def _scattered(
     x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Rows, and their probabilities if there are any."""
@@ -381,7 +403,7 @@ class _Scatter(Float8Function):
         ctx: Any, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(row_map)
-        return _scatter(x, row_map, rows, probs)
+        return _scattered(x, row_map, rows, probs)
 
     @staticmethod
     @once_differentiable
@@ -405,7 +427,7 @@ class _Gather(Float8Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
         row_map, *merged = ctx.saved_tensors
         if not merged:
-            return _scatter(dx, row_map, ctx.rows)[0], None, None
+            return _scattered(dx, row_map, ctx.rows)[0], None, None
         dx = dx.dequantize() if isinstance(dx, Float8Tensor) else dx
         dy, dprobs, *_ = scatter_rows_op(dx, row_map, ctx.rows, *merged)
         return dy, None, dprobs
