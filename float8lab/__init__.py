@@ -9,7 +9,7 @@ torch.Size([2, 64])
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from float8lab import distributed, inspect, integrations, nn, optim, recipes
+from float8lab import distributed, inspect, integrations, nn, optim, recipes, router
 from float8lab.distributed import (
     CudaRNGStatesTracker,
     backward_on_this_core,
@@ -36,7 +36,6 @@ from float8lab.nn import (
     count_gemms,
     graphed,
     make_graphed_callables,
-    router,
     to_high_precision,
 )
 from float8lab.ops import compute_intensive_ops

@@ -1,6 +1,5 @@
 """Modules that run in FP8, and conversion of existing models."""
 
-from float8lab.nn import router
 from float8lab.nn.attention import (
     DotProductAttention,
     InferenceParams,
@@ -40,6 +39,5 @@ __all__ = [
     "count_gemms",
     "graphed",
     "make_graphed_callables",
-    "router",
     "to_high_precision",
 ]
