@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["LEAST_SUM", "SCORE_FUNCTIONS", "route", "route_backward"]
+__all__ = ["LEAST_SUM", "SCORE_FUNCTIONS", "route", "route_backward", "shares"]
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 LEAST_SUM = 1e-20
@@ -35,7 +35,7 @@ def _marked(like: Tensor, places: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.bool).scatter_(-1, places, True)
 
 
-def _shares(
+def shares(
     z: Tensor, chosen: Tensor, topk: int, score_function: str, pre_softmax: bool
 ) -> tuple[Tensor, Tensor]:
     """Scores of all experts, and what scores are divided by to be probabilities."""
@@ -98,9 +98,9 @@ def route(
         ranked = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1)
     chosen = _marked(ranked, _best(ranked, topk)[1])
     if dense:
-        scores, total = _shares(z, torch.ones_like(chosen), 2, score_function, True)
+        scores, total = shares(z, torch.ones_like(chosen), 2, score_function, True)
         return scores / total, chosen
-    scores, total = _shares(z, chosen, topk, score_function, pre_softmax)
+    scores, total = shares(z, chosen, topk, score_function, pre_softmax)
     probs = torch.where(chosen, scores / total * scaling, 0)
     return probs.to(logits.dtype), chosen
 
@@ -129,7 +129,7 @@ def route_backward(
     z = _wide(logits)
     if dense:
         routing_map, topk, pre_softmax, scaling = torch.ones_like(routing_map), 2, True, 1.0
-    scores, total = _shares(z, routing_map, topk, score_function, pre_softmax)
+    scores, total = shares(z, routing_map, topk, score_function, pre_softmax)
     grad = torch.where(routing_map, dprobs.to(z.dtype) * scaling, 0)
     if score_function == "softmax":
         dz = scores * (grad - (scores * grad).sum(-1, keepdim=True))
