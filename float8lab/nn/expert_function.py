@@ -8,34 +8,25 @@ derivative needs, and fc1's input in FP8, laid out for its weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.nn.activation_function import activate
 from float8lab.nn.gemm import output_dtype
-from float8lab.nn.grouped_function import PARTS, Gradient, GroupedFunction, backward, forward
+from float8lab.nn.grouped_function import PARTS, Gradient, backward, forward
 from float8lab.nn.precision import Call
 from float8lab.ops import Source
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
-__all__ = ["Activation", "expert_mlp"]
+__all__ = ["Layer", "expert_mlp"]
 
 Layer = tuple[Tensor, Tensor | None]
 """Weight ``[E, N, K]``, in any layout, and bias ``[E, N]`` or None."""
-Activation = str | Callable[[Tensor], Tensor]
-"""One of ``ACTIVATIONS``, which is fused with the casts beside it, or a function, which is not."""
 
 
 def expert_mlp(
-    x: Tensor,
-    offs: Tensor,
-    fc1: Layer,
-    fc2: Layer,
-    activation: Activation,
-    calls: tuple[Call | None, Call | None],
+    x: Tensor, offs: Tensor, fc1: Layer, fc2: Layer, activation: str, calls: tuple[Call, Call]
 ) -> Tensor:
     """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
 
@@ -44,20 +35,13 @@ def expert_mlp(
         offs: ends of the experts' rows, ``[E]``; rows beyond the last give zeros.
         fc1: weight ``[E, F, K]``, or ``[E, 2 F, K]`` if the activation gates, and bias or None.
         fc2: weight ``[E, K, F]`` and bias or None.
-        activation: between the two.
-        calls: how each layer's operands are cast; None is high precision.
+        activation: one of ``ACTIVATIONS``.
+        calls: how each layer's operands are cast.
 
     Returns:
         ``[M, K]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
-    first, second = calls
-    y: Tensor
-    if isinstance(activation, str) and first is not None and second is not None:
-        y = _ExpertMlp.run(x, *fc1, *fc2, offs, _MlpCall(activation, first, second))
-        return y
-    h = GroupedFunction.run(x, *fc1, offs, first)
-    a = activate(h, activation) if isinstance(activation, str) else activation(h)
-    y = GroupedFunction.run(a, *fc2, offs, second)
+    y: Tensor = _ExpertMlp.run(x, *fc1, *fc2, offs, _MlpCall(activation, *calls))
     return y
 
 

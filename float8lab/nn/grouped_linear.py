@@ -328,11 +328,7 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
     """
     E, rows = experts, x.shape[0]
     if isinstance(m_splits, Tensor):
-        if (
-            m_splits.is_floating_point()
-            or m_splits.is_complex()
-            or m_splits.dtype == torch.bool
-        ):
+        if m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype == torch.bool:
             raise TypeError(
                 f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
                 "each expert."
