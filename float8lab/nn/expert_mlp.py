@@ -74,7 +74,7 @@ class ExpertsBase(nn.Module):
             precision.experts = experts
             setattr(self, f"_fp8_{part}", precision)
 
-    def _run(
+    def _run_experts(
         self,
         x: Tensor,
         offs: Tensor,
@@ -88,22 +88,22 @@ class ExpertsBase(nn.Module):
         """
         both = self._fp8_fc1, self._fp8_fc2
         calls = [
-            self._begin(precision, x, weight, first_microbatch)
+            self._begin_layer(precision, x, weight, first_microbatch)
             for precision, (weight, _) in zip(both, layers, strict=True)
         ]
         first, second = calls
         if isinstance(activation, str) and first is not None and second is not None:
             y = expert_mlp(x, offs, *layers, activation, (first, second))
         else:
-            h = self._apply_layer(both[0], x, offs, layers[0], first, first_microbatch)
+            h = self._apply_experts(both[0], x, offs, layers[0], first, first_microbatch)
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
-            y = self._apply_layer(both[1], a, offs, layers[1], second, first_microbatch)
+            y = self._apply_experts(both[1], a, offs, layers[1], second, first_microbatch)
         for precision, call in zip(both, calls, strict=True):
             if call is not None and call.record:
                 precision.end(call)
         return y
 
-    def _begin(
+    def _begin_layer(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
         fused = fused_weight(self, weight)
@@ -113,7 +113,7 @@ class ExpertsBase(nn.Module):
         )  # fmt: skip
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 
-    def _apply_layer(
+    def _apply_experts(
         self,
         precision: Precision,
         x: Tensor,
@@ -270,7 +270,7 @@ class ExpertMLP(ExpertsBase):
         else:
             rows, row_map = moe_permute(x, routing_map, num_out_tokens)
             offs = routing_map.sum(0).cumsum(0).clamp(max=rows.shape[0])
-        y = self._run(rows, offs, self._layers(), self.activation, is_first_microbatch)
+        y = self._run_experts(rows, offs, self._layers(), self.activation, is_first_microbatch)
         y = moe_unpermute(y, row_map, probs)
         return y.view(inp.shape)
 
@@ -293,7 +293,7 @@ class ExpertMLP(ExpertsBase):
         check_input("rows", rows, (self.hidden_size,), "hidden_size")
         x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
         offs = ends_of(m_splits, x, self.num_experts, "num_experts")
-        y = self._run(x, offs, self._layers(), self.activation, is_first_microbatch)
+        y = self._run_experts(x, offs, self._layers(), self.activation, is_first_microbatch)
         return y.view(rows.shape)
 
     def _layers(self) -> tuple[Layer, Layer]:

@@ -105,7 +105,7 @@ def test_ways_to_say_the_same():
         return torch.zeros(T, E).scatter(1, index, probs)
 
     def permuted(x, probs):
-        rows, row_probs, row_map = float8lab.moe_permute_with_probs(x, spread(probs), mask)
+        rows, _, row_map = float8lab.moe_permute_with_probs(x, spread(probs), mask)
         return float8lab.moe_unpermute(
             module.run_rows(rows, mask.sum(0).tolist()), row_map, spread(probs)
         )
