@@ -19,7 +19,7 @@ from float8lab.arguments import (
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.expert_function import Layer, expert_mlp
-from float8lab.nn.gemm import fused_weight, plain_weight
+from float8lab.nn.gemm import fused_weight, output_dtype, plain_weight
 from float8lab.nn.grouped_function import GroupedFunction
 from float8lab.nn.grouped_linear import ends_of
 from float8lab.nn.linear import (
@@ -265,6 +265,7 @@ class ExpertMLP(ExpertsBase):
         """
         check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
+        x = x.to(output_dtype(x))  # before it is copied to each expert
         if isinstance(routing_map, Tensor) and routing_map.dtype != torch.bool:
             rows, row_map, offs = routed(x, routing_map, self.num_experts)
         else:

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from float8lab.nn.expert_function import Layer
 from float8lab.nn.expert_mlp import ExpertsBase, routed
+from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor, moe_unpermute
 
@@ -157,6 +158,7 @@ def _route(
 ) -> Tensor:
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(_plain(hidden_states))
+    x = x.to(output_dtype(x))  # before it is copied to each expert
     rows, row_map, offs = routed(x, index, layers[0][0].shape[0])
     y = self._run_experts(rows, offs, layers, activation)
     y = y if after is None else after(y)
