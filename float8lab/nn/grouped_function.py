@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.casts import Operand, lives_on, plain
+from float8lab.nn.casts import Operand, lives_on, plain, show_cast, show_gemm
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
@@ -127,6 +127,21 @@ def _cast_again(
     return q, scale if delayed else own
 
 
+def _show(
+    x: Tensor | Source, offs: Tensor | None, operand: Operand, spec: Float8Spec, index: int,
+    call: Call,
+) -> None:  # fmt: skip
+    """Show a cast to whoever watches, with zeros in the rows that belong to nobody."""
+    if not call.watched:
+        return
+    if offs is None:
+        show_cast(x, operand, spec_of_experts(spec), index, call)
+        return
+    value = x.value() if isinstance(x, Source) else x
+    own = torch.arange(value.shape[0], device=value.device) < offs[-1]
+    show_cast(torch.where(own[:, None], value, 0.0), operand, spec, index, call)
+
+
 def stored_as(weight: Tensor, spec: Float8Spec) -> bool:
     """Whether the weights' own bytes are the operand."""
     if not isinstance(weight, Float8Tensor):
@@ -166,6 +181,7 @@ def _cast_weight(weight: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | N
         q, scale, factor, *_ = _cast(plain(weight), None, spec, W, call)
     else:
         q, scale = _kept_weight(weight, call)
+    _show(weight, None, (q, scale), spec, W, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
         key = StorageWeakRef(q.untyped_storage())
         STATE.weights[key] = lives_on(q, weight, call)
@@ -206,6 +222,13 @@ def _multiply_plain(
     """In high precision."""
     y: Tensor = grouped_mm_op(a, None, (), b, None, (), bias, offs, dtype, False)
     return y
+
+
+def _show_gemm(
+    kind: str, call: Call | None, a: Operand | None = None, b: Operand | None = None
+) -> None:
+    if call is not None and call.watched:
+        show_gemm(kind, call, a, b)
 
 
 def _crop(y: Tensor, *sizes: int) -> Tensor:
@@ -263,6 +286,8 @@ def forward(
                 # As e8m0 where that is exact: one byte each.
                 e8m0 = wgrad.right.scale_rule == "e8m0"
                 saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
+        if straight:
+            _show(x, offs, x_q, straight, X, call)  # type: ignore[arg-type]  # cast just now
     if needs_dw and not wgrad and not source:
         saved_x = (x, None, None)  # type: ignore[assignment]  # no source
     if plan.fprop or keep_w:
@@ -275,11 +300,13 @@ def forward(
         if bias is not None and N % ALIGN:
             added = F.pad(bias, (0, -N % ALIGN))
         y = _multiply(x_q, w_q[:2], plan.fprop, offs, dtype, added)
+        _show_gemm("fprop", call, x_q, w_q[:2])
         y = _crop(y, y.shape[0], N).contiguous()
     else:
         high = (x.value() if isinstance(x, Source) else x).to(dtype)
         added = None if bias is None else bias.to(dtype)
         y = _multiply_plain(high, plain(weight).to(dtype), offs, dtype, added)
+        _show_gemm("fprop", call)
     saved_w: Saved = (None, None, None)
     if keep_w:
         assert call is not None, "it has a plan"
@@ -327,6 +354,8 @@ class Gradient:
                 dy, offs, dx, DY, call, transposed=dw, column_sum=needs_db
             )
             self.q = (q, scale) if dx else None
+            if dx:
+                _show(dy, offs, (q, scale), dx, DY, call)
             self.q_t = (q_t, scale_t) if dw else None
             self.total = total if needs_db else None
         elif needs_db:
@@ -389,6 +418,7 @@ def _dgrad(
         assert dy.high is not None, "kept for this"
         assert weight is not None, "kept for this"
         high = plain(weight, dy.high).to(dy.high.dtype)
+        _show_gemm("dgrad", call)
         return _multiply_plain(dy.high, high.mT, offs, dtype)
     assert call is not None, "it has a plan"
     assert call.plan.dgrad is not None, "cast for it"
@@ -407,6 +437,7 @@ def _dgrad(
         event = dy.q[1] if torch.compiler.is_compiling() else None
         turned = transpose_op(w_q.reshape(E * rows, columns), 1, event)
         w_t = turned.view(columns, E, rows).transpose(0, 1), scale.mT
+    _show_gemm("dgrad", call, dy.q, w_t)
     return _crop(_multiply(dy.q, w_t, call.plan.dgrad, offs, dtype), *shape)
 
 
@@ -428,6 +459,7 @@ def _wgrad(
         assert dy.high is not None, "kept for this"
         assert high is not None, "kept for this"
         dw = _multiply_plain(dy.high.t(), high.to(dy.high.dtype).t(), offs, dtype)
+        _show_gemm("wgrad", call)
     else:
         assert call is not None, "it has a plan"
         assert call.plan.wgrad is not None, "cast for it"
@@ -439,6 +471,7 @@ def _wgrad(
             right = call.plan.wgrad.right
             x_t = _cast_again(x, offs, right, scale, factor, call, transposed=True)
         dw = _crop(_multiply(dy.q_t, x_t, call.plan.wgrad, offs, dtype), *shape)
+        _show_gemm("wgrad", call, dy.q_t, x_t)
     if fused is None:
         return dw
     _accumulate(fused, dw, overwrite=call is not None and call.first_microbatch is True)
