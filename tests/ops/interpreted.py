@@ -304,6 +304,10 @@ def check_permute() -> None:
             got, want = permute.gather_rows(*arguments), permute.reference.gather_rows(*arguments)
             all_same_or_none(got, want)
 
+    for T, S in ((0, 3), (5, 0), (300, 130), (70, 3), (1, 1)):
+        for mask in (torch.rand(T, S) < 0.4, (torch.rand(S, T) < 0.1).int().t() * 7):
+            same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+
 
 def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
     for one, other in zip(got, want, strict=True):

@@ -248,6 +248,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
     "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
     "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
+    "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
+    "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
     "permute": scattered(),
     "permute-1x128-with-probs": scattered(True, scales=32),
     "permute-backward": gathered(with_probs=False),
