@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.casts import Operand, lives_on, plain
+from float8lab.nn.casts import Operand, lives_on, plain, show_cast, show_gemm
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
@@ -166,6 +166,8 @@ def _cast_weight(weight: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | N
         q, scale, factor, *_ = _cast(plain(weight), None, spec, W, call)
     else:
         q, scale = _kept_weight(weight, call)
+    if call.watched:
+        _show_weights(weight, (q, scale), spec, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
         key = StorageWeakRef(q.untyped_storage())
         STATE.weights[key] = lives_on(q, weight, call)
@@ -186,6 +188,29 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
     known = call.known[W]
     precision.weight_cast = _Kept(call.recipe, q, scale, known and known[0])
     return q, scale
+
+
+# What an observer is shown, where ``call.watched``: matrices, as of any linear layer.
+
+
+def _show_rows(
+    x: Tensor | Source, offs: Tensor, operand: Operand, spec: Float8Spec, index: int, call: Call
+) -> None:
+    """The rows of all experts; those that belong to nobody are zeros."""
+    value = x.value() if isinstance(x, Source) else x
+    inside = torch.arange(value.shape[0], device=value.device)[:, None] < offs[-1:]
+    show_cast(torch.where(inside, value, 0.0), operand, spec, index, call)
+
+
+def _show_weights(weight: Tensor, operand: Operand, spec: Float8Spec, call: Call) -> None:
+    """The weights of all experts below each other, unless a block would have rows of two."""
+    (E, N, K), (q, scale) = weight.shape, operand
+    if isinstance(weight, Float8Tensor) or (spec.block[0] > 1 and N % spec.block[0]):
+        return
+    high = (N if spec.block[0] == -1 else spec.block[0], spec.block[1])
+    down = scale.shape[1] if spec.block[0] != 1 else N
+    rows = q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1)
+    show_cast(weight.detach().reshape(E * N, K), rows, replace(spec, block=high), W, call)
 
 
 # The three GEMMs.
@@ -239,7 +264,6 @@ def forward(
     """
     plan, source = _plan(call), isinstance(x, Source)
     needs_dx, needs_dw = needs
-    N = weight.shape[1]
     wgrad = plan.wgrad if needs_dw else None
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
@@ -254,11 +278,15 @@ def forward(
             if straight or keep:
                 q, scale, factor, *_ = _cast(x, offs, plan.x, X, call)
                 x_q, saved_x = (q, scale), (None, scale, factor) if keep else saved_x
+                if call.watched:
+                    _show_rows(x, offs, x_q, plan.x, X, call)
         else:
             q, scale, _, q_t, scale_t, _ = _cast(
                 x, offs, straight, X, call, transposed=wgrad and wgrad.right
             )
             x_q = q, scale
+            if call.watched and straight:
+                _show_rows(x, offs, x_q, straight, X, call)
             if wgrad:
                 # As e8m0 where that is exact: one byte each.
                 e8m0 = wgrad.right.scale_rule == "e8m0"
@@ -269,26 +297,41 @@ def forward(
         assert call is not None, "it has a plan"
         w_q = _cast_weight(weight, call)
 
-    if plan.fprop:
-        assert x_q is not None, "cast for this"
-        added = bias
-        if bias is not None and N % ALIGN:
-            added = F.pad(bias, (0, -N % ALIGN))
-        y = _multiply(x_q, w_q[:2], plan.fprop, offs, dtype, added)
-        y = _crop(y, y.shape[0], N).contiguous()
-    else:
-        high = (x.value() if isinstance(x, Source) else x).to(dtype)
-        added = None if bias is None else bias.to(dtype)
-        y = _multiply_plain(high, plain(weight).to(dtype), offs, dtype, added)
+    y = _fprop(x, x_q, weight, w_q, bias, offs, call, dtype)
     saved_w: Saved = (None, None, None)
     if keep_w:
         assert call is not None, "it has a plan"
         w8, scale, factor = w_q
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
-        lean = source and factor is not None and not lives_on(w8, weight, call)
+        lean = source and not lives_on(w8, weight, call)
         saved_w = (None, scale, factor) if lean else (w8, scale, None)
     keep_high = needs_dx and saved_w[0] is None
     return y, (*saved_x, weight if keep_high else None, *saved_w)
+
+
+def _fprop(
+    x: Tensor | Source,
+    x_q: Operand | None,
+    weight: Tensor,
+    w_q: Any,
+    bias: Tensor | None,
+    offs: Tensor,
+    call: Call | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``x @ weight[e].T + bias[e]``, from the operands if in FP8."""
+    fprop, N = _plan(call).fprop, weight.shape[1]
+    if call is not None and call.watched:
+        show_gemm("fprop", call, *(x_q, w_q[:2]) if fprop else (None, None))
+    if fprop is None:
+        high = (x.value() if isinstance(x, Source) else x).to(dtype)
+        added = None if bias is None else bias.to(dtype)
+        return _multiply_plain(high, plain(weight).to(dtype), offs, dtype, added)
+    assert x_q is not None, "cast for this"
+    if bias is not None and N % ALIGN:
+        bias = F.pad(bias, (0, -N % ALIGN))
+    y = _multiply(x_q, w_q[:2], fprop, offs, dtype, bias)
+    return _crop(y, y.shape[0], N).contiguous()
 
 
 class Gradient:
@@ -329,6 +372,8 @@ class Gradient:
             self.q = (q, scale) if dx else None
             self.q_t = (q_t, scale_t) if dw else None
             self.total = total if needs_db else None
+            if call.watched and dx:
+                _show_rows(dy, offs, (q, scale), dx, DY, call)
         elif needs_db:
             assert self.high is not None, "written"
             # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes.
@@ -385,6 +430,8 @@ def _dgrad(
 ) -> Tensor:
     """``dy @ weight[e]`` for the rows of each expert."""
     *_, weight, w_q, scale, factor = saved
+    if call is not None and call.watched:
+        show_gemm("dgrad", call, dy.q, dy.q)
     if dy.q is None:
         assert dy.high is not None, "kept for this"
         assert weight is not None, "kept for this"
@@ -423,6 +470,8 @@ def _wgrad(
     kept, scale, factor, *_ = saved
     fused = None if call is None else call.fused_weight
     dtype = dtype if fused is None else fused[0].main_grad.dtype
+    if call is not None and call.watched:
+        show_gemm("wgrad", call, dy.q_t, dy.q_t)
     if dy.q_t is None:
         high = kept if x is None else x.value()
         assert dy.high is not None, "kept for this"
