@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2, scale_shape
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops import Source, reference
 from float8lab.ops.kernels import (
     attention,
@@ -28,7 +27,7 @@ from float8lab.ops.kernels import (
 )
 from float8lab.ops.kernels.cast import amax_of, cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
-from tests.ops import groups
+from tests.ops import forms, groups
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
