@@ -51,7 +51,9 @@ Saved = tuple[Tensor | None, ...]
 PARTS = 7
 """How many tensors that is."""
 
-_HIGH_PRECISION = LinearPlan(None, None, None, *[Float8Spec()] * 3, delayed=False, epsilon="0.0")
+_HIGH_PRECISION = LinearPlan(
+    None, None, None, Float8Spec(), Float8Spec(), Float8Spec(), delayed=False, epsilon="0.0"
+)
 
 
 def _plan(call: Call | None) -> LinearPlan:
@@ -124,7 +126,7 @@ def _cast_again(
         call.plan.amax_epsilon, not transposed, transposed, False, factor,
     )  # fmt: skip
     q, own = results[3:5] if transposed else results[:2]
-    return q, scale if delayed else own
+    return q, own if not delayed or scale is None else scale
 
 
 def stored_as(weight: Tensor, spec: Float8Spec) -> bool:

@@ -60,7 +60,7 @@ class Factors(NamedTuple):
         """The two of a tensor ``[2]``, or ``[2, width]``, that nothing else has."""
         if pair.ndim == 1:
             return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
-        return Factors(*pair.unbind(), pair)
+        return Factors(pair[0], pair[1], pair)
 
 
 Known = tuple[Factors, Tensor | None]
@@ -212,7 +212,7 @@ class ScalePack:
         """Forget what gradients, or forward tensors, recorded since the last update."""
         self.amax.masked_fill_(~self.forward if gradients else self.forward, NO_DATA)
         sown, self.sown = self.sown, []
-        columns = []
+        columns: list[int] = []
         for reference, index in sown:
             slots = reference()
             if slots is None or slots.pack is not self:
