@@ -21,6 +21,7 @@ from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
 from float8lab.nn import (
     DotProductAttention,
+    GroupedLinear,
     InferenceParams,
     LayerNorm,
     LayerNormLinear,
@@ -65,6 +66,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
     "Float8Tensor",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
