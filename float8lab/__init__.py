@@ -43,7 +43,7 @@ from float8lab.recipes import (
     fp8_model_init,
     quantized_model_init,
 )
-from float8lab.tensor import Float8Tensor, fallback, quantize
+from float8lab.tensor import Float4Tensor, Float8Tensor, fallback, quantize
 
 if TYPE_CHECKING:
     from float8lab.inspect.selfcheck import selfcheck
@@ -53,6 +53,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
+    "Float4Tensor",
     "Float8Tensor",
     "InferenceParams",
     "LayerNorm",

@@ -11,9 +11,11 @@ from float8lab.tensor import (
     views,
 )
 from float8lab.tensor.dispatch import fallback
+from float8lab.tensor.float4_tensor import Float4Tensor
 from float8lab.tensor.float8_tensor import Float8Tensor, quantize
 
 __all__ = [
+    "Float4Tensor",
     "Float8Tensor",
     "attention",
     "collectives",
