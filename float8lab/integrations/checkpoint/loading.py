@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_path, printable
-from float8lab.checkpoints.layouts import Item, recognize
+from float8lab.checkpoints.item import Item
+from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, Source, boxes
