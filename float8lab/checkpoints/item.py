@@ -13,7 +13,7 @@ from float8lab.formats import Float4Spec, Float8Spec
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.float4_tensor import decode_codes
 
-__all__ = ["Finding", "Item", "place_of", "sizes"]
+__all__ = ["Finding", "Item", "place_of", "reach", "sizes"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Item:
         if self.tensor_scale is None:
             return None
         sizes = self.tensor_scale.shape
-        place = None if box is None else _reach(box, sizes)
+        place = None if box is None else reach(box, sizes)
         return self.tensor_scale.read(place)
 
     def values(self, box: Box | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def _as_scale(values: Tensor) -> Tensor:
     return (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
 
 
-def _reach(box: Box, sizes: Sequence[int]) -> Box:
+def reach(box: Box, sizes: Sequence[int]) -> Box:
     """The box of a tensor that broadcasts: its single elements are in every box."""
     pairs = zip(box, sizes, strict=True)
     return tuple(slice(0, 1) if size == 1 else s for s, size in pairs)

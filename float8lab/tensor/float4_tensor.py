@@ -13,7 +13,7 @@ from float8lab.formats import E4M3, Float4Spec
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.dispatch import run_fallback
 
-__all__ = ["Float4Tensor", "decode_codes", "unpack"]
+__all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
 aten = torch.ops.aten
 
@@ -25,6 +25,16 @@ def unpack(packed: Tensor) -> Tensor:
     tensor([ 1,  2,  3, 15], dtype=torch.uint8)
     """
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def pack(codes: Tensor, dim: int = -1) -> Tensor:
+    """Bytes of two codes each, the first in the low half; the inverse of ``unpack``.
+
+    >>> pack(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist() == [0x21, 0xF3]
+    True
+    """
+    first, second = codes.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+    return first | second << 4
 
 
 def decode_codes(

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_callables, check_names, check_path, printable
+from float8lab.checkpoints.experts import stack_experts
 from float8lab.checkpoints.item import Item, sizes
 from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.source import Box, CheckpointError, Source, boxes
+from float8lab.checkpoints.source import Box, CheckpointError, boxes
 from float8lab.inspect.checkpoint.report import Progress, counted, finite, named, stepping
 from float8lab.inspect.text import Grid, Printed
 
@@ -162,8 +163,9 @@ def diff(
     """Compare two checkpoints tensor by tensor, reading both piece by piece.
 
     Tensors are matched by name, quantized weights with their scales folded in; so the two may be of
-    different kinds, and one may be the high-precision source of the other. If they have no name in
-    common, a prefix that one of them puts before its names is left out.
+    different kinds, and one may be the high-precision source of the other. Experts' matrices that
+    lie one by one are compared with a stack of them. If they have no name in common, a prefix that
+    one of them puts before its names is left out.
 
     Args:
         a: a path as in ``checkpoint``, or a state dict.
@@ -180,7 +182,11 @@ def diff(
     globs = check_names("layer", layer)
     check_callables(progress=progress)
     first, second = open_checkpoint(a), open_checkpoint(b)
-    left, right = _by_name(first), _by_name(second)
+    both_sides = [recognize(source) for source in (first, second)]
+    left, right = (
+        {item.name: item for item in stack_experts(items, {item.name for item in others})}
+        for items, others in (both_sides, both_sides[::-1])
+    )
     notes = []
     if not left.keys() & right.keys():
         for side, names, others in (("A", left, right), ("B", right, left)):
@@ -201,10 +207,6 @@ def diff(
     rows = [_row(name, left.get(name), right.get(name), step) for name in order]
     rows.sort(key=_badness)
     return CheckpointDiff(first.path, second.path, tuple(rows), tuple(notes))
-
-
-def _by_name(source: Source) -> dict[str, Item]:
-    return {item.name: item for item in recognize(source)}
 
 
 def _prefix(names: dict[str, Item], others: dict[str, Item]) -> str:
