@@ -297,6 +297,16 @@ class Weight:
     """Scale of the input under a calibrated recipe, ``[1]``."""
     stored: bool = False
     """Whether the parameter is stored in FP8."""
+    parameters: tuple[str, ...] = ()
+    """The parameters of the model, where they are not called ``names``."""
+    experts: Callable[[], tuple[Weight, ...]] | None = None
+    """For experts that the model has stacked, the matrices that other libraries have; none if
+    these have no names."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The parameters of the model that it is made of."""
+        return self.parameters or self.names
 
 
 @dataclass(frozen=True)
@@ -308,6 +318,11 @@ class Format:
     """Recipe of layers for which nothing else says how they are cast."""
     blocks: tuple[tuple[int, int], ...] = ()
     """Blocks that it holds, in e4m3; empty if it holds any weight."""
+
+    def taken(self, weight: Weight) -> tuple[Weight, ...]:
+        """The weight as the format has it: stacked experts, or each matrix of theirs."""
+        split = weight.experts() if self.blocks and weight.experts is not None else ()
+        return split or (weight,)
 
     def check(self, weight: Weight) -> None:
         """Raise unless the format can hold the very bytes of the weight."""

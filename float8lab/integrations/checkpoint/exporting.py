@@ -150,7 +150,12 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         share_scales=share_scales,
         unseen=unseen,
     )
-    weights = [weight for weight in weights if all(name in state for name in weight.names)]
+    weights = [
+        taken
+        for weight in weights
+        if all(name in state for name in weight.sources)
+        for taken in found.taken(weight)
+    ]
     if not weights:
         raise ValueError(
             "model must have a linear layer to store in FP8; got none that is not excluded. "
@@ -158,7 +163,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         )
     for weight in weights:
         found.check(weight)
-    in_fp8 = {name for weight in weights for name in weight.names}
+    in_fp8 = {name for weight in weights for name in weight.sources}
     stray = [n for n, v in state.items() if isinstance(v, Float8Tensor) and n not in in_fp8]
     if stray:
         raise ValueError(
@@ -170,7 +175,10 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
     others += [
         name
         for name, module in model.named_modules()
-        if any(p is not None and p.ndim > 2 for p in module._parameters.values())
+        if any(
+            p is not None and p.ndim > 2 and (f"{name}.{local}" if name else local) not in in_fp8
+            for local, p in module._parameters.items()
+        )
     ]
     groups = _groups(state, weights, found)
     config = {
@@ -190,7 +198,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         format=format,
         files=tuple(files),
         nbytes=sum(group.nbytes for group in groups),
-        fp8={name: weight.spec.describe() for weight in weights for name in weight.names},
+        fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
         high_precision=tuple(others),
         nonfinite=nonfinite,
         notes=tuple(_notes(weights, found)),
@@ -242,12 +250,14 @@ def _counts(nonfinite: Mapping[str, int]) -> str:
 
 def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> list[Group]:
     """All tensors, in the order of the model."""
-    by_name = {weight.names[0]: weight for weight in weights}
-    in_fp8 = {name for weight in weights for name in weight.names}
+    by_name: dict[str, list[Weight]] = {}
+    for weight in weights:
+        by_name.setdefault(weight.sources[0], []).append(weight)
+    in_fp8 = {name for weight in weights for name in weight.sources}
     groups = []
     for name, value in state.items():
         if name in by_name:
-            groups.append(format.group(by_name[name]))
+            groups += map(format.group, by_name[name])
         elif name not in in_fp8:
             part = Part(name, value.dtype, tuple(value.shape))
             groups.append(Group((part,), functools.partial(list, (value,))))
