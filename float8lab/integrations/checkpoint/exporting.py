@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,15 +171,8 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
             f"{', '.join(stray[:5])}. Dequantize them, or do not exclude them."
         )
     others = [product.name for product in products(model) if not in_fp8.intersection(product.paths)]
-    # Experts whose weights are one tensor: readers that know them would look for scales.
-    others += [
-        name
-        for name, module in model.named_modules()
-        if any(
-            p is not None and p.ndim > 2 and (f"{name}.{local}" if name else local) not in in_fp8
-            for local, p in module._parameters.items()
-        )
-    ]
+    linear = {path for product in products(model) for path in product.paths}
+    others += _without_scales(model, in_fp8 | linear)
     groups = _groups(state, weights, found)
     config = {
         **_config_of(model, state),
@@ -203,6 +196,24 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         nonfinite=nonfinite,
         notes=tuple(_notes(weights, found)),
     )
+
+
+def _without_scales(model: nn.Module, known: Collection[str]) -> list[str]:
+    """Modules in which readers that know them would look for scales: none are in the checkpoint.
+
+    These are experts whose weights are one tensor in high precision, and routers beside experts in
+    FP8. Linear layers are among the ``known``.
+    """
+    experts, beside, routers = [], set(), []
+    for name, module in model.named_modules():
+        own = {local: p for local, p in module._parameters.items() if p is not None}
+        inside = any((f"{name}.{local}" if name else local) in known for local in own)
+        if any(p.ndim > 2 for p in own.values()):
+            experts += [] if inside else [name]
+            beside |= {name.rpartition(".")[0]} if inside else set()
+        elif not inside and "weight" in own and own["weight"].ndim == 2:
+            routers.append(name)
+    return experts + [name for name in routers if name.rpartition(".")[0] in beside]
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
