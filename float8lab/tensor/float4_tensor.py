@@ -150,7 +150,8 @@ class Float4Tensor(Tensor):
     ) -> Float4Tensor:
         return cls(inner["packed"], inner["scale"], inner.get("tensor_scale"), *context)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # No op is taken before autograd splits it, so torch need not ask for each op and attribute.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument

@@ -265,7 +265,7 @@ def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Form
     for weight in weights:
         by_name.setdefault(weight.sources[0], []).append(weight)
     in_fp8 = {name for weight in weights for name in weight.sources}
-    groups = []
+    groups: list[Group] = []
     for name, value in state.items():
         if name in by_name:
             groups += map(format.group, by_name[name])

@@ -411,7 +411,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
 
 def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     """Give the layers of FP8 weights recipes that use their bytes; return notes on exceptions."""
-    by_name = {name: item for item, names in plan.stored if item.fp8 for name in names}
+    by_name = {name: item for item, names in plan.stored for name in names}
     chosen: dict[str, Recipe] = {}
     kept, notes = [], []
     for product in products(model):
@@ -422,9 +422,12 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
         recipe = _recipe_for(specs)
         own = product.precision.recipe if product.precision is not None else None
         pinned = product.precision is not None and product.precision.pinned
+        packed = any(isinstance(spec, Float4Spec) for spec in specs)
         if own is not None or pinned:
-            if own is None or own.linear.w.block not in {s.block for s in specs if s}:
+            if own is None or packed or own.linear.w.block not in {s.block for s in specs if s}:
                 kept.append(product.name)
+        elif packed:
+            continue  # it runs in high precision
         elif recipe is None:
             notes.append(f"{product.name} runs without a recipe: none has its blocks")
         else:
@@ -457,9 +460,9 @@ def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
 
-def _recipe_for(specs: Iterable[Float8Spec | None]) -> Recipe | None:
+def _recipe_for(specs: Iterable[Float8Spec | Float4Spec | None]) -> Recipe | None:
     """The recipe that uses weights stored in this way as they are; None if there is none."""
-    blocks = {spec.block for spec in specs if spec is not None and spec.fp8_dtype == E4M3}
+    blocks = {spec.block for spec in specs if spec is not None and spec.element_dtype == E4M3}
     return _RECIPES.get(blocks.pop()) if len(blocks) == 1 else None
 
 

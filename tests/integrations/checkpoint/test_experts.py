@@ -307,6 +307,17 @@ def test_4_bit_experts_take_half_a_byte(store, dtype):
     assert not any(isinstance(p, (Float4Tensor, Float8Tensor)) for p in loaded.parameters())
 
 
+def test_a_converted_layer_casts_a_4_bit_weight_again():
+    converted = model(OneByOne)
+    float8lab.convert_to_float8(converted, exclude=["*gate"])
+    report = load_fp8(checkpoint_of(model(), mxfp4), converted)
+    assert len(report.fp4) == 3 * EXPERTS
+    assert "the recipe they have casts these weights again" in report.notes[0]
+    with float8lab.count_gemms() as counts:
+        run(converted, torch.randn(TOKENS, HIDDEN))
+    assert counts.fp8 == 2 * 3 * EXPERTS
+
+
 def test_parts_that_make_no_stack():
     state = checkpoint_of(model(), block_fp8)
     name = "mlp.experts.1.up_proj.weight"
