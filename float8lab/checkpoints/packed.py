@@ -91,13 +91,21 @@ def find_packed(entry: Entry, entries: Mapping[str, Entry]) -> Item | None:
     for layout in (*_LAYOUTS, _CONVERTED):
         name = entry.name.removesuffix(layout.codes)
         scale = entries.get(f"{name}{layout.scale}")
-        ours = layout is not _CONVERTED or entry.name.endswith(".weight")
-        if entry.name.endswith(layout.codes) and ours and scale is not None:
-            named = bool(layout.codes) and layout is not _CONVERTED
-            # Integers of 8 bits have scales of these names, too, though no scales in bytes.
-            if scale.dtype in _SCALES and (named or _size(entry, scale, layout)):
-                kept = entry.name if layout is _CONVERTED else name
-                return _item(kept, entry, scale, entries.get(f"{name}{layout.whole}"), layout)
+        if scale is None or not entry.name.endswith(layout.codes) or scale.dtype not in _SCALES:
+            continue
+        if len(entry.shape) < 2 + layout.cut + layout.transposed:
+            continue
+        # Integers of 8 bits have scales of these names, too, though hardly any in bytes.
+        certain = scale.dtype == E4M3
+        if layout is _CONVERTED:
+            if entry.name.rpartition(".")[2] != "weight":
+                continue
+            name = entry.name
+        else:
+            certain |= bool(layout.codes)
+        if certain or _size(entry, scale, layout) is not None:
+            whole = entries.get(f"{name}{layout.whole}") if layout.whole else None
+            return _item(name, entry, scale, whole, layout)
     return None
 
 
@@ -107,8 +115,8 @@ def _item(name: str, entry: Entry, scale: Entry, whole: Entry | None, layout: _L
     lead, findings = len(scale.shape) - 1, []
     spec = entry.spec
     if not isinstance(spec, Float4Spec):
-        block = ((1,) * max(lead, 1)) + (size or usual.block[-1],)
-        spec = replace(usual, block=block, tensor_scale=bool(whole) and layout.whole != "")
+        block = (1,) * max(lead, 1) + (size or usual.block[-1],)
+        spec = replace(usual, block=block, tensor_scale=whole is not None)
     codes = _joined(entry) if layout.cut else entry
     others: tuple[Entry, ...] = ()
     factor = None
@@ -126,7 +134,7 @@ def _item(name: str, entry: Entry, scale: Entry, whole: Entry | None, layout: _L
     elif scale.dtype == E4M3 and layout.whole:
         findings.append(Finding("missing-scale", f"no scale of the tensor, {name}{layout.whole}"))
     if layout.transposed:
-        codes, scale = _swapped(codes), _swapped(scale)
+        codes, scale = _swapped(codes), scale if size is None else _swapped(scale)
         spec = replace(spec, block=(*spec.block[:-2], spec.block[-1], 1))
     return Item(
         name,

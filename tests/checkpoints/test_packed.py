@@ -219,5 +219,14 @@ def test_integers_of_8_bits_are_none():
         "b.weight_scale": torch.ones(8, 1, dtype=torch.uint8),  # not one for each 32
         "c.scale": torch.ones(8, dtype=torch.uint8),
         "c.bias": torch.ones(8, dtype=torch.int8),
+        "d_blocks": torch.ones(4, 16, dtype=torch.uint8),
+        "d_scales": torch.ones(4, dtype=torch.uint8),
     }
     assert not any(item.quantized for item in recognize(open_checkpoint(state)))
+    # Scales in e4m3 belong to 4 bits; those of a kernel's own order do not fit.
+    state = {"a.weight": Nvfp4(48, 64).bytes, "a.weight_scale": torch.ones(128, 4).to(E4M3)}
+    (item,) = recognize(open_checkpoint(state))
+    assert item.findings[0].text == "scale of shape 128x4 fits no blocks of bytes 48x32"
+    state = {"w_blocks": torch.ones(2, 4, 3, 16).byte(), "w_scales": torch.ones(()).byte()}
+    (item,) = recognize(open_checkpoint(state))
+    assert (item.entry.shape, item.describe()) == ((2, 96, 4), "e2m1, unusable scale")
