@@ -197,6 +197,16 @@ class Float4Tensor(Tensor):
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
 
+    def share_memory_(self) -> Float4Tensor:
+        """Move the parts to shared memory."""
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the parts are in shared memory."""
+        return self.packed.is_shared()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         scale = self.scale.view(torch.uint8)  # which every loader of pickles can take
         spec = (self.spec.block, self.spec.scale_dtype, self.spec.tensor_scale)

@@ -31,7 +31,7 @@ from float8lab.checkpoints.safetensors import (
 )
 from float8lab.integrations.checkpoint.weights import find_weights, products
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.statistics import is_sharded
 
 __all__ = ["ExportReport", "export"]
@@ -194,7 +194,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
         high_precision=tuple(others),
         nonfinite=nonfinite,
-        notes=tuple(_notes(weights, found)),
+        notes=(*_packed_notes(state), *_notes(weights, found)),
     )
 
 
@@ -271,7 +271,7 @@ def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Form
             groups += map(format.group, by_name[name])
         elif name not in in_fp8:
             part = Part(name, value.dtype, tuple(value.shape))
-            groups.append(Group((part,), functools.partial(list, (value,))))
+            groups.append(Group((part,), functools.partial(_values, value)))
     names = [part.name for group in groups for part in group.parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -280,6 +280,10 @@ def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Form
             "its own. Rename it."
         )
     return groups
+
+
+def _values(value: Tensor) -> list[Tensor]:
+    return [value.dequantize() if isinstance(value, Float4Tensor) else value]
 
 
 def _config_of(model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -301,6 +305,14 @@ def _config_of(model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _packed_notes(state: Mapping[str, Tensor]) -> list[str]:
+    names = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"{names[0]}{more}: stored in 4 bits, written in high precision"]
 
 
 def _notes(weights: Sequence[Weight], format: Format) -> list[str]:

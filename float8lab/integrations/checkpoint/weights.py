@@ -25,7 +25,7 @@ from float8lab.nn.report import is_unseen
 from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, Recipe
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
 
 __all__ = ["Product", "find_weights", "products"]
@@ -111,6 +111,7 @@ def find_weights(
             continue
         chosen = _recipe(product.precision, recipe, default)
         passed_over = product.precision is None and converted
+        passed_over |= any(isinstance(parameter, Float4Tensor) for parameter in parameters)
         passed_over |= is_unseen(product.module) and not unseen
         if chosen is None or passed_over or any(id(p) in plain for p in parameters):
             continue

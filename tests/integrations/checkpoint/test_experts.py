@@ -318,6 +318,19 @@ def test_a_converted_layer_casts_a_4_bit_weight_again():
     assert counts.fp8 == 2 * 3 * EXPERTS
 
 
+def test_4_bit_weights_are_exported_in_high_precision(tmp_path):
+    """Quantizing them to FP8 would round a second time."""
+    base = model(OneByOne)
+    load_fp8(checkpoint_of(model(), mxfp4), base)
+    report = export(base, tmp_path / "out", "block-fp8")
+    assert set(report.fp8) == {"mlp.gate.weight"}
+    note = "mlp.experts.0.gate_proj.weight and 5 more: stored in 4 bits, written in high precision"
+    assert report.notes == (note,)
+    found = {row.name: row.status for row in diff(tmp_path / "out", base.state_dict()).rows}
+    assert found.pop("mlp.gate.weight") == "differs"
+    assert set(found.values()) == {"equal"}
+
+
 def test_parts_that_make_no_stack():
     state = checkpoint_of(model(), block_fp8)
     name = "mlp.experts.1.up_proj.weight"
