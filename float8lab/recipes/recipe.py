@@ -69,6 +69,9 @@ class GemmPlan(NamedTuple):
     """Let the tensor cores accumulate with fewer bits."""
 
 
+_SIDES = ("left", "right")
+
+
 class LinearPlan(NamedTuple):
     """The casts and the GEMMs of a linear layer under a recipe."""
 
@@ -136,9 +139,12 @@ class Recipe:
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
         plan = self._plan()
-        for operand in ("x", "w", "dy"):
-            if isinstance(getattr(plan, operand), Float4Spec):
-                raise _packed(f"the cast of {operand}", getattr(plan, operand))
+        casts = {"x": plan.x, "w": plan.w, "dy": plan.dy}
+        for gemm, found in plan.gemms().items():
+            casts |= {} if found is None else {f"{gemm}'s {s}": getattr(found, s) for s in _SIDES}
+        for operand, spec in casts.items():
+            if isinstance(spec, Float4Spec):
+                raise _packed(f"the cast of {operand}", spec)
         object.__setattr__(self, "linear", plan)
         object.__setattr__(self, "number", self._numbers.setdefault(self, len(self._numbers)))
 

@@ -43,11 +43,11 @@ def packed(*shape, scale_dtype=torch.float8_e4m3fn, dtype=torch.float32, tensor_
     [(e4m3, torch.float8_e4m3fn, 0.37), (e4m3, torch.float8_e4m3fn, None), (e8m0, E8M0, None)],
     ids=["nvfp4", "one-level", "mxfp4"],
 )
-def test_every_code_times_every_scale(define, dtype, tensor_scale):
-    codes = torch.arange(16, dtype=torch.uint8).expand(256, 16)
-    scale = torch.arange(256, dtype=torch.uint8).view(dtype).unsqueeze(1)
-    whole = None if tensor_scale is None else torch.full((1, 1), tensor_scale)
-    found = decode_codes(codes, (1, 16), scale, whole)
+def test_every_code_times_every_scale(device, define, dtype, tensor_scale):
+    codes = torch.arange(16, dtype=torch.uint8, device=device).expand(256, 16)
+    scale = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).unsqueeze(1)
+    whole = None if tensor_scale is None else torch.full((1, 1), tensor_scale, device=device)
+    found = decode_codes(codes, (1, 16), scale, whole).cpu()
     factor = 1.0 if whole is None else whole.item()
     for row in range(256):
         # In Python's float64 all products are exact; then one rounding to float32.
@@ -65,13 +65,16 @@ def test_the_low_half_of_a_byte_comes_first():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)], ids=str)
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e4m3fn, E8M0], ids=["nvfp4", "mxfp4"])
-def test_a_layer_multiplies_by_the_values_and_keeps_the_packed_weight(scale_dtype, shape, bias):
-    weight = packed(32, 64, scale_dtype=scale_dtype, dtype=torch.bfloat16)
-    layer, plain = (nn.Linear(64, 32, bias, dtype=torch.bfloat16) for _ in range(2))
+def test_a_layer_multiplies_by_the_values_and_keeps_the_packed_weight(
+    device, scale_dtype, shape, bias
+):
+    weight = packed(32, 64, scale_dtype=scale_dtype, dtype=torch.bfloat16).to(device)
+    factory = {"dtype": torch.bfloat16, "device": device}
+    layer, plain = (nn.Linear(64, 32, bias, **factory) for _ in range(2))
     plain.load_state_dict(layer.state_dict())
     layer.weight = nn.Parameter(weight, requires_grad=False)
     plain.weight = nn.Parameter(weight.dequantize())
-    x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(shape, **factory, requires_grad=True)
     x2 = x.detach().clone().requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
