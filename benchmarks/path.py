@@ -7,8 +7,8 @@ Counts, which need no GPU: the Python functions of this package that a step ente
 registered ops; lines. The CPU time of a call grows with the first. What an autocast region does at
 its entry and exit is no part of a step here.
 
-On a GPU also times, of a program that calls and does not wait: ``Linear`` of 128 features on 32
-tokens, beside bfloat16, also with backward on the caller's core and ``graphed``; a Llama-3-8B
+On a GPU also times, of a program that calls and does not wait, in turns with bfloat16: ``Linear``
+of 128 features on 32 tokens, also with backward on the caller's core and ``graphed``; a Llama-3-8B
 layer, and one so small that the CPU is what takes the time, both ``graphed`` as well.
 """
 
@@ -18,10 +18,11 @@ import argparse
 import inspect
 import itertools
 import re
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,47 +185,96 @@ GOALS: dict[str, int] = {
 """At most so many calls, ops or lines."""
 
 
-def _times() -> Iterator[tuple[str, float]]:
-    """CPU times of calls on a GPU."""
+ROUNDS = 9
+
+
+def _in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """CPU time of a call of each, us: medians of rounds in which all take turns.
+
+    A shared host is slower in some seconds than in others, for all of them alike.
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            timed = common.time_wall(call, warm_up=5, samples=1, calls=60)
+            found[name].append(1e3 * timed.median)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _times() -> Iterator[tuple[str, float, float]]:
+    """CPU times of calls on a GPU, us, and as multiples of bfloat16's."""
     x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def both(module: nn.Module) -> Callable[[], None]:
         return lambda: module(x).sum().backward()
 
-    def us(fn: Callable[[], object]) -> float:
-        return 1e3 * common.time_wall(fn, warm_up=10, samples=5, calls=100).median
+    def linear() -> nn.Linear:
+        return nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16)
 
-    plain = nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16)
-    yield "bfloat16 Linear, forward, us", us(lambda: plain(x))
-    yield "bfloat16 Linear, forward + backward, us", us(both(plain))
+    plain = linear()
     for name, make in RECIPES.items():
-        layer = nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16)
-        float8lab.convert_to_float8(layer, make())
-        for how, enter in (("", nullcontext), (", on one core", float8lab.backward_on_this_core)):
-            with enter():
-                yield f"Linear, {name}{how}, forward, us", us(partial(layer, x))
-                yield f"Linear, {name}{how}, forward + backward, us", us(both(layer))
-        float8lab.graphed(layer)
-        yield f"Linear, {name}, graphed, forward, us", us(partial(layer, x))
-        yield f"Linear, {name}, graphed, forward + backward, us", us(both(layer))
+        layer, replayed = linear(), linear()
+        for one in (layer, replayed):
+            float8lab.convert_to_float8(one, make())
+        float8lab.graphed(replayed)
+        times = _in_turns(
+            {
+                "bfloat16, forward": partial(plain, x),
+                "bfloat16, forward + backward": both(plain),
+                "forward": partial(layer, x),
+                "forward + backward": both(layer),
+                "graphed, forward": partial(replayed, x),
+                "graphed, forward + backward": both(replayed),
+            }
+        )
+        with float8lab.backward_on_this_core():
+            one_core = _in_turns(
+                {
+                    "bfloat16, forward + backward": both(plain),
+                    "forward + backward": both(layer),
+                }
+            )
+        times |= {f"on one core, {way}": value for way, value in one_core.items()}
+        for way, value in times.items():
+            high = times["bfloat16, forward + backward"]
+            if way.endswith(", forward") or way == "forward":
+                high = times["bfloat16, forward"]
+            elif way.startswith("on one core"):
+                high = times["on one core, bfloat16, forward + backward"]
+            yield f"Linear, {name}: {way}, us", value, value / high
     shapes = ((4096, 14336, 32), (256, 896, 8))
     for name, sizes in itertools.product(("delayed", "current"), shapes):
-        block = float8lab.TransformerLayer(
+        yield from _layer_times(name, sizes)
+
+
+def _layer_times(name: str, sizes: tuple[int, int, int]) -> Iterator[tuple[str, float, float]]:
+    """The time to issue a step of a ``TransformerLayer``."""
+    block, replayed, plain = (
+        float8lab.TransformerLayer(
             *sizes, num_gqa_groups=8, bias=False, normalization="RMSNorm",
             activation="swiglu", hidden_dropout=0.0, attention_dropout=0.0,
             params_dtype=torch.bfloat16,
-        )  # fmt: skip
-        h = torch.randn(128, 1, sizes[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        )
+        for _ in range(3)
+    )  # fmt: skip
+    float8lab.graphed(replayed)
+    h = torch.randn(128, 1, sizes[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-        def step(block: nn.Module = block, h: Tensor = h, name: str = name) -> None:
-            with float8lab.autocast(recipe=RECIPES[name]()):
-                y = block(h)
-            y.sum().backward()
+    def step(layer: nn.Module, recipe: Recipe | None) -> None:
+        with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(h)
+        y.sum().backward()
 
-        which = f"TransformerLayer of {sizes[0]}, {name}"
-        yield f"{which}, time to issue a step, us", us(step)
-        float8lab.graphed(block)
-        yield f"{which}, graphed, time to issue a step, us", us(step)
+    times = _in_turns(
+        {
+            "bfloat16": partial(step, plain, None),
+            "eager": partial(step, block, RECIPES[name]()),
+            "graphed": partial(step, replayed, RECIPES[name]()),
+        }
+    )
+    for way, value in times.items():
+        which = f"TransformerLayer of {sizes[0]}, {name}: {way}, time to issue a step, us"
+        yield which, value, value / times["bfloat16"]
 
 
 def main() -> None:
@@ -239,7 +289,8 @@ def main() -> None:
     for name, number in zip(("lines of the package", "lines of its core"), lines(), strict=True):
         rows.append([name, number, "", "", GOALS[name]])
     if torch.cuda.is_available():
-        rows += [[name, f"{value:.0f}", "", "", ""] for name, value in _times()]
+        for name, value, ratio in _times():
+            rows.append([name, f"{value:.0f}", "", "", f"{ratio:.2f} x bfloat16"])
     print(common.describe_header(common.header()), end="\n\n")
     print(common.table(["way", "calls", "functions", "files", "goal, calls"], rows))
 

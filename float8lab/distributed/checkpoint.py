@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from float8lab.arguments import check_module
 from float8lab.distributed.fsdp.shards import settle
 from float8lab.distributed.fsdp.weight import (
-    cast_stored,
+    cast_rows,
     layout_of,
     local_of,
     reduced_amaxes,
@@ -100,7 +100,7 @@ class _Stored:
         if self.mesh is None:
             return local.qdata.view(torch.uint8)
         parts = [
-            cast_stored(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
+            cast_rows(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
             for rows, blocks in self.layout.runs
         ]
         qdata = torch.cat(parts) if parts else local.qdata.view(torch.uint8)

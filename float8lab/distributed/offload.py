@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from float8lab.arguments import check_flags, check_size
 from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.differentiation import version_of
 
 __all__ = ["get_cpu_offload_context"]
 
@@ -244,12 +245,12 @@ class _Kept:
     __slots__ = ("layer", "version", "x")
 
     def __init__(self, x: Tensor, layer: _Layer | None) -> None:
-        self.x, self.version, self.layer = x, _version(x), layer
+        self.x, self.version, self.layer = x, version_of(x), layer
 
     def unpack(self) -> Tensor:
         if self.layer is not None:
             self.layer.reach()
-        if _version(self.x) != self.version:
+        if version_of(self.x) != self.version:
             _raise_modified()
         return self.x
 
@@ -283,10 +284,6 @@ class _SavedFloat8:
     def unpack(self) -> Tensor:
         inner = {name: saved.unpack() for name, saved in self.inner.items()}
         return Float8Tensor.__tensor_unflatten__(inner, self.context, *self.meta)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _raise_modified() -> None:
@@ -356,7 +353,7 @@ class _Offload(AbstractContextManager["_Offload"]):
         if not self._moves(x):
             return _Kept(x, layer)
         storage = StorageWeakRef(x.untyped_storage())
-        version = _version(x)
+        version = version_of(x)
         moved = layer.of.moved.get((storage, version))
         if moved is None:
             lanes = self._lanes.get(x.device)

@@ -139,7 +139,7 @@ class _Run:
             STATE.recordings = outer
 
     def _recompute(self, recording: Recording, args: Any, kwargs: Any) -> Any:
-        recording.rewind()
+        recording.follow(object())
         outer = STATE.autocast, STATE.recordings, STATE.replay
         tracker = self.get_rng_state_tracker and self.get_rng_state_tracker()
         present = tracker and tracker.get_states()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -20,23 +21,29 @@ from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import Source, cast_op, round_up
-from float8lab.recipes.delayed import Factors
-from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.delayed import Factors, Known
+from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 
 __all__ = [
     "ALIGN",
+    "By",
     "Operand",
+    "Specs",
+    "WeightOperand",
     "cast",
-    "cast_again",
-    "cast_input",
-    "cast_weight",
+    "cast_by",
+    "forget_cast",
+    "known_input",
+    "known_weight",
     "lives_on",
+    "note_weight",
     "plain",
     "recast",
     "show_cast",
     "show_gemm",
+    "show_input",
     "stored_as",
 ]
 
@@ -44,6 +51,15 @@ ALIGN = 16
 """Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
 Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+
+
+By = Known | None
+"""How a tensor is cast, as far as that is known before: its factors, and the slot for its amax.
+
+Where the scale is found by the cast, its amax stands in the place of the encode factor.
+"""
+Specs = tuple[Float8Spec | None, Float8Spec | None]
+"""How a tensor is cast, and its transpose; None where that is not wanted."""
 
 
 def cast(
@@ -68,44 +84,70 @@ def cast(
         align: the sizes of the result are multiples of it.
 
     Returns:
-        FP8 data and scales of x; what ``cast_again`` needs beside the scales; FP8 data and scales
+        FP8 data and scales of x; by what it is cast again, beside the scales; FP8 data and scales
         of its transpose; the sums over its rows. What is not asked for is None, or empty.
     """
     plan = call.plan
-    if spec is not None and transposed is not None and spec != transposed:
+    by: By = None
+    if not torch.compiler.is_compiling():
+        if plan.delayed:
+            by = call.known[index] or call.scale(index, x)
+    elif not plan.delayed:
+        per_tensor = (-1, -1) in (spec and spec.block, transposed and transposed.block)
+        amax = _amax_in_graph(x, index) if per_tensor and not isinstance(x, Source) else None
+        by = None if amax is None else (Factors(None, amax), None)  # type: ignore[arg-type]
+    elif spec is not None and transposed is not None and spec != transposed:
         first = cast(x, spec, index, call, column_sum=column_sum, align=align)
         second = cast(x, None, index, call, transposed=transposed, align=align)
         return *first[:3], *second[3:5], first[5]
-    wanted = spec is not None, transposed is not None, column_sum
-    spec = spec or transposed
-    assert spec is not None, "one of the two"
-    if plan.delayed and torch.compiler.is_compiling():
-        matrix = x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
-        q, scale, encode, q_t, total = cast_in_graph(
-            matrix, index, call, spec.fp8_dtype, align, *wanted
-        )
-        return q, scale, encode, q_t, scale, total
-    if isinstance(x, Source):
-        prologue, inputs, dtype, amax = x
     else:
-        prologue, inputs, dtype, amax = "", (x,), x.dtype, None
-    if plan.delayed:
-        factors, slot = call.known[index] or call.scale(index, x)
-        q, _, _, q_t, _, total = cast_op(
-            prologue, inputs, dtype, spec.fp8_dtype, spec.block, "encode", 0.0, align,
-            *wanted, factors.encode, slot,
-        )  # fmt: skip
-        return q, factors.scale, factors.encode, q_t, factors.scale, total
-    whole = spec.block == (-1, -1)
-    if not whole:
-        amax = None
-    elif prologue == "" and torch.compiler.is_compiling():
-        amax = _amax_in_graph(x, index)  # type: ignore[arg-type]  # no source
+        matrix = x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
+        wanted = spec is not None, transposed is not None, column_sum
+        fp8_dtype = (spec or transposed).fp8_dtype  # type: ignore[union-attr]  # one of the two
+        q, scale, encode, q_t, total = cast_in_graph(matrix, index, call, fp8_dtype, align, *wanted)
+        return q, scale, encode, q_t, scale, total
+    return cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
+
+
+def cast_by(
+    x: Tensor | Source,
+    spec: Float8Spec | None,
+    transposed: Float8Spec | None,
+    plan: LinearPlan,
+    by: By = None,
+    *,
+    column_sum: bool = False,
+    align: int = ALIGN,
+) -> tuple[Any, ...]:
+    """``cast``, which here depends on nothing but the arguments.
+
+    In backward it gives again what the forward has cast, by what ``cast`` gave beside it. A scale
+    that was found does not tell the encode factor exactly, and an amax does.
+    """
+    if spec is not None and transposed is not None and spec != transposed:
+        first = cast_by(x, spec, None, plan, by, column_sum=column_sum, align=align)
+        second = cast_by(x, None, transposed, plan, by, align=align)
+        return *first[:3], *second[3:5], first[5]
+    how = spec or transposed
+    assert how is not None, "one of the two"
+    if isinstance(x, Source):
+        prologue, inputs, dtype, given = x
+    else:
+        prologue, inputs, dtype, given = "", (x,), x.dtype, None
+    own_scale = slot = None
+    if by is not None:
+        (own_scale, given, *_), slot = by
+    whole = how.block == (-1, -1)
+    if not (whole or plan.delayed):
+        given = None
     q, scale, found, q_t, scale_t, total = cast_op(
-        prologue, inputs, dtype, spec.fp8_dtype, spec.block, spec.scale_rule, float(plan.epsilon),
-        align, *wanted, amax,
+        prologue, inputs, dtype, how.fp8_dtype, how.block,
+        "encode" if plan.delayed else how.scale_rule, float(plan.epsilon),
+        align, spec is not None, transposed is not None, column_sum, given, slot,
     )  # fmt: skip
-    factor = (found if amax is None else amax) if whole else None
+    if plan.delayed:
+        return q, own_scale, given, q_t, own_scale, total
+    factor = (found if given is None else given) if whole else None
     return q, scale, factor, q_t, scale_t, total
 
 
@@ -127,60 +169,38 @@ _SHORT_ROWS = 1024
 """Inductor's reductions of up to so many are "persistent"."""
 
 
-def cast_again(
-    x: Tensor | Source,
-    spec: Float8Spec,
-    scale: Tensor | None,
-    factor: Tensor | None,
-    call: Call,
-    *,
-    transposed: bool = False,
-) -> Operand:
-    """In backward, what the forward has cast, by what ``cast`` gave beside it.
+def known_input(
+    x: Tensor | Source, inp: Tensor | None, specs: Specs, call: Call
+) -> tuple[By, Any, Any]:
+    """By what a layer's input is cast; its cast, where another layer or a graph has made it.
 
-    A scale that was found does not tell the encode factor exactly. So ``factor`` is the encode
-    factor under delayed scaling, else the amax of a matrix that is scaled as a whole; of others the
-    cast finds it.
+    The last result is None, or the key under which this cast may serve other layers with the same
+    input, ``inp``: q, k and v, or gate and up. The last input that was cast for
+    training is remembered, weakly, and what it was cast to for as long as it lives. Only a result
+    of autograd counts, by the node that made it: of other tensors it could not be told whether a
+    kernel has overwritten them since, as a replayed CUDA graph does with its outputs. Delayed
+    scaling does not share, for every layer has a scale of its own.
     """
-    source = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
-    rule = "encode" if call.plan.delayed else spec.scale_rule
-    results = cast_op(
-        *source, spec.fp8_dtype, spec.block, rule, float(call.plan.epsilon), ALIGN,
-        not transposed, transposed, False, factor,
-    )  # fmt: skip
-    q, own = results[3:5] if transposed else results[:2]
-    if call.plan.delayed:
-        assert scale is not None, "the forward has saved it"
-        return q, scale
-    return q, own
+    spec, transposed = specs
+    if spec is None and transposed is None:
+        return None, None, None
+    if torch.compiler.is_compiling():
+        return None, cast(x, spec, X, call, transposed=transposed)[:5], None
+    alone = transposed is None or spec is None or call.plan.delayed
+    node, key = None if alone or inp is None else inp.grad_fn, None
+    if inp is not None and node is not None and not (inp.is_cuda and capturing()):
+        # While a CUDA graph is recorded nothing is shared: a replay needs all.
+        stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
+        key = (spec, transposed, call.plan.epsilon, inp._version, node._sequence_nr(), stream)
+        last = STATE.last_cast
+        if last is not None and last[0]() is inp and last[1] == key:
+            return None, last[2], None
+    by = call.known[X] or call.scale(X, x) if call.plan.delayed else None
+    return by, None, key
 
 
-def cast_input(
-    x: Tensor, rows: Tensor, call: Call, spec: Float8Spec | None, transposed: Float8Spec | None
-) -> Any:
-    """``cast`` of a layer's input, the matrix ``rows``, once for several layers with the same x.
-
-    These are q, k and v, or gate and up. The last x that was cast for training is remembered,
-    weakly, and what it was cast to for as long as it lives. Only a result of autograd counts, by
-    the node that made it: of other tensors it could not be told whether a kernel has overwritten
-    them since, as a replayed CUDA graph does with its outputs. Delayed scaling does not share, for
-    every layer has a scale of its own.
-    """
-    plan, alone = call.plan, spec is None or transposed is None
-    node = None if alone or plan.delayed or torch.compiler.is_compiling() else x.grad_fn
-    if node is None or (x.is_cuda and capturing()):  # a replay needs all
-        return cast(rows, spec, X, call, transposed=transposed)
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-    key = (spec, transposed, plan.epsilon, x._version, node._sequence_nr(), stream)
-    last = STATE.last_cast
-    if last is not None and last[0]() is x and last[1] == key:
-        return last[2]
-    results = cast(rows, spec, X, call, transposed=transposed)
-    STATE.last_cast = weakref.ref(x, _forget), key, results
-    return results
-
-
-def _forget(x: weakref.ref[Tensor]) -> None:
+def forget_cast(x: weakref.ref[Tensor]) -> None:
+    """Forget the cast that was remembered of a layer's input, which is gone."""
     if STATE.last_cast is not None and STATE.last_cast[0] is x:
         STATE.last_cast = None
 
@@ -204,6 +224,16 @@ def show_cast(
     """
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
+
+
+def show_input(x: Tensor | Source, specs: Specs, operands: Sequence[Any], call: Call) -> None:
+    """A layer's input was cast as ``specs`` say, to the first results of ``cast``."""
+    straight, transposed = specs
+    q, scale, _, q_t, scale_t = operands
+    if straight:
+        show_cast(x, (q, scale), straight, X, call)
+    elif transposed:
+        show_cast(x.t(), (q_t, scale_t), transposed, X, call)  # type: ignore[union-attr]
 
 
 def show_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
@@ -268,35 +298,41 @@ def _stored(weight: Float8Tensor, spec: Float8Spec) -> Operand:
     return q, scale
 
 
-def cast_weight(weight: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weight in FP8: stored so, kept, or cast now; and what ``cast_again`` needs if so.
+WeightOperand = tuple[Tensor, Tensor, Tensor | None]
+"""FP8 data, scales, and by what they are cast again beside these."""
 
-    It is cast in every forward unless the caller says that it did not change. Nothing about a
-    tensor tells that reliably: fused optimizers and ``weight.data`` leave the version counter
-    alone. ``is_first_microbatch`` does: True casts and keeps, False reuses. CPU offload hears of
-    what lives on.
+
+def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightOperand | None]:
+    """What is to be cast of a weight, and by what; else the weight in FP8.
+
+    That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is
+    cast in every forward unless the caller says that it did not change. Nothing about a tensor
+    tells that reliably: fused optimizers and ``weight.data`` leave the version counter alone.
+    ``is_first_microbatch`` does: True casts and keeps, False reuses.
     """
-    spec, factor = call.plan.w, None
-    stored = isinstance(weight, Float8Tensor)
-    if stored and stored_as(weight, spec):
-        q, scale = _stored(weight, spec)
-    else:
-        high = weight
-        if stored:
-            if not torch.compiler.is_compiling():
-                _warn_of_recast(weight, call)  # a graph holds no warnings
-            high = plain(weight)
-        alone = call.first_microbatch is None or call.precision is None
-        if alone or torch.compiler.is_compiling():
-            q, scale, factor, *_ = cast(high, spec, W, call)
-        else:
-            q, scale = _kept_weight(high, call)
+    graph = torch.compiler.is_compiling()
+    if isinstance(weight, Float8Tensor):
+        if stored_as(weight, call.plan.w):
+            return None, None, (*_stored(weight, call.plan.w), None)
+        if not graph:
+            _warn_of_recast(weight, call)  # a graph holds no warnings
+        weight = plain(weight)
+    if graph:
+        found: Any = cast(weight, call.plan.w, W, call)
+        return None, None, found[:3]
+    if call.first_microbatch is None or call.precision is None:
+        by = call.known[W] or call.scale(W, weight) if call.plan.delayed else None
+        return weight, by, None
+    return None, None, (*_kept_weight(weight, call), None)
+
+
+def note_weight(weight: Tensor, operand: Any, call: Call) -> None:
+    """Tell an observer, and CPU offload, of the FP8 data of a weight."""
     if call.watched:
-        show_cast(weight, (q, scale), spec, W, call)
+        show_cast(weight, operand[:2], call.plan.w, W, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
-        key = StorageWeakRef(q.untyped_storage())
-        STATE.weights[key] = lives_on(q, weight, call)
-    return q, scale, factor
+        key = StorageWeakRef(operand[0].untyped_storage())
+        STATE.weights[key] = lives_on(operand[0], weight, call)
 
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:

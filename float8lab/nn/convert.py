@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -207,17 +207,16 @@ def convert_to_float8(  # each is a keyword that users set on its own
         pattern: None if asked is None else _checked(f"overrides[{pattern!r}]", asked)
         for pattern, asked in (overrides or {}).items()
     }
+    wishes = _Wishes(base, filter_fn, exclude, choices)
     sharded = sharded_by_fsdp(model)
-    plans = [
-        _plan_layer(
-            layer, name, base, filter_fn=filter_fn, exclude=exclude, overrides=choices,
-            sharded=layer in sharded,
-        )
-        for name, layer in candidates(model)
-    ]  # fmt: skip
-    plans, predicted = _choose_recipes(plans)
+    plans, predicted = _choose_recipes(
+        [
+            _plan_layer(layer, name, wishes, sharded=layer in sharded)
+            for name, layer in candidates(model)
+        ]
+    )
     attention = [
-        (module, name, *_attention_recipe(module, name, base, filter_fn, exclude, choices))
+        (module, name, *_attention_recipe(module, name, wishes))
         for name, module in model.named_modules()
         if isinstance(module, DotProductAttention)
     ]
@@ -229,7 +228,12 @@ def convert_to_float8(  # each is a keyword that users set on its own
     )
     undone = [plan for plan in plans if plan.failed]
     reshard(model)
-    freezing = Freezing(model, _to_freeze(plans) if freeze_weights else ())
+    frozen = [
+        (plan.name, plan.layer, plan.recipe)
+        for plan in plans
+        if plan.recipe is not None and _TRAINED_COPIES not in plan.name.split(".")
+    ]
+    freezing = Freezing(model, frozen if freeze_weights else ())
     nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
     recasts = _recasts(plans) if strict else []
     if strict and (undone or unmatched or freezing.obstacles or nothing or recasts):
@@ -302,33 +306,39 @@ def _checked(name: str, asked: Any) -> _Choice:
     )
 
 
-def _plan_layer(
-    layer: nn.Module,
-    name: str,
-    base: _Choice,
-    *,
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-    exclude: Sequence[str],
-    overrides: Mapping[str, _Choice | None],
-    sharded: bool,
-) -> _LayerPlan:
-    named = [pattern for pattern in overrides if matches(name, pattern)]
-    choice = overrides[named[-1]] if named else base
-    excluded = next((pattern for pattern in exclude if matches(name, pattern)), None)
-    obstacle = _obstacle(layer, told=bool(named), sharded=sharded)
+class _Wishes(NamedTuple):
+    """The arguments of ``convert_to_float8`` that choose layers and recipes."""
+
+    base: _Choice
+    filter_fn: Callable[[nn.Module, str], bool] | None
+    exclude: Sequence[str]
+    overrides: Mapping[str, _Choice | None]
+
+    def about(self, module: nn.Module, name: str) -> tuple[str | None, _Choice | None, bool]:
+        """Why a module is left alone, if it is; the recipe wished for; whether by its name."""
+        named = [pattern for pattern in self.overrides if matches(name, pattern)]
+        excluded = next((pattern for pattern in self.exclude if matches(name, pattern)), None)
+        left = None
+        if excluded is not None:
+            left = f"excluded by {excluded!r}"
+        elif self.filter_fn is not None and not self.filter_fn(module, name):
+            left = "left out by filter_fn"
+        return left, self.overrides[named[-1]] if named else self.base, bool(named)
+
+
+def _plan_layer(layer: nn.Module, name: str, wishes: _Wishes, *, sharded: bool) -> _LayerPlan:
+    left, choice, named = wishes.about(layer, name)
 
     def plan(note: str, recipe: Recipe | None = None, **how: Any) -> _LayerPlan:
-        return _LayerPlan(layer, name, note, recipe, pinned=bool(named), **how)
+        return _LayerPlan(layer, name, note, recipe, pinned=named, **how)
 
-    if excluded is not None:
-        return plan(f"excluded by {excluded!r}")
-    if filter_fn is not None and not filter_fn(layer, name):
-        return plan("left out by filter_fn")
+    if left is not None:
+        return plan(left)
     if choice is None:
         return plan("high precision by overrides", stays=True)
     if not named and any(part in _ADAPTERS for part in name.split(".")):
         return plan("low rank, in which FP8 saves nothing; name it in overrides to convert")
-    if obstacle is not None:
+    if obstacle := _obstacle(layer, told=named, sharded=sharded):
         return plan(obstacle, failed=True)
     if isinstance(choice, Auto):
         return plan("", auto=choice)
@@ -369,22 +379,12 @@ def _describe_total(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
     )
 
 
-def _attention_recipe(
-    module: nn.Module,
-    name: str,
-    base: _Choice,
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-    exclude: Sequence[str],
-    overrides: Mapping[str, _Choice | None],
-) -> tuple[Recipe | None, bool]:
+def _attention_recipe(module: nn.Module, name: str, wishes: _Wishes) -> tuple[Recipe | None, bool]:
     """The recipe of an attention module, and whether it is pinned; nothing chooses for it."""
-    named = [pattern for pattern in overrides if matches(name, pattern)]
-    if any(matches(name, pattern) for pattern in exclude):
+    left, choice, named = wishes.about(module, name)
+    if left is not None:
         return None, False
-    if filter_fn is not None and not filter_fn(module, name):
-        return None, False
-    choice = overrides[named[-1]] if named else base
-    return (choice if isinstance(choice, Recipe) else None), bool(named)
+    return (choice if isinstance(choice, Recipe) else None), named
 
 
 def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
@@ -435,14 +435,6 @@ def _recasts(plans: Sequence[_LayerPlan]) -> list[str]:
         found = [recast(p, spec) for p in layer._parameters.values() if p is not None]
         lines += [f"  {name or '(model)'}: its weight is {text}" for text in found if text]
     return lines
-
-
-def _to_freeze(plans: Sequence[_LayerPlan]) -> list[tuple[str, nn.Module, Recipe]]:
-    return [
-        (plan.name, plan.layer, plan.recipe)
-        for plan in plans
-        if plan.recipe is not None and _TRAINED_COPIES not in plan.name.split(".")
-    ]
 
 
 def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bool) -> list[str]:

@@ -13,6 +13,7 @@ itself, which is alive anyway.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -20,18 +21,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab.nn.casts import (
+    By,
     Operand,
+    Specs,
     cast,
-    cast_again,
-    cast_input,
-    cast_weight,
+    cast_by,
+    forget_cast,
+    known_input,
+    known_weight,
     lives_on,
+    note_weight,
     plain,
     show_cast,
     show_gemm,
+    show_input,
 )
-from float8lab.nn.precision import DY, Call, W, X
+from float8lab.nn.precision import DY, Call, W
 from float8lab.ops import Source, as_matrix, scaled_mm_op, transpose_op
+from float8lab.ops.declare import planned
+from float8lab.recipes.delayed import Factors
+from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -92,110 +102,144 @@ def forward(
     uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
-    saved_x: Saved = (None, None, None)
-    x_q: Operand | None = None
-    w_q: Any = None
-    if source:
-        value = x if inp is None else inp
-        keep = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))
-        if plan.fprop or keep:
-            q, scale, factor, *_ = cast(value, plan.x, X, call)
-            x_q = q, scale
-            if call.watched:
-                show_cast(value, x_q, plan.x, X, call)
-            saved_x = (None, scale, factor) if keep else saved_x
-    else:
-        value = x
-        if plan.fprop or wgrad:
-            assert isinstance(x, Tensor), "no source"
-            assert inp is not None, "given with a matrix"
-            straight, transposed = plan.fprop and plan.fprop.left, wgrad and wgrad.right
-            q, scale, _, q_t, scale_t, _ = cast_input(inp, x, call, straight, transposed)
-            x_q = q, scale
-            if call.watched and straight:
-                show_cast(x, x_q, straight, X, call)
-            elif call.watched and transposed:
-                show_cast(x.t(), (q_t, scale_t), transposed, X, call)
-        if wgrad:
-            # As e8m0 where that is exact: one byte each.
-            e8m0 = wgrad.right.scale_rule == "e8m0"
-            saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
-        elif needs_dw:
-            saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
-    if plan.fprop or keep_w:
-        w_q = cast_weight(weight, call)
+    keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
+    value = inp if source and inp is not None else x
+    specs: Specs = plan.x if plan.fprop or keep_x else None, None
+    if not source:
+        specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
 
-    y = _fprop(value, x_q, weight, w_q, bias, call, weight.shape[0], dtype)
+    # Whatever depends on the state of the module comes before the product, or after it.
+    x_by, x_cast, key = known_input(value, None if source else inp, specs, call)
+    high = w_by = w_cast = None
+    if plan.fprop or keep_w:
+        high, w_by, w_cast = known_weight(weight, call)
+    first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
+    on_gpu = first.is_cuda
+    multiply: Any = _planned_product if on_gpu and not call.watched else _product
+    y, *x_now, w8, w_scale, w_factor = multiply(
+        value, specs, x_by, x_cast, high, w_by, w_cast, bias, weight.shape[0], call.recipe, dtype
+    )
+    q, scale, factor, q_t, scale_t = x_now
+    if key is not None:
+        STATE.last_cast = weakref.ref(inp, forget_cast), key, x_now  # type: ignore[arg-type]
+    if call.watched:
+        show_input(value, specs, x_now, call)
+    if w8 is not None and (call.watched or STATE.weights is not None):
+        note_weight(weight, (w8, w_scale, w_factor), call)
+    if call.watched:
+        show_gemm("fprop", call, *(((q, scale), (w8, w_scale)) if plan.fprop else (None, None)))
+    if y is None:
+        y = _in_high_precision(value, weight, bias, dtype)
+
+    saved_x: Saved = (None, None, None)
+    if source and keep_x:
+        saved_x = (None, scale, factor)
+    elif not source and wgrad:
+        # As e8m0 where that is exact: one byte each.
+        e8m0 = wgrad.right.scale_rule == "e8m0"
+        saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
+    elif not source and needs_dw:
+        saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
     saved_w: Saved = (None, None, None)
     if keep_w:
-        w8, scale, factor = w_q
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
-        lean = source and isinstance(weight, nn.Parameter) and not lives_on(w8, weight, call)
-        saved_w = (None, scale, factor) if lean else (w8, scale, None)
+        lean = source and isinstance(weight, nn.Parameter)
+        lean = lean and (high is not None or not lives_on(w8, weight, call))
+        saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
     keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
     return y, (*saved_x, weight if keep_high else None, *saved_w)
+
+
+def _product(
+    x: Tensor | Source,
+    specs: Specs,
+    x_by: By,
+    x_cast: Any,
+    weight: Tensor | None,
+    w_by: By,
+    w_cast: Any,
+    bias: Tensor | None,
+    features: int,
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, ...]:
+    """``x @ weight.T + bias``, ``[M, features]``, None in high precision; x and weight in FP8.
+
+    Args:
+        x: what is multiplied.
+        specs: how x, and its transpose, are cast.
+        x_by: by what they are cast.
+        x_cast: x in FP8, the first five results of ``cast``, where that is known.
+        weight: the weight in high precision, unless it is known or not wanted in FP8.
+        w_by: by what it is cast.
+        w_cast: the weight in FP8, where that is known.
+        bias: ``[N]`` or None.
+        features: N.
+        recipe: how to cast.
+        dtype: of the product.
+    """
+    plan, (straight, transposed) = recipe.linear, specs
+    if x_cast is None:
+        wanted = straight or transposed
+        x_cast = cast_by(x, straight, transposed, plan, x_by)[:5] if wanted else (None,) * 5
+    if w_cast is None:
+        w_cast = (None,) * 3
+        if weight is not None:
+            w_cast = cast_by(weight, plan.w, None, plan, w_by)[:3]
+    y = None
+    if plan.fprop:
+        left, right, fast_accum = plan.fprop
+        shape = (x.inputs[0] if isinstance(x, Source) else x).shape[0], features
+        (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
+        if bias is not None and bias.shape[0] != w8.shape[0]:
+            bias = F.pad(bias, (0, w8.shape[0] - bias.shape[0]))
+        y = scaled_mm_op(x8, x_scale, left.block, w8, w_scale, right.block, bias, dtype, fast_accum)
+        # A compiled graph always crops: asking whether it must would fix the number of tokens.
+        if torch.compiler.is_compiling() or y.shape != shape:
+            y = y[: shape[0], : shape[1]]
+        y = y.contiguous()
+    return y, *x_cast, *w_cast
+
+
+_planned_product = planned(_product)
+
+
+def _in_high_precision(
+    x: Tensor | Source, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    high = x.value() if isinstance(x, Source) else x
+    added = None if bias is None else bias.to(dtype)
+    return F.linear(high.to(dtype), plain(weight).to(dtype), added)
 
 
 def forward_again(
     x: Source, bias: Tensor | None, saved: Saved, call: Call, features: int
 ) -> Tensor:
     """In backward, the bytes that ``forward`` gave."""
-    plan, (_, scale, factor, weight, *_) = call.plan, saved
-    x_q = w_q = None
-    if plan.fprop:
-        x_q = cast_again(x, plan.fprop.left, scale, factor, call)
-        w_q = _saved_weight(saved, call)
-        if w_q is None:
-            assert weight is not None, "kept for this"
-            w_q = cast_weight(weight, call)[:2]
-    high = saved[4] if weight is None else weight
-    assert high is not None, "one of the two"
-    return _fprop(x, x_q, high, w_q, bias, call, features, x.dtype)
-
-
-def _saved_weight(saved: Saved, call: Call) -> Operand | None:
-    """The FP8 weight of the forward, if it was saved or can be cast again."""
-    *_, weight, w_q, scale, factor = saved
-    if scale is None:
-        return None
-    if w_q is not None:
-        return w_q, scale
-    assert weight is not None, "kept for this"
-    high = plain(weight) if isinstance(weight, Float8Tensor) else weight
-    return cast_again(high, call.plan.w, scale, factor, call)
-
-
-def _fprop(
-    x: Tensor | Source,
-    x_q: Operand | None,
-    weight: Tensor,
-    w_q: Any,
-    bias: Tensor | None,
-    call: Call,
-    features: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """``x @ weight.T + bias``, ``[M, features]`` in ``dtype``, from the operands if in FP8."""
-    plan = call.plan
+    parts: Any = saved
+    plan, (_, scale, factor, weight, w8, w_scale, w_factor) = call.plan, parts
     if not plan.fprop:
+        assert weight is not None, "kept for this"
         if call.watched:
             show_gemm("fprop", call, None, None)
-        high = x.value() if isinstance(x, Source) else x
-        added = None if bias is None else bias.to(dtype)
-        return F.linear(high.to(dtype), plain(weight).to(dtype), added)
-    assert x_q is not None, "cast for this"
-    w, w_scale, *_ = w_q
+        return _in_high_precision(x, weight, bias, x.dtype)
+    x_q = cast_by(x, plan.fprop.left, None, plan, (Factors(scale, factor), None))[:5]
+    known: Any = w8, w_scale, None
+    high: Tensor | None = None
+    by: By = None
+    if w8 is None:
+        assert weight is not None, "kept for this"
+        if w_scale is None:
+            high, by, known = known_weight(weight, call)
+        else:
+            high, by, known = plain(weight), (Factors(w_scale, w_factor), None), None
+    y, *_, w8, w_scale, _ = _product(
+        x, (None, None), None, x_q, high, by, known, bias, features, call.recipe, x.dtype
+    )
     if call.watched:
-        show_gemm("fprop", call, x_q, (w, w_scale))
-    if bias is not None and bias.shape[0] != w.shape[0]:
-        bias = F.pad(bias, (0, w.shape[0] - bias.shape[0]))
-    left, right, fast_accum = plan.fprop
-    y: Tensor = scaled_mm_op(*x_q, left.block, w, w_scale, right.block, bias, dtype, fast_accum)
-    rows = (x.inputs[0] if isinstance(x, Source) else x).shape[0]
-    # A compiled graph always crops: asking whether it must would fix the number of tokens.
-    if torch.compiler.is_compiling() or y.shape != (rows, features):
-        y = y[:rows, :features]
-    return y.contiguous()
+        show_gemm("fprop", call, x_q[:2], (w8, w_scale))  # type: ignore[arg-type]  # in FP8
+    assert y is not None, "in FP8"
+    return y
 
 
 class Gradient:
@@ -261,13 +305,33 @@ def backward(
         shape: M, N, K.
         dtypes: of the gradients.
     """
-    M, N, K = shape
+    (M, N, K), fused = shape, call.fused_weight
+    parts: Any = saved
+    kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
     dx = dw = db = None
+    on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
+    plans, watching = on_gpu and not call.watched, call if call.watched else None
     if needs[0]:
-        dx = _dgrad(dy, saved, call, (M, K), dtypes[0])
+        by: By = (Factors(w_scale, w_factor), None)
+        high, w_t = None if w8 is not None and dy.q else weight, None
+        if dy.q and (torch.compiler.is_compiling() or w_scale is None):
+            high, by, w_t = _weight_transposed(high, w8, by, call, event=dy.q[1])
+        elif isinstance(high, Float8Tensor):
+            high = plain(high, dy.high)
+        multiply: Any = _planned_dgrad if plans else _dgrad
+        dx = multiply(
+            dy.q or dy.high, high, w8, by, w_t, w_scale is not None, call.recipe, (M, K), dtypes[0],
+            watching,
+        )  # fmt: skip
     dy.q = None  # its room may serve for dw
     if needs[1]:
-        dw = _wgrad(dy, x, saved, call, (N, K), dtypes[1])
+        dtype = dtypes[1] if fused is None else fused.main_grad.dtype
+        factors = Factors(x_scale, x_factor)
+        multiply = _planned_wgrad if plans else _wgrad
+        dw = multiply(dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching)
+        if fused is not None:
+            _accumulate(fused, dw, overwrite=call.first_microbatch is True)
+            dw = None
     if needs[2]:
         total = dy.total
         if total is None:
@@ -277,74 +341,114 @@ def backward(
     return dx, dw, db
 
 
+def _weight_transposed(
+    weight: Tensor | None, w8: Tensor | None, by: By, call: Call, *, event: Tensor
+) -> tuple[Tensor | None, By, Any]:
+    """The weight in high precision and by what its transpose is cast, or that.
+
+    A compiled forward keeps nothing of the transpose for a backward that gives ``event``, a tensor
+    of its own.
+    """
+    assert call.plan.dgrad is not None, "in FP8"
+    assert by is not None, "of the weight"
+    graph = torch.compiler.is_compiling()
+    if w8 is not None:
+        return None, by, (transpose_op(w8, 1, event), by[0].scale.t())
+    assert weight is not None, "kept for this"
+    high = plain(weight, event)
+    if by[0].scale is not None:
+        return high, by, None
+    if graph:
+        return None, by, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
+    return high, call.known[W] or call.scale(W, high) if call.plan.delayed else None, None
+
+
 def _dgrad(
-    dy: Gradient, saved: Saved, call: Call, shape: tuple[int, int], dtype: torch.dtype
+    dy: Tensor | Operand,
+    weight: Tensor | None,
+    w8: Tensor | None,
+    by: By,
+    w_t: Any,
+    turns: bool,
+    recipe: Recipe,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    watching: Call | None,
 ) -> Tensor:
-    """``dy @ weight``."""
-    plan, weight, watched = call.plan, saved[3], call.watched
-    if dy.q is None:
-        assert dy.high is not None, "kept for this"
+    """``dy @ weight``, of the FP8 weight, its transpose, or the weight in high precision.
+
+    ``turns``: the transpose has the bytes of the forward's FP8 weight, which ``by`` makes again.
+    """
+    plan = recipe.linear
+    if isinstance(dy, Tensor):
         assert weight is not None, "kept for this"
-        if watched:
-            show_gemm("dgrad", call, None, None)
-        return (dy.high @ plain(weight, dy.high).to(dy.high.dtype)).to(dtype)
+        if watching is not None:
+            show_gemm("dgrad", watching, None, None)
+        return (dy @ weight.to(dy.dtype)).to(dtype)
     assert plan.dgrad is not None, "cast for it"
     left, right, fast_accum = plan.dgrad
-    w_q = _saved_weight(saved, call)
-    if w_q is None:
+    if w_t is None and turns:
+        assert by is not None, "saved by the forward"
+        scale = by[0].scale
+        if w8 is None:
+            assert weight is not None, "kept for this"
+            w8, scale, *_ = cast_by(weight, plan.w, None, plan, by)
+        # A delayed scale is of shape [1], which t() leaves alone.
+        w_t = transpose_op(w8, 1, None), scale.t()
+    elif w_t is None:
         assert weight is not None, "kept for this"
-        high = plain(weight, dy.q[1])
-        w_t = cast(high, None, W, call, transposed=right)[3:5]
-        if watched and not plan.fprop:  # else the forward has cast it
-            show_cast(high.t(), w_t, right, W, call, only_in_backward=True)
-    else:
-        # Square blocks: same bytes. A delayed scale is of shape [1], which t() leaves alone.
-        event = dy.q[1] if torch.compiler.is_compiling() else None
-        w_t = transpose_op(w_q[0], 1, event), w_q[1].t()
-    if watched:
-        show_gemm("dgrad", call, dy.q, w_t)
-    dx = scaled_mm_op(*dy.q, left.block, *w_t, right.block, None, dtype, fast_accum)
+        w_t = cast_by(weight, None, right, plan, by)[3:5]
+    if watching is not None:
+        if not turns and not plan.fprop:  # else the forward has cast it
+            assert weight is not None, "cast just now"
+            show_cast(weight.t(), w_t, right, W, watching, only_in_backward=True)
+        show_gemm("dgrad", watching, dy, w_t)
+    dx = scaled_mm_op(*dy, left.block, *w_t, right.block, None, dtype, fast_accum)
     if torch.compiler.is_compiling() or dx.shape != shape:
         dx = dx[: shape[0], : shape[1]]
     return dx
 
 
+_planned_dgrad = planned(_dgrad)
+
+
 def _wgrad(
-    dy: Gradient,
+    dy: Tensor | Operand,
     x: Source | None,
-    saved: Saved,
-    call: Call,
+    kept: Tensor | None,
+    factors: Factors,
+    recipe: Recipe,
     shape: tuple[int, int],
     dtype: torch.dtype,
-) -> Tensor | None:
-    """``dy.T @ x``; None if it went into the weight's ``main_grad``."""
-    plan, fused, (kept, scale, factor, *_) = call.plan, call.fused_weight, saved
-    dtype = dtype if fused is None else fused.main_grad.dtype
-    if dy.q_t is None:
+    watching: Call | None,
+) -> Tensor:
+    """``dy.T @ x``, of dy in high precision or of its transpose in FP8.
+
+    ``kept`` is x transposed in FP8, or x in high precision; without it x is the source.
+    """
+    plan = recipe.linear
+    if isinstance(dy, Tensor):
         high = kept if x is None else x.value()
-        assert dy.high is not None, "kept for this"
         assert high is not None, "kept for this"
-        if call.watched:
-            show_gemm("wgrad", call, None, None)
-        dw = (dy.high.t() @ high.to(dy.high.dtype)).to(dtype)
+        if watching is not None:
+            show_gemm("wgrad", watching, None, None)
+        return (dy.t() @ high.to(dy.dtype)).to(dtype)
+    assert plan.wgrad is not None, "cast for it"
+    left, right, fast_accum = plan.wgrad
+    if x is None:
+        assert kept is not None, "kept for this"
+        x_t = kept, factors.scale.float()
     else:
-        assert plan.wgrad is not None, "cast for it"
-        left, right, fast_accum = plan.wgrad
-        if x is None:
-            assert kept is not None, "kept for this"
-            assert scale is not None, "kept for this"
-            x_t = kept, scale.float()
-        else:
-            x_t = cast_again(x, right, scale, factor, call, transposed=True)
-        if call.watched:
-            show_gemm("wgrad", call, dy.q_t, x_t)
-        dw = scaled_mm_op(*dy.q_t, left.block, *x_t, right.block, None, dtype, fast_accum)
-        if torch.compiler.is_compiling() or dw.shape != shape:
-            dw = dw[: shape[0], : shape[1]]
-    if fused is None:
-        return dw
-    _accumulate(fused, dw, overwrite=call.first_microbatch is True)
-    return None
+        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+    if watching is not None:
+        show_gemm("wgrad", watching, dy, x_t)
+    dw = scaled_mm_op(*dy, left.block, *x_t, right.block, None, dtype, fast_accum)
+    if torch.compiler.is_compiling() or dw.shape != shape:
+        dw = dw[: shape[0], : shape[1]]
+    return dw
+
+
+_planned_wgrad = planned(_wgrad)
 
 
 def _accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> None:

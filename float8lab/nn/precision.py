@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from float8lab.nn.handles import new_handle
 from float8lab.ops import Source, as_matrix
 from float8lab.recipes.delayed import DelayedSlots, Factors, Known
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
+from float8lab.recipes.recording import Recording
 from float8lab.recipes.reduction import channel_of, name_of_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
@@ -169,7 +169,6 @@ class Precision:
         self.weight_cast: Any = None  # kept over microbatches; belongs to casts.py
         self._last: Call | None = None
         self._shared: Call | None = None  # for calls that have nothing of their own
-        self._by_frame: weakref.WeakKeyDictionary[Any, Call | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
@@ -238,42 +237,46 @@ class Precision:
         state = STATE
         if torch.compiler.is_compiling():
             return self._begin_in_graph(x, training, first_microbatch, fused_weight)
+        noted, original = (None, state.replay)
         hooks = _saved_tensors_hooks(True)
-        frame = None if hooks is None else _checkpoint_frame(hooks)
-        if state.replay is not None or _graph_task() != NO_BACKWARD:
-            return self._begin_again(x.device, frame, first_microbatch, fused_weight)
-        recipe = self.active_recipe()
+        if hooks is not None:
+            noted, followed = _torch_recordings(hooks)
+            original = original or followed
         call = None
-        if recipe is not None:
-            if type(x) is not Tensor:
-                _refuse_dtensor(x)
-            region = state.autocast.region
-            if recipe.linear.delayed:
-                slots = self._slots(recipe, x.device)
-                record = training or state.autocast.calibrating
-                call = Call(
-                    recipe, slots, record, precision=self,
-                    first_microbatch=first_microbatch, fused_weight=fused_weight,
-                )  # fmt: skip
-                if record and region is not None:
-                    region.packs[slots.pack] = None
-            else:
-                call = self._shared
-                own = first_microbatch is not None or fused_weight is not None
-                watched = PROCESS.observer is not None
-                if own or call is None or call.recipe is not recipe or call.watched != watched:
+        if original is not None or _graph_task() != NO_BACKWARD:
+            call = self._begin_again(original, x.device, first_microbatch, fused_weight)
+        else:
+            recipe = self.active_recipe()
+            if recipe is not None:
+                if type(x) is not Tensor:
+                    _refuse_dtensor(x)
+                region = state.autocast.region
+                if recipe.linear.delayed:
+                    slots = self._slots(recipe, x.device)
+                    record = training or state.autocast.calibrating
                     call = Call(
-                        recipe, None, False, precision=self,
+                        recipe, slots, record, precision=self,
                         first_microbatch=first_microbatch, fused_weight=fused_weight,
                     )  # fmt: skip
-                    self._shared = None if own else call
-            if region is not None:
-                region.fp8_calls += 1
-        self._last = call
+                    if record and region is not None:
+                        region.packs[slots.pack] = None
+                else:
+                    call = self._shared
+                    own = first_microbatch is not None or fused_weight is not None
+                    watched = PROCESS.observer is not None
+                    if own or call is None or call.recipe is not recipe or call.watched != watched:
+                        call = Call(
+                            recipe, None, False, precision=self,
+                            first_microbatch=first_microbatch, fused_weight=fused_weight,
+                        )  # fmt: skip
+                        self._shared = None if own else call
+                if region is not None:
+                    region.fp8_calls += 1
+            self._last = call
         for recording in state.recordings:
             recording.add(self, call)
-        if frame is not None:
-            self._remember_by_frame(call, frame)
+        if noted is not None:
+            noted.add(self, call)
         return call
 
     def _begin_in_graph(
@@ -315,33 +318,24 @@ class Precision:
                 region.packs[slots.pack] = None
         return slots.scale_for(index, x, record=record, shared=False)
 
-    def _remember_by_frame(self, call: Call | None, frame: Any) -> None:
-        if self._by_frame is None:
-            self._by_frame = weakref.WeakKeyDictionary()
-        self._by_frame[frame] = call
-
-    def _replay(self, frame: Any, first_microbatch: bool | None, fused_weight: Any) -> Call | None:
-        """The next call of a recording, again: its recipe and scales, and no forward amaxes."""
-        assert STATE.replay is not None, "asked for during a replay only"
-        original: Call | None = STATE.replay.next(self)
-        call = original and original.again(
-            first_microbatch=first_microbatch, fused_weight=fused_weight
-        )
-        # A checkpoint inside this one will repeat this call in its turn.
-        for recording in STATE.recordings:
-            recording.add(self, call)
-        if frame is not None:
-            self._remember_by_frame(call, frame)
-        return call
-
     def _begin_again(
-        self, device: torch.device, frame: Any, first_microbatch: bool | None, fused_weight: Any
+        self,
+        recording: Recording | None,
+        device: torch.device,
+        first_microbatch: bool | None,
+        fused_weight: Any,
     ) -> Call | None:
-        """The call of a recomputation: the scales of the original call, and nothing recorded."""
-        if STATE.replay is not None:
-            return self._replay(frame, first_microbatch, fused_weight)
-        by_frame = self._by_frame
-        original = by_frame[frame] if by_frame and frame in by_frame else self._last
+        """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
+
+        Torch's reentrant checkpoint leaves no record of the original, nor does a forward that ran
+        compiled: then those of the last forward.
+        """
+        if recording is not None and (recording is STATE.replay or recording.has_next(self)):
+            original: Call | None = recording.next(self)
+            return original and original.again(
+                first_microbatch=first_microbatch, fused_weight=fused_weight
+            )
+        original = self._last
         # The recomputation runs as the original did, also where backward is called inside another
         # autocast; one entered again inside the checkpointed function speaks for itself.
         recipe = original.recipe if original is not None else None
@@ -471,8 +465,8 @@ _graph_task = torch._C._current_graph_task_id
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def _checkpoint_frame(hooks: Any) -> Any:
-    """The object that stands for the enclosing non-reentrant activation checkpoint, or None.
+def _torch_recordings(hooks: Any) -> tuple[Recording | None, Recording | None]:
+    """The recordings that the enclosing non-reentrant checkpoint of torch makes and follows.
 
     ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats;
     its saved-tensor hooks hold one, the frame, in their closure on both occasions.
@@ -480,10 +474,13 @@ def _checkpoint_frame(hooks: Any) -> Any:
     pack = inspect.unwrap(hooks[0])
     code = getattr(pack, "__code__", None)
     if code is None:
-        return None
+        return None, None
     cells = dict(zip(code.co_freevars, pack.__closure__ or (), strict=False))
     if "frame" in cells:
-        return cells["frame"].cell_contents
-    if "target_frame_ref" in cells:
-        return cells["target_frame_ref"].cell_contents()
-    return None
+        return PROCESS.checkpoints.setdefault(cells["frame"].cell_contents, Recording()), None
+    if "target_frame_ref" not in cells:
+        return None, None
+    recording = PROCESS.checkpoints.get(cells["target_frame_ref"].cell_contents())
+    if recording is not None:
+        recording.follow(pack)
+    return None, recording

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.recipes.delayed import DelayedSlots, ScalePack, merge_packs
 from float8lab.recipes.region import STATE, Region, inside
+from float8lab.tensor.differentiation import version_of
 
 __all__ = ["PLAIN", "Recorded", "Trial", "Unit", "record", "replay"]
 
@@ -92,13 +93,13 @@ class Recorded:
 
     def record_forward(self, unit: Unit, capture: _Capture) -> None:
         """Record the forward."""
-        versions = [_version(t) for t in unit.sample]
+        versions = [version_of(t) for t in unit.sample]
         run = partial(self._run_forward, unit, self._aliases)
         self.forward, self.outputs = capture(run)
         self.differentiable = [y.requires_grad for y in self._live]
         if not self.exact:
             return
-        if [_version(t) for t in unit.sample] != versions:
+        if [version_of(t) for t in unit.sample] != versions:
             raise RuntimeError("it writes into its arguments")
         others = {type(y) for y in self._leaves if y is not _TENSOR}
         if not (others <= PLAIN and {type(y) for y in self._live} <= {Tensor, nn.Parameter}):
@@ -332,10 +333,6 @@ def _autocast(enabled: bool) -> AbstractContextManager[Any]:
         return nullcontext()
     dtype = torch.get_autocast_dtype("cuda")
     return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _warm_up(

@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["announce_flops", "compute_intensive_ops", "declare"]
+__all__ = ["announce_flops", "compute_intensive_ops", "declare", "planned"]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
+
+RECORDING = threading.local()
+"""``launch``: who is told of this thread's launches, if anyone is (``kernels/_replay.py``)."""
 
 
 _HAS_MARKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
@@ -278,7 +282,7 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         nonlocal launcher
         if (
             torch.compiler.is_compiling()
-            or _is_watched_by_a_mode()
+            or (_is_watched_by_a_mode() and not _records())
             or _transform() is not None
             or _trace() is not None
             or _is_profiled()
@@ -301,6 +305,37 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
                 launcher = _load(launcher)
             return launcher(*args)
         return reference(*args) if x.is_cpu else overload(*args)
+
+    return call
+
+
+def _records() -> bool:
+    """Whether the mode that watches is the one that records the ops of a plan."""
+    return getattr(RECORDING, "launch", None) is not None
+
+
+def planned(body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body`` for tensors on a GPU: what it does is found out once and then repeated as one list.
+
+    What it does must depend on nothing but its arguments: tensors, constants that can be hashed,
+    and lists and tuples of these. It may call ops of this package and some of torch's.
+    """
+    repeat: Any = None
+
+    def call(*args: Any) -> Any:
+        nonlocal repeat
+        if (
+            torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or _is_watched_by_a_mode()
+            or _transform() is not None
+            or _trace() is not None
+            or _is_profiled()
+        ):
+            return body(*args)
+        if repeat is None:
+            repeat = _load("_replay:replayed")(body)
+        return repeat(*args)
 
     return call
 

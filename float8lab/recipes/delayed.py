@@ -160,29 +160,12 @@ class ScalePack:
         if self.keeps_previous:
             self.previous.copy_(self.factors)
         self.advanced = True
-        self._copy = self._live = None
-        if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
-            self._update_by_callables()
-        else:
-            self._copy = update_scales_op(
-                self.history,
-                self.amax,
-                self.factors,
-                self.steps,
-                self.fp8_max,
-                recipe.margin,
-                recipe.interval,
-                recipe.amax_compute_algo == "most_recent",
-                recipe.power_of_2_scale,
-            )
-
-    def _update_by_callables(self) -> None:
-        """``update_scales_`` with the user's functions in place of the two formulas."""
-        recipe, algo = self.recipe, self.recipe.amax_compute_algo
-        seen = (self.amax >= 0) & (self.amax < torch.inf)
-        due = seen & (self.steps % recipe.interval == 0)
-        old = self.factors.clone()
-        update_scales_op(
+        self._live = None
+        by_callables = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo
+        if by_callables:
+            seen = (self.amax >= 0) & (self.amax < torch.inf)
+            due, old = seen & (self.steps % recipe.interval == 0), self.factors.clone()
+        self._copy = update_scales_op(
             self.history,
             self.amax,
             self.factors,
@@ -190,9 +173,19 @@ class ScalePack:
             self.fp8_max,
             recipe.margin,
             recipe.interval,
-            algo == "most_recent",
+            recipe.amax_compute_algo == "most_recent",
             recipe.power_of_2_scale,
         )
+        if by_callables:
+            self._copy = None
+            self._choose(due, old)
+
+    def _choose(self, due: Tensor, old: Tensor) -> None:
+        """Give the slots that are due factors by the user's functions, after ``update_scales_``.
+
+        The others, and those for which the functions give nothing usable, keep their ``old`` ones.
+        """
+        recipe, algo = self.recipe, self.recipe.amax_compute_algo
         if callable(algo):
             chosen = algo(self.history)
         else:
@@ -333,9 +326,6 @@ class DelayedSlots:
         columns = slice(self.start, self.start + len(self.fp8_dtypes))
         return {name: getattr(self.pack, name)[..., columns] for name in (*_TENSORS, *_ROWS)}
 
-    def _separate(self, tensors: dict[str, Tensor]) -> None:
-        self._adopt(ScalePack(self.pack.recipe, self.pack.group, tensors), 0)
-
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take over values of ``tensors()``, in place; 1 over a scale without encode factor."""
         mine = self.tensors()
@@ -345,7 +335,6 @@ class DelayedSlots:
             mine["encode"].copy_(1.0 / mine["scale"])
         self.seeded = mine["seeded"].tolist()
         self._reap()
-        self.pack.forget_live()
 
     def clear(self) -> None:
         """Forget all that was recorded, in place."""
@@ -357,7 +346,6 @@ class DelayedSlots:
         mine["amax"].fill_(NO_DATA)
         self.seeded = [False] * len(self.seeded)
         self._reap()
-        self.pack.forget_live()
 
     def _sow(self, index: int, factors: Tensor) -> None:
         """Give a slot its first factors."""
@@ -366,8 +354,9 @@ class DelayedSlots:
         self.seeded[index] = True
 
     def _reap(self) -> None:
-        """Keep the scales that the slots have, whatever is interrupted."""
+        """Keep the scales that the slots have been given, whatever is interrupted."""
         self.pack.sown = [sown for sown in self.pack.sown if sown[0]() is not self]
+        self.pack.forget_live()
 
     def to(self, device: torch.device) -> None:
         """Move to another device, into a pack of its own; from the meta device the state is new."""
@@ -380,10 +369,11 @@ class DelayedSlots:
                 device=device,
             )  # fmt: skip
             self.seeded = fresh.seeded
-            self._separate({name: fresh.tensors()[name] for name in _TENSORS})
+            self._adopt(ScalePack(pack.recipe, pack.group, fresh.tensors()), 0)
         else:
             with _lasting(device):
-                self._separate({k: t.to(device, copy=True) for k, t in self.tensors().items()})
+                tensors = {k: t.to(device, copy=True) for k, t in self.tensors().items()}
+                self._adopt(ScalePack(pack.recipe, pack.group, tensors), 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
 """Which calls of FP8 modules a checkpointed function made, so that its recomputation repeats them.
 
 ``STATE.recordings`` are the recordings in progress, the innermost last; ``STATE.replay`` is the one
-that a recomputation follows. A function that is recomputed inside another one's recomputation is
+that a recomputation follows. Those of torch's non-reentrant checkpoints are in
+``PROCESS.checkpoints``. A function that is recomputed inside another one's recomputation is
 recorded while the outer one is replayed.
 """
 
@@ -15,11 +16,12 @@ __all__ = ["Recording"]
 class Recording:
     """The calls of FP8 modules during one run of a function: in order, for each module."""
 
-    __slots__ = ("_calls", "_position")
+    __slots__ = ("_calls", "_position", "_run")
 
     def __init__(self) -> None:
         self._calls: dict[Any, list[Any]] = {}
         self._position: dict[Any, int] = {}
+        self._run: Any = None  # the recomputation that stands at this position
 
     def add(self, module: Any, call: Any) -> None:
         """Note how a call of ``module`` runs; None is high precision."""
@@ -29,9 +31,15 @@ class Recording:
         """The modules that were called."""
         return set(self._calls)
 
-    def rewind(self) -> None:
-        """Start again with the first call of every module."""
-        self._position.clear()
+    def follow(self, run: Any) -> None:
+        """Start again with the first call of every module if ``run`` is a new recomputation."""
+        if run is not self._run:
+            self._run = run
+            self._position.clear()
+
+    def has_next(self, module: Any) -> bool:
+        """Whether ``module`` was called more often than the recomputation has called it by now."""
+        return self._position.get(module, 0) < len(self._calls.get(module, ()))
 
     def next(self, module: Any) -> Any:
         """How the next call of ``module`` ran.

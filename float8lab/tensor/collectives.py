@@ -247,26 +247,18 @@ def _sizes(tensors: Sequence[Any]) -> list[int]:
     return [x.shape[0] * _width(x) if isinstance(x, Float8Tensor) else 0 for x in tensors]
 
 
-@implements(*_existing(c10d, "allgather_"))
-def _all_gather_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
-    (x,), parts = map(_with_rows, inputs), [_with_rows(out) for out in outputs[0]]
-    _, world = _place(group)
-    size = _agree(group, [_text(x)] * world, list(map(_text, parts)), max(_sizes([x])))
-    received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in parts]
-    work = _begun(op([received], [_padded(_pack(x), size)], group, *args))
-    return outputs, _Work([work], lambda: _receive_each(parts, received)).boxed()
-
-
-@implements(*_existing(c10d, "gather_"))
-def _gather_list(op: Any, outputs: Any, inputs: Any, group: Any, root: int, *args: Any) -> Any:
-    (x,) = map(_with_rows, inputs)
+@implements(*_existing(c10d, "allgather_", "gather_"))
+def _gather_list(op: Any, outputs: Any, inputs: Any, group: Any, *args: Any) -> Any:
+    """Gather on every rank, or on the root that ``args`` begin with: others have no outputs."""
+    (x,), root = map(_with_rows, inputs), None if op is c10d.allgather_.default else args[0]
     parts = [_with_rows(out) for out in outputs[0]] if outputs else []
     _, world = _place(group)
-    sends = [_text(x) if rank == root else _NOTHING for rank in range(world)]
+    sends = [_text(x) if root in (None, rank) else _NOTHING for rank in range(world)]
     size = _agree(group, sends, list(map(_text, parts)) or [_NOTHING] * world, max(_sizes([x])))
     received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in parts]
-    work = _begun(op([received] if outputs else [], [_padded(_pack(x), size)], group, root, *args))
-    return _Work([work], lambda: _receive_each(parts, received)).boxed()
+    begun = op([received] if outputs else [], [_padded(_pack(x), size)], group, *args)
+    work = _Work([_begun(begun)], lambda: _receive_each(parts, received)).boxed()
+    return (outputs, work) if root is None else work
 
 
 @implements(*_existing(c10d, "scatter_"))
@@ -323,10 +315,8 @@ def _all_to_all_base(
     op: Any, out: Any, x: Any, group: Any, out_splits: Any, in_splits: Any, *args: Any
 ) -> Any:
     _, world = _place(group)
-    sends, expects = (
-        _texts(x, world, "the input", in_splits), _texts(out, world, "the output", out_splits),
-    )  # fmt: skip
-    _agree(group, sends, expects)
+    sends = _texts(x, world, "the input", in_splits)
+    _agree(group, sends, _texts(out, world, "the output", out_splits))
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
     work = _begun(op(received, data, group, out_splits, in_splits, *args))

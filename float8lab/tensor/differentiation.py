@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from float8lab.recipes.region import STATE
 
-__all__ = ["Float8Function", "once_differentiable"]
+__all__ = ["Float8Function", "once_differentiable", "version_of"]
 
 _INSTEAD = (
     "Compute this part with torch's own layers and tensors: float8lab.to_high_precision(model), "
@@ -63,3 +64,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return wrapper
+
+
+def version_of(x: Tensor) -> int:
+    """Torch's count of the writes to a tensor; inference tensors have none."""
+    return 0 if x.is_inference() else x._version

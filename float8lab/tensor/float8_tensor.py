@@ -104,7 +104,8 @@ class Float8Tensor(Tensor):
     ) -> None:
         """``__new__`` has set all."""
 
-    # Torch asks ``__torch_function__`` for every attribute of its own, this one is none of them.
+    # Torch asks ``__torch_function__`` for every attribute of its own, these are none of them.
+    shape = property(operator.attrgetter("qdata.shape"))
     dtype = property(operator.attrgetter("_dtype"))
     _dtype: torch.dtype
 

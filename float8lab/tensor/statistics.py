@@ -43,6 +43,7 @@ __all__ = [
     "blocks",
     "code_values",
     "compare",
+    "decibels",
     "health",
     "histogram",
     "is_sharded",
@@ -84,9 +85,7 @@ class Comparison:
     @property
     def sqnr(self) -> float:
         """Signal to quantization noise in dB, ``10 log10(signal / noise)``; inf if exact."""
-        if self.noise == 0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        return decibels(self.signal, self.noise)
 
     @property
     def effective_bits(self) -> float:
@@ -457,6 +456,13 @@ def _check_bins(by: str) -> None:
     check_choice("by", by, ("code", "exponent"))
 
 
+def decibels(signal: float, noise: float) -> float:
+    """``10 log10(signal / noise)``; inf without noise."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
 def _bits(sqnr: _Share) -> _Share:
     return (sqnr - 1.76) / 6.02
 
@@ -471,12 +477,7 @@ def _kinds(codes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     if dtype == E2M1:  # neither NaN nor infinity; one bit of mantissa
         top, nan, inf, low = body == 7, body > 7, body > 7, 0x02
     elif dtype == E4M3:  # seven ones are NaN, there is no infinity; three bits of mantissa
-        top, nan, inf, low = (
-            body == 0x7E,
-            body == 0x7F,
-            torch.zeros_like(body, dtype=torch.bool),
-            0x08,
-        )
+        top, nan, inf, low = body == 0x7E, body == 0x7F, body > 0x7F, 0x08
     else:  # as IEEE: the exponent of ones is infinity and NaN; two bits of mantissa
         top, nan, inf, low = body == 0x7B, body > 0x7C, body == 0x7C, 0x04
     return dict(zip(KINDS, (top, body == 0, (body > 0) & (body < low), nan, inf), strict=True))

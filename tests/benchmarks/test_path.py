@@ -16,17 +16,17 @@ CALLS = {
     "Linear, current, forward": 31,
     "Linear, current, backward": 24,
     "Linear, rowwise, forward": 34,
-    "Linear, rowwise, backward": 34,
-    "Linear, block, forward": 41,
-    "Linear, block, backward": 38,
+    "Linear, rowwise, backward": 35,
+    "Linear, block, forward": 40,
+    "Linear, block, backward": 37,
     "Linear, mx, forward": 38,
-    "Linear, mx, backward": 42,
+    "Linear, mx, backward": 43,
     "converted nn.Linear, delayed, forward": 48,
     "LayerNormMLP, forward": 70,
     "LayerNormMLP, backward": 90,
     "F.linear of Float8Tensors": 14,
-    "FSDP2 of two layers, forward": 108,
-    "FSDP2, gathering a weight": 28,
+    "FSDP2 of two layers, forward": 96,
+    "FSDP2, gathering a weight": 25,
 }
 FILES = 18
 OPS, CASTS = 13, 4

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_gemm_refuses_a_wrong_product(setting, monkeypatch):
     rows = list(gemm.rows(setting, [TINY]))
     assert all(row.refusal.startswith("wrong: y ") for row in rows)
     assert all(row.ms == () for row in rows)
+
+
+def test_sustained_steps_of_modules(setting):
+    setting.sustained = partial(common.time_sustained, seconds=0.01, rounds=2)
+    setting.recipes = ["current"]
+    rows = list(linear.rows(setting, [TINY]))
+    assert [row.name for row in rows] == ["bfloat16, eager", "current, eager"]
+    base, fp8 = rows
+    assert fp8.values["sustained ms"] > 0
+    printed = report.tabulate(linear.SUBJECT.columns, rows)
+    assert "x bf16, sustained" in printed
+    ratio = base.values["sustained ms"] / fp8.values["sustained ms"]
+    assert f"{ratio:.2f}" in printed
 
 
 def test_linear(setting):

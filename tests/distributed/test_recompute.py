@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.nn import functional as F
 
 import float8lab
 from float8lab import recipes
-from float8lab.recipes.region import STATE
+from float8lab.nn import casts, in_graph
+from float8lab.ops import cast_op
+from float8lab.recipes.region import STATE, in_backward
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 RECIPES = {
@@ -178,6 +181,100 @@ def test_torch_checkpoints_inside(use_reentrant, theirs):
         return loss
 
     both_ways(step)
+
+
+THEIRS = torch.utils.checkpoint.checkpoint
+CHECKPOINTS = {
+    f"{whose}{kind}": functools.partial(function, use_reentrant=kind == "reentrant")
+    for whose, function in (("torch-", THEIRS), ("", float8lab.checkpoint))
+    for kind in ("reentrant", "non")
+}
+
+RECENT = recipes.DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
+"""Its scales change with every region."""
+
+
+@pytest.fixture
+def operands(monkeypatch):
+    """The forward operands that are cast, and whether in backward: not the gradients."""
+    found = []
+
+    def cast(*args):
+        results = cast_op(*args)
+        if args[3] == torch.float8_e4m3fn and results[0] is not None:
+            found.append((in_backward(), results[0].clone()))
+        return results
+
+    for module in (casts, in_graph):
+        monkeypatch.setattr(module, "cast_op", cast)
+    return found
+
+
+def repeated(operands, run):
+    """Of three forwards, then their backwards: which got all their operands computed again."""
+    outputs, originals = [], []
+    for i in range(3):
+        operands.clear()
+        outputs.append(run(10.0**i * leaf(4, 32, seed=i)))
+        originals.append([q for _, q in operands])
+    results = []
+    for y, qs in zip(outputs, originals, strict=True):
+        operands.clear()
+        y.square().sum().backward()
+        again = [q for late, q in operands if late]
+        results.append(all(any(torch.equal(q, other) for other in again) for q in qs))
+    return results
+
+
+@pytest.mark.parametrize("outer", CHECKPOINTS)
+@pytest.mark.parametrize("inner", [None, *CHECKPOINTS])
+@pytest.mark.parametrize("regions", ["around", "inside"])
+def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, inner, regions):
+    """However often the scales advance between a forward and its backward, or in the function."""
+    first, second = Feed(), Feed()
+    region = functools.partial(float8lab.autocast, recipe=RECENT)
+
+    def once(x):
+        return second(first(x))
+
+    def twice(x):
+        with region():
+            x = once(x)
+        with region():
+            return once(100.0 * x)
+
+    function = twice if regions == "inside" else once
+
+    def run(x):
+        with region() if regions == "around" else contextlib.nullcontext():
+            if inner is None:
+                return CHECKPOINTS[outer](function, x)
+            return CHECKPOINTS[outer](lambda x: CHECKPOINTS[inner](function, x), x)
+
+    for seed in range(2):  # then every slot has a scale
+        twice(leaf(4, 32, seed=seed))
+    found = repeated(operands, run)
+    if outer != "torch-reentrant":
+        assert found == [True] * 3
+    elif regions == "around":  # it has no link to its forward, and gets the scales of the last one
+        assert found == [False, False, True]
+
+
+@each_mode
+def test_compiled_recomputations_have_the_scales_of_the_last_forward(operands, use_reentrant):
+    model = nn.Sequential(*(float8lab.Linear(32, 32, device="cpu") for _ in range(2)))
+    for seed in range(2):
+        with float8lab.autocast(recipe=RECENT):
+            model(leaf(4, 32, seed=seed))
+    torch._dynamo.reset()
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def run(x):
+        with float8lab.autocast(recipe=RECENT):
+            return float8lab.checkpoint(model, x, use_reentrant=use_reentrant)
+
+    assert repeated(operands, run) == [False, False, True]
+    torch._dynamo.reset()
 
 
 @each_mode

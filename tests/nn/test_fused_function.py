@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.nn import casts, fused_function, gemm
-from float8lab.nn.precision import Call, X, precisions
+from float8lab.nn.precision import Call, W, X, precisions
 from float8lab.ops import Source
+from float8lab.recipes.delayed import Factors
 from float8lab.tensor import Float8Tensor
 from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, exact, perturb, sqnr, step
@@ -577,12 +578,14 @@ def test_what_is_cast_again_has_the_bytes_of_the_first_cast(recipe: recipes.Reci
         source, wanted = Source("relu", [x], torch.float32), by_multiplying(x)
         q, scale, factor, *_ = casts.cast(source, call.plan.x, X, call)
         assert torch.equal(q.view(torch.uint8), wanted)
-        q_t, again = casts.cast_again(source, call.plan.x, scale, factor, call, transposed=True)
+        by = Factors(scale, factor), None
+        *_, q_t, again, _ = casts.cast_by(source, None, call.plan.x, call.plan, by)
         if call.plan.x.per_tensor:
             assert torch.equal(q_t.view(torch.uint8), wanted.t())
             assert torch.equal(again, scale)
-        q, scale, factor = casts.cast_weight(weight, call)
-        q_2, again = casts.cast_again(weight, call.plan.w, scale, factor, call)
+        q, scale, factor, *_ = casts.cast(weight, call.plan.w, W, call)
+        by = Factors(scale, factor), None
+        q_2, again, *_ = casts.cast_by(weight, call.plan.w, None, call.plan, by)
         assert torch.equal(q.view(torch.uint8), wanted)
         assert torch.equal(q_2.view(torch.uint8), wanted)
         assert torch.equal(again, scale)

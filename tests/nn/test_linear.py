@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import casts, gemm, precision
+from float8lab.nn import casts, gemm
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
 
@@ -406,14 +406,15 @@ def test_float64_stays_in_high_precision():
 
 def count_weight_casts(monkeypatch):
     made = []
-    original = casts.cast
+    original = casts.cast_by
 
-    def counting(x, spec, index, call, **kwargs):
-        if index == precision.W:
+    def counting(x, *args, **kwargs):
+        if isinstance(x, torch.nn.Parameter):
             made.append(tuple(x.shape))
-        return original(x, spec, index, call, **kwargs)
+        return original(x, *args, **kwargs)
 
-    monkeypatch.setattr(casts, "cast", counting)
+    for module in (casts, gemm):
+        monkeypatch.setattr(module, "cast_by", counting)
     return made
 
 

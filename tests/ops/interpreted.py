@@ -15,11 +15,11 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2, scale_shape
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops import Source, reference
 from float8lab.ops.kernels import attention, cast_many, norm, prologue, rotary, scaling
 from float8lab.ops.kernels.cast import amax_of, cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
+from tests.ops import forms
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -5,8 +5,8 @@ import torch
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops.reference import attention as reference
+from tests.ops import forms
 
 
 def quantized(shape, fp8_dtype, device):

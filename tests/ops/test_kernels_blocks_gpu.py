@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3, FP8_DTYPES
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops import Source, reference
 from float8lab.ops.kernels import cast as launcher
 from float8lab.ops.kernels import cast_hopper
+from tests.ops import forms
 
 pytestmark = pytest.mark.gpu
 

@@ -29,7 +29,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from float8lab.formats import E4M3, E5M2, scale_shape
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops import Source, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
@@ -45,6 +44,7 @@ from float8lab.ops.kernels import (
 from float8lab.ops.kernels._launch import Launched
 from float8lab.ops.kernels.cast import cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
+from tests.ops import forms
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 

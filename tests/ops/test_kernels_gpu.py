@@ -14,10 +14,10 @@ from torch import Tensor
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops import gemm, reference
 from float8lab.ops.gemm import may_multiply
 from tests.near_ties import by_multiplying, near_ties
+from tests.ops import forms
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES, scale_shape
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops.kernels import cast_many as many
+from tests.ops import forms
 
 pytestmark = pytest.mark.gpu
 

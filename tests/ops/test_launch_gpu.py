@@ -15,8 +15,8 @@ from triton.runtime.jit import JITFunction
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES, HIGH_PRECISION_DTYPES
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops.kernels import _launch, _replay
+from tests.ops import forms
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES
-from float8lab.inspect.selfcheck import forms
+from tests.ops import forms
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1)]
 SHAPES = {"M20-K300": (20, 300), "M1-K1": (1, 1), "M0-K48": (0, 48), "M33-K0": (33, 0)}

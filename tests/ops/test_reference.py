@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import E4M3, E5M2, FLOAT32_MAX, largest, scale_shape
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops import NO_DATA, reference
 from tests.near_ties import by_multiplying, near_ties
+from tests.ops import forms
 
 INF, NAN = math.inf, math.nan
 SUBNORMAL = 2.0**-140  # of float32

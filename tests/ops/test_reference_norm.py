@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8lab.formats import E4M3, E5M2
-from float8lab.inspect.selfcheck import forms
 from float8lab.ops import Source, reference
+from tests.ops import forms
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),

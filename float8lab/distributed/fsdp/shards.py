@@ -28,8 +28,7 @@ from float8lab.distributed.fsdp.weight import (
     Layout,
     ShardedWeight,
     WeightCast,
-    cast_by,
-    cast_stored,
+    cast_rows,
     local_of,
     shard_mesh,
 )
@@ -81,14 +80,10 @@ class Shard:
         weight = shard.weight
         weight.prepare(shard, mesh)
         layout, parts = weight.layout, []
-        spec = layout.spec
+        whole = stored and len(layout.runs) == 1
         for rows, blocks in layout.runs:
-            factor = weight.factor[blocks]
-            if stored:
-                part = cast_stored(shard if len(layout.runs) == 1 else shard[rows], factor, spec)
-            else:
-                part = cast_by(shard[rows], spec, "encode", factor)
-            parts.append(part.view(torch.uint8))
+            mine = shard if whole else shard[rows]
+            parts.append(cast_rows(mine, weight.factor[blocks], layout.spec).view(torch.uint8))
         if layout.padding or not parts:
             size = (layout.padding, layout.shape[1])
             parts.append(torch.zeros(size, dtype=torch.uint8, device=shard.device))

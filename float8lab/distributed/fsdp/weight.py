@@ -35,8 +35,7 @@ __all__ = [
     "Layout",
     "ShardedWeight",
     "WeightCast",
-    "cast_by",
-    "cast_stored",
+    "cast_rows",
     "layout_of",
     "local_of",
     "reduced_amaxes",
@@ -275,16 +274,15 @@ def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
     return block_amax(scale.expand(rows.shape[0], -1), (block[0], 1))
 
 
-def cast_stored(rows: Float8Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
-    """FP8 data with the scales ``factor``, of some rows of a shard that is stored in FP8."""
-    if spec.block[0] == 1 and rows.spec == spec:
-        return rows.qdata  # no block is shared
-    values = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-    return cast_by(values, spec, "decode", factor)
-
-
-def cast_by(rows: Tensor, spec: Float8Spec, rule: str, factor: Tensor) -> Tensor:
-    """FP8 data of some rows by factors that are known."""
+@torch.no_grad()
+def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
+    """FP8 data of some rows of a shard; ``factor`` is their scales if they are stored in FP8."""
+    rule = "encode"
+    if isinstance(rows, Float8Tensor):
+        if spec.block[0] == 1 and rows.spec == spec:
+            return rows.qdata  # no block is shared
+        rows = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
+        rule = "decode"
     q: Tensor = cast_op(
         "", (rows,), rows.dtype, spec.fp8_dtype, spec.block, rule, 0.0, 1,
         True, False, False, factor,

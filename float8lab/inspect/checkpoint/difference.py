@@ -20,6 +20,7 @@ from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import Box, CheckpointError, boxes
 from float8lab.inspect.checkpoint.report import Progress, counted, finite, named, stepping
 from float8lab.inspect.text import Grid, Printed
+from float8lab.tensor.statistics import decibels
 
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
 
@@ -58,7 +59,7 @@ class DiffRow:
     @property
     def sqnr(self) -> float:
         """Signal-to-noise ratio in dB; inf if the values are equal."""
-        return _sqnr(self.signal, self.noise)
+        return decibels(self.signal, self.noise)
 
     @property
     def element_sqnr(self) -> float:
@@ -68,7 +69,7 @@ class DiffRow:
         make this ratio high. It is about 32 dB where e4m3 rounds all elements, and 0 dB where all
         are lost.
         """
-        return _sqnr(self.numel, self.element_noise)
+        return decibels(self.numel, self.element_noise)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
@@ -105,7 +106,7 @@ class CheckpointDiff(Printed):
     @property
     def sqnr(self) -> float:
         """Signal-to-noise ratio in dB of all tensors that both checkpoints have."""
-        return _sqnr(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
+        return decibels(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
 
     def summary(self) -> str:
         """The result in a few lines."""
@@ -205,7 +206,13 @@ def diff(
     both = [name for name in order if name in left and name in right]
     step = stepping(progress, sum(left[n].nbytes + right[n].nbytes for n in both))
     rows = [_row(name, left.get(name), right.get(name), step) for name in order]
-    rows.sort(key=_badness)
+    rows.sort(
+        key=lambda row: (
+            STATUSES.index(row.status),
+            -row.unlike if row.status == "differs" else 0,
+            min(row.sqnr, row.element_sqnr),
+        )
+    )
     return CheckpointDiff(first.path, second.path, tuple(rows), tuple(notes))
 
 
@@ -312,17 +319,6 @@ def _changed(x: Tensor, y: Tensor) -> int:
 def _square(x: Tensor) -> float:
     wide = torch.complex128 if x.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(x, dtype=wide)) ** 2
-
-
-def _badness(row: DiffRow) -> tuple[Any, ...]:
-    unlike = -row.unlike if row.status == "differs" else 0
-    return (STATUSES.index(row.status), unlike, min(row.sqnr, row.element_sqnr))
-
-
-def _sqnr(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def _decibels(sqnr: float) -> str:

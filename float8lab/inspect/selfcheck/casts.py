@@ -17,12 +17,12 @@ from float8lab.formats import (
     largest,
     scale_shape,
 )
-from float8lab.inspect.selfcheck import forms
 from float8lab.inspect.selfcheck.grid import (
     LAYOUTS,
     RECIPES,
     REFERENCE,
     format_of,
+    given,
     granularity,
     laid_out,
     matrices,
@@ -35,6 +35,8 @@ from float8lab.ops import reference
 
 __all__ = ["compare_sums", "values_of"]
 
+_cast: Any = reference.cast  # called as the op is, with arguments in tuples
+
 
 @checks("casts", REFERENCE, "amax_op")
 def _check_amax(cases: Cases) -> None:
@@ -42,34 +44,34 @@ def _check_amax(cases: Cases) -> None:
         for number, name, x, _ in matrices(cases):
             cases.begin(f"{name} {granularity(block)}")
             there, here = laid_out(x, number, cases.device)
-            cases.same(forms.amax(ops.amax_op, there, block), reference.amax(here, block))
+            cases.same(ops.amax_op(*given(there), block), reference.amax(here, block))
         for name, x in special():
             cases.begin(f"{name} {granularity(block)}")
-            cases.same(forms.amax(ops.amax_op, x.to(cases.device), block), reference.amax(x, block))
+            cases.same(ops.amax_op(*given(x.to(cases.device)), block), reference.amax(x, block))
 
 
 @checks("casts", REFERENCE, "cast_op", name="quantize")
 def _check_quantize(cases: Cases) -> None:
     for there, here, how in quantize_cases(cases):
         fp8_dtype, block, rule, eps, align = how
-        got = forms.quantize(ops.cast_op, there, *how)
-        cases.same(got, reference.quantize(here, fp8_dtype, block, rule, eps, align))
+        got = ops.cast_op(*given(there), *how, True, False, False)
+        cases.same(got[:3], reference.quantize(here, fp8_dtype, block, rule, eps, align))
         if block == (-1, -1):
             amax = 2 * reference.amax(here, block)
-            known = (fp8_dtype, block, rule, eps, align, amax.to(there.device))
-            got = forms.quantize(ops.cast_op, there, *known)
+            got = ops.cast_op(*given(there), *how, True, False, False, amax.to(there.device))
             want = reference.quantize(here, fp8_dtype, block, rule, eps, align, amax)
             cases.same(got[:2], want[:2])
 
 
 @checks("casts", f"{REFERENCE}; column sums: float64", "cast_op", name="quantize_pair")
 def _check_quantize_pair(cases: Cases) -> None:
-    for there, here, (fp8_dtype, block, rule, eps, align) in quantize_cases(cases):
+    for there, here, how in quantize_cases(cases):
         summed = bool((here.double().abs().sum(0) < FLOAT32_MAX).all())
-        how = (fp8_dtype, block, rule, eps, align, summed)
-        *got, sums = forms.quantize_pair(ops.cast_op, there, *how)
-        cases.same(got, forms.quantize_pair(reference.cast, here, *how)[:4])
-        compare_sums(cases, sums, here if summed else here[:, :0])
+        q, scale, _, *transposed, sums = ops.cast_op(*given(there), *how, True, True, summed)
+        want = _cast(*given(here), *how, True, True, False)
+        cases.same((q, scale, *transposed), (*want[:2], *want[3:5]))
+        if summed:
+            compare_sums(cases, sums, here)
 
 
 def compare_sums(cases: Cases, got: Tensor, x: Tensor) -> None:
@@ -91,20 +93,21 @@ def _check_cast(cases: Cases) -> None:
             for factor in (1.0, 0.37, 2.0**-7):
                 cases.begin(f"every {name_of(dtype)} to {format_of(fp8_dtype)} factor {factor:g}")
                 one = torch.tensor([factor], dtype=FP32, device="cpu")
-                how = (x.to(cases.device), one.to(cases.device), None, fp8_dtype, (-1, -1), 1)
-                cases.same(forms.encode(ops.cast_op, *how), _nearest(x.float() * one, fp8_dtype))
-                divided = _nearest(x.float() / one.expand(x.shape), fp8_dtype)
-                cases.same(forms.encode(ops.cast_op, *how, True), divided)
+                matrix, by = given(x.to(cases.device)), one.to(cases.device)
+                for rule, value in (("encode", x.float() * one), ("decode", x.float() / one)):
+                    how = (fp8_dtype, (-1, -1), rule, 0.0, 1, True, False, False)
+                    got = ops.cast_op(*matrix, *how, by)
+                    cases.same(got[0], _nearest(value, fp8_dtype))
     for fp8_dtype in FP8_DTYPES:
         for name, x in special():
             for factor in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
                 cases.begin(f"{name} to {format_of(fp8_dtype)} factor {factor:g}")
                 one = torch.tensor([factor], dtype=FP32, device="cpu")
-                there, one_there = x.to(cases.device), one.to(cases.device)
-                for divide in (False, True):
-                    exactly: Any = (fp8_dtype, (-1, -1), 1, divide)
-                    got = forms.encode(ops.cast_op, there, one_there, None, *exactly)
-                    cases.same(got, forms.encode(reference.cast, x, one, None, *exactly))
+                matrix, by = given(x.to(cases.device)), one.to(cases.device)
+                for rule in ("encode", "decode"):
+                    how = (fp8_dtype, (-1, -1), rule, 0.0, 1, True, False, False)
+                    got, want = ops.cast_op(*matrix, *how, by), _cast(*given(x), *how, one)
+                    cases.same(got[0], want[0])
     for turn, (block, rule, _) in enumerate(RECIPES.values()):
         for number, name, x, align in matrices(cases, turn):
             fp8_dtype = FP8_DTYPES[number % 2]
@@ -116,11 +119,11 @@ def _check_cast(cases: Cases) -> None:
                 if start is not None and block != (-1, -1):
                     break
                 slots = _slots(start, cases.device)
-                arguments: Any = (fp8_dtype, block, align, number % 3 == 1)
-                there_by = factors.to(cases.device), slots[0]
-                got = forms.encode(ops.cast_op, there, *there_by, *arguments)
-                want = forms.encode(reference.cast, here, factors, slots[1], *arguments)
-                cases.same(got, want)
+                known = "decode" if number % 3 == 1 else "encode"
+                how = (fp8_dtype, block, known, 0.0, align, True, False, False)
+                got = ops.cast_op(*given(there), *how, factors.to(cases.device), slots[0])
+                want = _cast(*given(here), *how, factors, slots[1])
+                cases.same(got[0], want[0])
                 if slots[0] is not None and slots[1] is not None:
                     cases.same(slots[0], slots[1])
 
@@ -172,12 +175,11 @@ def _check_cast_pair(cases: Cases) -> None:
             cases.begin(f"{name} {format_of(fp8_dtype)} slot {start}")
             there, here = laid_out(x, number, cases.device)
             slot, wanted = _slots(start, cases.device)
-            arguments = (fp8_dtype, align)
-            there_by = encode.to(cases.device), slot
-            *got, sums = forms.encode_pair(ops.cast_op, there, *there_by, *arguments, True)
-            want = forms.encode_pair(reference.cast, here, encode, wanted, *arguments, False)
-            cases.same(got, want[:2])
-            compare_sums(cases, sums, here)
+            how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True)
+            got = ops.cast_op(*given(there), *how, True, encode.to(cases.device), slot)
+            want = _cast(*given(here), *how, False, encode, wanted)
+            cases.same((got[0], got[3]), (want[0], want[3]))
+            compare_sums(cases, got[5], here)
             if slot is not None and wanted is not None:
                 cases.same(slot, wanted)
 

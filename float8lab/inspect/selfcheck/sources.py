@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
-from float8lab.formats import (
-    FP8_DTYPES,
-)
-from float8lab.inspect.selfcheck import forms
+from float8lab.formats import FP8_DTYPES
 from float8lab.inspect.selfcheck.casts import compare_sums
-from float8lab.inspect.selfcheck.grid import NORMS, RECIPES, all_to, format_of, name_of
+from float8lab.inspect.selfcheck.grid import NORMS, RECIPES, all_to, format_of, given, name_of
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.ops import reference
 
@@ -98,32 +95,32 @@ def _sources(cases: Cases) -> Iterator[tuple[ops.Source, Tensor, torch.dtype, in
 @checks("sources", _COMPOSED, "amax_op", name="amax_of")
 def _check_amax_of(cases: Cases) -> None:
     for source, value, _, _ in _sources(cases):
-        cases.same(forms.amax(ops.amax_op, source), forms.amax(ops.amax_op, value))
+        cases.same(ops.amax_op(*given(source), (-1, -1)), ops.amax_op(*given(value), (-1, -1)))
 
 
 @checks("sources", _COMPOSED, "cast_op", name="cast_of")
 def _check_cast_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
     for source, value, fp8_dtype, align in _sources(cases):
-        how = (fp8_dtype, (-1, -1), align)
-        for transposed in (False, True):
+        how = (fp8_dtype, (-1, -1), "encode", 0.0, align)
+        for at, transposed in ((0, False), (3, True)):
+            turned = (*given(source), *how, not transposed, transposed, False, encode)
             slot, wanted = (torch.full_like(encode, ops.NO_DATA) for _ in range(2))
-            got = forms.encode(ops.cast_op, source, encode, slot, *how, transposed=transposed)
-            oriented = value.t() if transposed else value
-            want = forms.encode(ops.cast_op, oriented, encode, wanted, *how)
-            cases.same((got, slot), (want, wanted))
-            again = forms.encode(ops.cast_op, source, encode, None, *how, transposed=transposed)
-            cases.same(again, want)
+            got = ops.cast_op(*turned, slot)
+            oriented = given(value.t() if transposed else value)
+            want = ops.cast_op(*oriented, *how, True, False, False, encode, wanted)
+            cases.same((got[at], slot), (want[0], wanted))
+            cases.same(ops.cast_op(*turned)[at], want[0])
 
 
 @checks("sources", f"{_COMPOSED}; column sums: float64", "cast_op", name="cast_pair_of")
 def _check_cast_pair_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
     for source, value, fp8_dtype, align in _sources(cases):
-        how = (encode, None, fp8_dtype, align, True)
-        *got, sums = forms.encode_pair(ops.cast_op, source, *how)
-        cases.same(got, forms.encode_pair(ops.cast_op, value, *how)[:2])
-        compare_sums(cases, sums, value.cpu())
+        how = (fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, True, encode)
+        got, want = ops.cast_op(*given(source), *how), ops.cast_op(*given(value), *how)
+        cases.same((got[0], got[3]), (want[0], want[3]))
+        compare_sums(cases, got[5], value.cpu())
 
 
 _SOURCE_RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
@@ -134,15 +131,16 @@ def _check_quantize_of(cases: Cases) -> None:
     for turn, (source, value, fp8_dtype, align) in enumerate(_sources(cases)):
         recipe = _SOURCE_RECIPES[turn % len(_SOURCE_RECIPES)]
         how = (fp8_dtype, *RECIPES[recipe], align)
-        for transposed in (False, True):
-            *got, found = forms.quantize(ops.cast_op, source, *how, transposed=transposed)
-            oriented = value.t() if transposed else value
-            cases.same(got, forms.quantize(ops.cast_op, oriented, *how)[:2])
+        straight = ops.cast_op(*given(source), *how, True, False, False)
+        cases.same(straight[:2], ops.cast_op(*given(value), *how, True, False, False)[:2])
+        turned = ops.cast_op(*given(source), *how, False, True, False)
+        want = ops.cast_op(*given(value.t()), *how, True, False, False)
+        cases.same(turned[3:5], want[:2])
         if recipe == "per tensor":
-            amax = forms.amax(ops.amax_op, source)
-            cases.same(found, amax)
-            *again, _ = forms.quantize(ops.cast_op, source, *how, amax, transposed=True)
-            cases.same(again, got)
+            amax = ops.amax_op(*given(source), (-1, -1))
+            cases.same(turned[2], amax)
+            again = ops.cast_op(*given(source), *how, False, True, False, amax)
+            cases.same(again[3:5], turned[3:5])
 
 
 @checks("sources", f"{_COMPOSED}; column sums: float64", "cast_op", name="quantize_pair_of")
@@ -150,6 +148,7 @@ def _check_quantize_pair_of(cases: Cases) -> None:
     for turn, (source, value, fp8_dtype, align) in enumerate(_sources(cases)):
         recipe = _SOURCE_RECIPES[turn % len(_SOURCE_RECIPES)]
         how = (fp8_dtype, *RECIPES[recipe], align)
-        *got, sums = forms.quantize_pair(ops.cast_op, source, *how, True)
-        cases.same(got, forms.quantize_pair(ops.cast_op, value, *how, False)[:4])
+        q, scale, _, *transposed, sums = ops.cast_op(*given(source), *how, True, True, True)
+        want = ops.cast_op(*given(value), *how, True, True, False)
+        cases.same((q, scale, *transposed), (*want[:2], *want[3:5]))
         compare_sums(cases, sums, value.cpu())

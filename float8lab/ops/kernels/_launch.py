@@ -7,7 +7,6 @@ Triton chose is remembered under all that the choice depends on.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +16,8 @@ import triton
 from torch import Tensor
 from torch.nn import Parameter
 from triton.runtime.jit import JITFunction
+
+from float8lab.ops.declare import RECORDING
 
 __all__ = [
     "Launched",
@@ -29,9 +30,6 @@ __all__ = [
 
 ENABLED = True
 """Whether launches go past Triton."""
-
-RECORDING = threading.local()
-"""``launch``: who is told of this thread's launches, if anyone is (``_replay.py``)."""
 
 _MOST_KERNELS = 4096
 """Of one function. Sizes are part of a key, so there is no end of keys where shapes vary."""
@@ -107,10 +105,9 @@ class Launched:
             if ENABLED:
                 known = self._remember(kernel, args, constants)
         else:
-            run, handle, metadata, values, _ = known
+            run, first, values, _ = known
             x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-            stream = current_stream(device)
-            run(x, y, z, stream, handle, metadata, None, None, None, *args, *values)
+            run(x, y, z, current_stream(device), *first, *args, *values)
         tell = getattr(RECORDING, "launch", None)
         if tell is not None:
             tell(grid, args, known)
@@ -136,9 +133,25 @@ class Launched:
             self._known.clear()
         values = tuple(constants[name] for name in self._constants)
         # With the kernel itself, whose end may be that of its function.
-        known = (kernel.run, kernel.function, kernel.packed_metadata, values, kernel)
+        known = (*_launcher_of(kernel), values, kernel)
         self._known[key] = known
         return known
+
+
+def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The function that launches a compiled kernel, and its arguments between stream and kernel's.
+
+    It has no hooks to call. Triton 3.6's is in C, below a Python object that allocates the memory
+    that some kernels work in.
+    """
+    run, handle = kernel.run, kernel.function
+    after = kernel.packed_metadata, None, None, None
+    below = getattr(run, "launch", None)
+    if below is None or not triton.__version__.startswith("3.6."):
+        return run, (handle, *after)
+    if run.global_scratch_size or run.profile_scratch_size:
+        return run, (handle, *after)
+    return below, (handle, run.launch_cooperative_grid, run.launch_pdl, None, None, *after)
 
 
 def has_hooks() -> bool:

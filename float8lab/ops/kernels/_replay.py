@@ -1,16 +1,18 @@
-"""Running a launcher again without its Python: its allocations and launches, as recorded.
+"""Running a function again without its Python: its allocations and launches, as recorded.
 
-What a launcher does follows from the shapes, strides, dtypes and alignments of its tensors and from
-its other arguments: which outputs and which room to work in it allocates, and which kernels it
-launches with which sizes. The second call with the same of all these is recorded; from then on only
-the allocations and launches are done, on the tensors of the call. It is a list of steps, not a CUDA
-graph: every call gets fresh outputs, on the current stream, and a CUDA graph can capture it.
+What a launcher does, or a function that calls several, follows from the shapes, strides, dtypes and
+alignments of its tensors and from its other arguments: which outputs and which room to work in it
+allocates, and which kernels it launches with which sizes. The second call with the same of all
+these is recorded; from then on only the allocations and launches are done, on the tensors of the
+call. It is a list of steps, not a CUDA graph: every call gets fresh outputs, on the current stream,
+and a CUDA graph can capture it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,75 +44,120 @@ _ALLOCATIONS = frozenset(
      _aten.empty_strided.default, _aten.new_empty_strided.default}
 )  # fmt: skip
 _ZEROS = _aten.new_zeros.default
-_VIEWS = frozenset(
-    {_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.alias.default,
-     _aten.detach.default}
-)  # fmt: skip
-_STEPS = frozenset({_aten.sum.dim_IntList})
-"""Torch's kernels that are repeated between our own."""
-_CONSTANTS = frozenset({bool, int, float, str, tuple, torch.dtype, type(None)})
+_VIEWS: dict[Any, Callable[..., Tensor]] = {
+    _aten.view.default: Tensor.view,
+    _aten.view.dtype: Tensor.view,
+    _aten.t.default: torch.t,
+    _aten.alias.default: _aten.alias.default,
+    _aten.detach.default: Tensor.detach,
+    _aten.slice.Tensor: _aten.slice.Tensor,
+    _aten._unsafe_view.default: _aten._unsafe_view.default,
+}
+_STEPS: dict[Any, Callable[..., Tensor]] = {
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten.clone.default: torch.clone,
+    _aten._to_copy.default: _aten._to_copy.default,
+    _aten._scaled_mm.default: torch._scaled_mm,
+}
+"""Torch's kernels that are repeated between our own, and what calls each in the least time."""
+if hasattr(torch, "_scaled_mm_v2"):
+    _STEPS[_aten._scaled_mm_v2.default] = torch._scaled_mm_v2
+_IN_PLACE: dict[Any, Callable[..., Tensor]] = {
+    _aten.copy_.default: Tensor.copy_,
+    _aten.add_.Tensor: Tensor.add_,
+}
+_CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
 """Types of arguments that a key holds as they are."""
 _OF_NO_TENSOR = frozenset({_aten.promote_types.default})
 
 
-class _Launch(NamedTuple):
-    run: Callable[..., None]
-    x: int
-    y: int
-    z: int
-    handle: Any
-    metadata: Any
-    tensors: tuple[tuple[int, int], ...]
-    """Positions of arguments, and their numbers among the tensors of the call."""
-    args: list[Any]
-    """All arguments, with nothing where tensors go."""
-
-
 class _Step(NamedTuple):
-    """A torch function."""
+    """A launch, or a function of torch's."""
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    """Constants, and a ``_Number`` in the place of each tensor."""
     kwargs: dict[str, Any]
-    number: int
-    """Of what it returns."""
-    tensors: tuple[tuple[int, int], ...]
-    args: list[Any]
+    number: int | None
+    """The number of the tensor that it returns, if it makes one."""
+    is_launch: bool = False
 
 
-class _Call(NamedTuple):
-    """The launches of a call; tensors are numbered: those it is given, then those it allocates."""
+class _Number(int):
+    """The number of a tensor of a call: those that it is given come first."""
 
-    allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
-    """None for what a step returns."""
-    zeros: tuple[int, ...]
-    """Which of the tensors are zero at first."""
-    steps: tuple[_Launch | _Step, ...]
-    outputs: tuple[int | None, ...]
-    """Numbers of tensors; None is None."""
-    returns_tuple: bool
+
+_STREAM = object()
+"""Stands for the current stream among the arguments of a launch."""
+
+
+class _Call:
+    """The steps of a call, each of which picks its arguments from one list.
+
+    The list holds the tensors that the call is given, those that it allocates, the current stream
+    and all constants.
+    """
+
+    def __init__(
+        self,
+        allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
+        zeros: Sequence[int],
+        steps: Sequence[_Step],
+        outputs: Sequence[int | None],
+        *,
+        given: int,
+        returns_tuple: bool,
+    ) -> None:
+        """Args:
+
+        allocations: size, strides and dtype of each tensor that is not given; None for one that a
+            step returns.
+        zeros: numbers of tensors that are zero at first.
+        steps: in their order.
+        outputs: numbers of tensors; None is None.
+        given: the number of tensors that are given.
+        returns_tuple: whether the outputs come as a tuple.
+        """
+        self.allocations, self.zeros, self.returns_tuple = allocations, zeros, returns_tuple
+        self.constants: list[Any] = []
+        stream = given + len(allocations)
+
+        def pick(args: Iterable[Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
+            places = []
+            for arg in args:
+                if type(arg) is _Number:
+                    places.append(int(arg))
+                elif arg is _STREAM:
+                    places.append(stream)
+                else:
+                    self.constants.append(arg)
+                    places.append(stream + len(self.constants))
+            if len(places) < 2:  # then an itemgetter gives no tuple
+                return lambda found: tuple(found[place] for place in places)
+            return operator.itemgetter(*places)
+
+        self.steps = [(s.function, pick(s.args), s.kwargs, s.number) for s in steps]
+        self.outputs = pick([None if i is None else _Number(i) for i in outputs])
 
     def run(self, tensors: list[Any], device: int) -> Any:
         if _new_tensor is None or _is_deterministic():
-            where = tensors[0].device
-            new = functools.partial(_empty_strided, where)
+            new = functools.partial(_empty_strided, tensors[0].device)
         else:
             new = _new_tensor
         for allocation in self.allocations:
             tensors.append(allocation and new(*allocation))
         for number in self.zeros:
             tensors[number].zero_()
-        stream = current_stream(device)
-        for step in self.steps:
-            args = step.args.copy()
-            for position, number in step.tensors:
-                args[position] = tensors[number]
-            if isinstance(step, _Step):
-                tensors[step.number] = step.function(*args, **step.kwargs)
-            else:
-                run, x, y, z, handle, metadata, _, _ = step
-                run(x, y, z, stream, handle, metadata, None, None, None, *args)
-        outputs = [None if i is None else tensors[i] for i in self.outputs]
-        return tuple(outputs) if self.returns_tuple else outputs[0]
+        tensors.append(current_stream(device))
+        tensors += self.constants
+        for function, arguments, kwargs, made in self.steps:
+            out = function(*arguments(tensors), **kwargs)
+            if made is not None:
+                tensors[made] = out
+        outputs = self.outputs(tensors)
+        return outputs if self.returns_tuple else outputs[0]
 
 
 def _empty_strided(
@@ -125,11 +172,12 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.tensors = tensors  # those given, then those allocated; all kept, so that ids differ
-        self.kept: list[Tensor] = []
+        self.kept: list[Any] = []
+        self.views: dict[int, tuple[Any, Any, Any]] = {}  # by id, until a step needs them as such
         self.given = len(tensors)
         self.number = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.zeros: list[int] = []
-        self.steps: list[_Launch | _Step] = []
+        self.steps: list[_Step] = []
         self.fits = len(self.number) == len(tensors)  # one tensor as two arguments could be two
 
     def __enter__(self) -> Any:
@@ -149,51 +197,93 @@ class _Recording(TorchDispatchMode):
             self.tensors.append(out)
         elif func in _VIEWS and id(args[0]) in self.number:
             self.number[id(out)] = self.number[id(args[0])]
-            self.kept.append(out)
+            self.views[id(out)] = func, args, kwargs or {}
+            self.kept.append((out, args))
         elif func in _STEPS:
-            number = self.number[id(out)] = len(self.tensors)
-            self.tensors.append(out)
-            self.steps.append(_Step(func, kwargs or {}, number, *self._separate(args)))
+            self._take(_STEPS[func], args, kwargs or {}, out)
+        elif func in _IN_PLACE:
+            self._take(_IN_PLACE[func], args, kwargs or {}, None)
         elif func not in _OF_NO_TENSOR:
             self.fits = False
         return out
+
+    def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
+        """A step that returns ``out``, and its number; None stands for the first argument."""
+        if any(isinstance(arg, list) and _has_tensor(arg) for arg in args):
+            lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
+            self.fits &= all(
+                len(arg) == 1 for arg, is_list in zip(args, lists, strict=True) if is_list
+            )
+            function = functools.partial(_with_lists, function, lists)
+            args = tuple(arg[0] if alone else arg for arg, alone in zip(args, lists, strict=True))
+        args = self._numbered(args)
+        number = None
+        if out is not None:
+            number = self.number[id(out)] = len(self.tensors)
+            self.tensors.append(out)
+        self.steps.append(_Step(function, args, kwargs, number))
+        return -1 if number is None else number
+
+    def _number(self, tensor: Tensor, *, as_it_is: bool) -> int:
+        """The number of a tensor; -1 if it was neither given nor is made by the call.
+
+        A kernel knows pointers alone. Torch's functions see a view ``as_it_is``.
+        """
+        number = self.number.get(id(tensor), -1)
+        if id(tensor) not in self.views:
+            return number
+        if not as_it_is and tensor.data_ptr() == self.tensors[number].data_ptr():
+            return number
+        func, args, kwargs = self.views.pop(id(tensor))
+        return self._take(_VIEWS[func], args, kwargs, tensor)
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], known: Any) -> None:
         """A launch of the kernel that is ``known``, with run-time arguments ``args``."""
         if known is None:
             self.fits = False
             return
-        run, handle, metadata, values, _ = known
-        tensors, rest = self._separate(args)
+        run, first, values, _ = known
         x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(_Launch(run, x, y, z, handle, metadata, tensors, [*rest, *values]))
+        args = self._numbered(args, as_they_are=False)
+        self.steps.append(
+            _Step(run, (x, y, z, _STREAM, *first, *args, *values), {}, None, is_launch=True)
+        )
 
-    def _separate(self, args: tuple[Any, ...]) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
-        """Positions and numbers of the tensors among arguments, and the arguments without them."""
-        at = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        numbers = [self.number.get(id(args[i]), -1) for i in at]
-        if -1 in numbers:  # not one that it is given, nor one that it allocates
-            self.fits = False
-        rest = [None if isinstance(arg, Tensor) else arg for arg in args]
-        return tuple(zip(at, numbers, strict=True)), rest
+    def _numbered(self, args: tuple[Any, ...], *, as_they_are: bool = True) -> tuple[Any, ...]:
+        """Arguments, with its number in the place of each tensor."""
+        numbered = tuple(
+            _Number(self._number(arg, as_it_is=as_they_are)) if isinstance(arg, Tensor) else arg
+            for arg in args
+        )
+        if _Number(-1) in [arg for arg in numbered if type(arg) is _Number]:
+            self.fits = False  # not one that it is given, nor one that it allocates
+        return numbered
 
     def call(self, result: Any) -> _Call | None:
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results = result if isinstance(result, tuple) else (result,)
         outputs = [one for one in results if one is not None]
-        numbers = [self.number.get(id(tensor), -1) for tensor in outputs]
-        fresh = len(set(numbers)) == len(numbers) and all(i >= self.given for i in numbers)
-        launches = [step for step in self.steps if type(step) is _Launch]
-        if not self.fits or not launches or not fresh:
+        seen = {
+            arg
+            for step in self.steps
+            for arg in step.args
+            if type(arg) is _Number and not step.is_launch
+        }
+        numbers = [
+            self._number(one, as_it_is=self.number.get(id(one), -1) in seen) for one in outputs
+        ]
+        apart = len(set(numbers)) == len({id(one) for one in outputs})
+        if not self.fits or not self.steps or not apart or -1 in numbers:
             return None
         # An output may be a view of what was allocated, over all of it.
         tensors = [*self.tensors]
         for number, out in zip(numbers, outputs, strict=True):
             whole = tensors[number]
-            if out.nbytes != whole.nbytes or out.data_ptr() != whole.data_ptr():
+            given = number < self.given and out is not whole
+            if given or out.nbytes != whole.nbytes or out.data_ptr() != whole.data_ptr():
                 return None
             tensors[number] = out
-        returned = {step.number for step in self.steps if isinstance(step, _Step)}
+        returned = {step.number for step in self.steps if step.number is not None}
         if any(tensors[number] is not self.tensors[number] for number in returned):
             return None
         allocations = tuple(
@@ -204,8 +294,22 @@ class _Recording(TorchDispatchMode):
         )
         left = iter(numbers)
         returns = tuple(None if one is None else next(left) for one in results)
-        how = (allocations, tuple(self.zeros), tuple(self.steps), returns)
-        return _Call(*how, isinstance(result, tuple))
+        return _Call(
+            allocations, self.zeros, self.steps, returns,
+            given=self.given, returns_tuple=isinstance(result, tuple),
+        )  # fmt: skip
+
+
+def _with_lists(
+    function: Callable[..., Any], lists: Sequence[bool], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function of which some arguments are lists of one."""
+    made = ([arg] if alone else arg for arg, alone in zip(args, lists, strict=True))
+    return function(*made, **kwargs)
+
+
+def _has_tensor(args: Iterable[Any]) -> bool:
+    return any(isinstance(arg, Tensor) for arg in args)
 
 
 def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,13 +347,20 @@ def _on_device(
     launcher: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
-    x = args[0]
-    if type(x) is str:
-        x = args[1][0]
+    x = _first_tensor(args)
+    assert x is not None, "some tensor says where"
     if is_on_current_device(x):
         return launcher(*args)
     with torch.cuda.device(x.device):
         return again(*args)
+
+
+def _first_tensor(args: Iterable[Any]) -> Tensor | None:
+    for arg in args:
+        found = _first_tensor(arg) if isinstance(arg, (tuple, list)) else arg
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] | None:
@@ -259,28 +370,29 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     """
     if not _launch.ENABLED or getattr(_launch.RECORDING, "launch", None) is not None:
         return None
-    if type(args[0]) is str:  # a prologue, and its inputs
-        args = (args[0], *args[1], *args[2:])
     key: list[Any] = []
     tensors: list[Tensor] = []
-    devices = set()
-    for arg in args:
+    append = key.append
+    left = [*args]
+    for arg in left:  # which grows by what tuples and lists hold
         kind = type(arg)
-        if kind in _CONSTANTS:
-            key.append(arg)
-        elif kind is Tensor or kind is Parameter:
+        if kind is Tensor or kind is Parameter:
             address = arg.data_ptr()
-            if not address:
+            if not address or (tensors and arg.get_device() != tensors[0].get_device()):
                 return None
-            devices.add(arg.get_device())
             tensors.append(arg)
-            key += (arg.shape, arg.stride(), arg.dtype, address & 15)
+            append((arg.shape, arg.stride(), arg.dtype, address & 15))
+        elif kind in _CONSTANTS:
+            append(arg)
+        elif isinstance(arg, (tuple, list)):
+            append(len(arg))
+            left += arg
         elif isinstance(arg, Tensor):  # of a class that may do more
             return None
         else:
-            key.append(tuple(arg) if kind is list else arg)
-    device = devices.pop()
-    if devices or device < 0 or device != current_device():
+            append(arg)
+    device = tensors[0].get_device()
+    if device < 0 or device != current_device():
         return None
-    key.append(device)
+    append(device)
     return device, tuple(key), tensors

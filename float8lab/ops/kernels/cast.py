@@ -279,10 +279,10 @@ def write_cast(
         mask = (m < factor_rows)[:, None] & (k < factor_columns)[None, :]
         offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
         factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
-    if HAS_SLOT:
-        record_amax(slot_ptr, abs_bits(x))
     y = tl.div_rn(x, factor) if DIVIDE else x * factor
     store_tile(q_ptr, saturate(y, q_ptr.dtype.element_ty), rows, columns, ROWS, COLUMNS)
+    if HAS_SLOT:
+        record_amax(slot_ptr, abs_bits(x))
 
 
 @launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
@@ -577,7 +577,8 @@ def _cast_words_kernel(
         a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
         tile_m, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
     )  # fmt: skip
-    if HAS_SLOT:
+    # Stores should not wait for the amax of the tile, but column sums leave no registers for that.
+    if HAS_SLOT and COLUMN_SUM:
         record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
     if COLUMN_SUM:
         store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
@@ -589,6 +590,8 @@ def _cast_words_kernel(
         x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
         PER_ROW, WRITE,
     )  # fmt: skip
+    if HAS_SLOT and not COLUMN_SUM:
+        record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
 
 
 def _cast_words(

@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as torch_scaled_mm
 
 from float8lab.ops.gemm import is_cublas_gemm, may_multiply
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.block_gemm import multiply_blocks
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from float8lab.ops.reference import round_up
@@ -30,6 +31,7 @@ _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
 }
 
 
+@replayed
 def scaled_mm(
     a: Tensor,
     a_scale: Tensor,
