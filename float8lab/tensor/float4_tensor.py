@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,9 @@ from float8lab.tensor.dispatch import run_fallback
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
 aten = torch.ops.aten
+
+_AT_ONCE = 1 << 24
+"""Elements of a stack of experts that are in float32 at once, unless one expert has more."""
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -189,10 +193,12 @@ class Float4Tensor(Tensor):
         if dim != self.ndim - 1:  # in the order of memory, as GEMMs want a transposed operand
             swapped = _permute(aten.transpose.int, self, dim, self.ndim - 1)
             return swapped._decode().transpose(dim, self.ndim - 1)
-        if self.ndim > 2:  # one expert at a time in float32
-            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            for index in range(self.shape[0]):
-                out[index] = _select(aten.select.int, self, 0, index)._decode()
+        shape, size = self.shape, max(math.prod(self.shape[1:]), 1)
+        if self.ndim > 2 and shape[0] > (step := max(_AT_ONCE // size, 1)):
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+            for first in range(0, shape[0], step):
+                part = _slice(aten.slice.Tensor, self, 0, first, first + step)
+                out[first : first + step] = part._decode()
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)

@@ -16,6 +16,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.integrations import export, load_fp8
 from float8lab.tensor import Float8Tensor
+from tests.integrations.checkpoint.test_experts import block_fp8, checkpoint_of, nvfp4
 
 # Libraries of other releases warn of their own parts as they are imported and used.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -355,6 +356,7 @@ def test_transformers_and_this_library_decode_gpt_oss_alike(tmp_path):
     report = load_fp8(state, packed)
     assert len(report.fp4) == 4
     assert float8lab.inspect.diff(state, model.state_dict()).equal
+    assert float8lab.inspect.diff(state, packed.state_dict()).identical
     tokens = torch.randint(64, (2, 16))
     for way in ("eager", "grouped_mm"):
         losses, gradients = [], []
@@ -393,3 +395,29 @@ def test_files_of_compressed_tensors_in_4_bits_load_here(kind):
     layer = nn.Linear(128, 64, bias=False)
     assert load_fp8(packed, layer).fp4
     assert torch.equal(layer.weight.dequantize(), expected.float())
+
+
+@pytest.mark.parametrize("store", [nvfp4, block_fp8])
+def test_adapters_by_peft_on_the_parameters_of_stacked_experts(store):
+    peft = pytest.importorskip("peft", minversion="0.17")
+    state = checkpoint_of(mixture("Qwen3Moe", num_experts=3), store)
+    stored, plain = (mixture("Qwen3Moe", 1, num_experts=3) for _ in range(2))
+    load_fp8(state, stored)
+    load_fp8(state, plain, dequantize=True)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(
+        r=4, target_modules=[], target_parameters=experts, init_lora_weights=False
+    )
+    tokens = torch.randint(64, (2, 16))
+    losses, gradients = [], []
+    for model in (stored, plain):
+        torch.manual_seed(2)
+        tuned = peft.get_peft_model(model, config)
+        loss = tuned(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss)
+        gradients.append([p.grad for p in tuned.parameters() if p.grad is not None])
+    # PEFT adds an adapter to the values of the weight, so nothing of the experts runs in FP8.
+    assert torch.equal(*losses)
+    assert len(gradients[0]) == 8
+    assert all(map(torch.equal, *gradients))
