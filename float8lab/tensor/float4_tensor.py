@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from float8lab.formats import E4M3, Float4Spec
 from float8lab.tensor.blocks import expand_scale
@@ -19,7 +20,7 @@ __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 aten = torch.ops.aten
 
 _AT_ONCE = 1 << 24
-"""Elements of a stack of experts that are in float32 at once, unless one expert has more."""
+"""Elements that are in float32 at once, unless a row or an expert has more."""
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -170,7 +171,7 @@ class Float4Tensor(Tensor):
             result = _stays_packed(op, args, kwargs)
         if result is not NotImplemented:
             return result
-        if op._schema.is_mutable and isinstance(args[0], cls):
+        if op._schema.is_mutable and _is_written(op, args, kwargs):
             raise NotImplementedError(
                 f"{op} must not write to a Float4Tensor: it is a frozen weight, with no cast to 4 "
                 "bits. Train adapters beside it, or load the checkpoint with dequantize=True."
@@ -194,7 +195,7 @@ class Float4Tensor(Tensor):
             swapped = _permute(aten.transpose.int, self, dim, self.ndim - 1)
             return swapped._decode().transpose(dim, self.ndim - 1)
         shape, size = self.shape, max(math.prod(self.shape[1:]), 1)
-        if self.ndim > 2 and shape[0] > (step := max(_AT_ONCE // size, 1)):
+        if self.ndim > 1 and shape[0] > (step := max(_AT_ONCE // size, 1)):
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
             for first in range(0, shape[0], step):
                 part = _slice(aten.slice.Tensor, self, 0, first, first + step)
@@ -235,6 +236,17 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
+
+
+def _is_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op writes to a Float4Tensor."""
+    given = dict(enumerate(args)) | kwargs
+    written = [
+        given.get(index, given.get(argument.name))
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return any(isinstance(x, Float4Tensor) for x in tree_leaves(written))
 
 
 # Ops whose result is packed, too.

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from float8lab import Float4Tensor
 from float8lab.formats import E8M0, MXFP4, NVFP4, Float4Spec
+from float8lab.tensor import float4_tensor
 from float8lab.tensor.float4_tensor import decode_codes, unpack
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -127,6 +128,14 @@ def test_views_that_leave_bytes_whole_stay_packed(view):
     assert torch.equal(found.dequantize(), expected)
 
 
+def test_pieces_are_decoded_one_after_the_other(monkeypatch):
+    x = packed(4, 6, 64)
+    values = x.dequantize(), x.mT[1].dequantize()
+    monkeypatch.setattr(float4_tensor, "_AT_ONCE", 3 * 64)
+    assert torch.equal(x.dequantize(), values[0])
+    assert torch.equal(x.mT[1].dequantize(), values[1])
+
+
 def test_other_ops_get_the_values():
     x = packed(2, 3, 64)
     values = x.dequantize()
@@ -143,7 +152,13 @@ def test_other_ops_get_the_values():
 
 def test_it_cannot_be_written_to():
     x = packed(4, 64)
-    for write in (lambda: x.add_(1), lambda: x.zero_(), lambda: x.copy_(torch.ones(4, 64))):
+    ones = torch.ones(4, 64)
+    for write in (
+        lambda: x.add_(1),
+        lambda: x.copy_(ones),
+        lambda: torch.add(ones, 1, out=x),
+        lambda: torch._foreach_add_([ones, x], 1),
+    ):
         with pytest.raises(NotImplementedError, match="must not write to a Float4Tensor"):
             write()
     with torch.no_grad(), pytest.raises(NotImplementedError, match="frozen weight"):

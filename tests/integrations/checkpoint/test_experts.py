@@ -179,6 +179,8 @@ def test_experts_are_loaded_as_the_bytes_of_the_checkpoint(store, experts):
 def test_plain_experts_are_stacked_too():
     source = model()
     state = checkpoint_of(source, lambda name, weight: {name: weight})
+    for short, name in {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.items():
+        state = {key.replace(name, short): value for key, value in state.items()}
     loaded = model(seed=1)
     report = load_fp8(state, loaded)
     assert (len(report.plain), len(report.fp8)) == (3, 0)
