@@ -47,6 +47,7 @@ from float8lab.recipes import (
     quantized_model_init,
 )
 from float8lab.tensor import (
+    Float4Tensor,
     Float8Tensor,
     fallback,
     moe_permute,
@@ -65,6 +66,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
+    "Float4Tensor",
     "Float8Tensor",
     "GroupedLinear",
     "InferenceParams",

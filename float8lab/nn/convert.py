@@ -35,7 +35,7 @@ from float8lab.distributed.fsdp.shards import (
     reshard,
     sharded_by_fsdp,
 )
-from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.formats import HIGH_PRECISION_DTYPES, Float4Spec
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
@@ -58,7 +58,7 @@ from float8lab.nn.report import (
     shape_of,
 )
 from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
-from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
@@ -297,6 +297,8 @@ def _checked(name: str, asked: Any) -> _Choice:
         return Auto()
     if isinstance(asked, (Recipe, Auto)):
         return asked
+    if isinstance(asked, Float4Spec):
+        check_recipe(name, asked)  # raises, and says why
     got = repr(asked) if isinstance(asked, str) else type(asked).__name__
     raise TypeError(
         f'{name} must be one of float8lab.recipes, or "auto"; got {got}. '

@@ -317,7 +317,7 @@ def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]
 
 def check_router() -> None:
     """Tokens, experts, topk, groups and how many of them; infinities, NaN, equal logits."""
-    for T, E, topk, groups, best in (
+    for T, E, topk, parts, best in (
         (7, 12, 3, 4, 2), (1, 1, 1, 1, 0), (5, 130, 8, 1, 0), (6, 36, 6, 9, 2), (0, 4, 2, 1, 0),
     ):  # fmt: skip
         logits = torch.randn(T, E) * 4
@@ -329,7 +329,7 @@ def check_router() -> None:
         ):  # fmt: skip
             bias = None if name == "softmax" else torch.randn(E)
             for how in (
-                (topk, name, pre, groups, best, 2.5, False), (topk, name, pre, 1, 0, 1.0, True),
+                (topk, name, pre, parts, best, 2.5, False), (topk, name, pre, 1, 0, 1.0, True),
             ):  # fmt: skip
                 z = logits if how[-1] else z
                 (got, chosen), (want, wanted) = (
