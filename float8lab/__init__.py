@@ -21,6 +21,7 @@ from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
 from float8lab.nn import (
     DotProductAttention,
+    ExpertMLP,
     GroupedLinear,
     InferenceParams,
     LayerNorm,
@@ -66,6 +67,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
+    "ExpertMLP",
     "Float4Tensor",
     "Float8Tensor",
     "GroupedLinear",
