@@ -526,7 +526,8 @@ def _plain_class(converted: type) -> type:
     # A layer that was unpickled may have an FP8 class that nothing has asked for yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
     other = issubclass(converted, (OtherLinear, OtherExperts))
-    default = converted.original if other else converted
+    library: Any = converted
+    default: type = library.original if other else converted
     return originals.get(converted, default)
 
 
