@@ -73,6 +73,7 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
     scatter = partial(Case, op=ops.scatter_rows_op, reference=reference.scatter_rows)
     gather = partial(Case, op=ops.gather_rows_op, reference=reference.gather_rows)
     yield Case("copy", torch.clone, torch.clone, (rows,))
+    yield Case("row map", ops.row_map_op, reference.row_map_of, (mask,))
     yield scatter("permute", arguments=(x, row_map, R))
     yield scatter("permute, index map", arguments=(x, index_map, R))
     yield scatter("permute, with probabilities", arguments=(x, row_map, R, probs))

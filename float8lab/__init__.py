@@ -48,6 +48,7 @@ from float8lab.recipes import (
     quantized_model_init,
 )
 from float8lab.tensor import (
+    Float4Tensor,
     Float8Tensor,
     fallback,
     moe_permute,
@@ -67,6 +68,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
     "ExpertMLP",
+    "Float4Tensor",
     "Float8Tensor",
     "GroupedLinear",
     "InferenceParams",

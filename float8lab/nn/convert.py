@@ -35,7 +35,7 @@ from float8lab.distributed.fsdp.shards import (
     reshard,
     sharded_by_fsdp,
 )
-from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.formats import HIGH_PRECISION_DTYPES, Float4Spec
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
@@ -61,7 +61,7 @@ from float8lab.nn.report import (
     shapes_of,
 )
 from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
-from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
@@ -301,6 +301,8 @@ def _checked(name: str, asked: Any) -> _Choice:
         return Auto()
     if isinstance(asked, (Recipe, Auto)):
         return asked
+    if isinstance(asked, Float4Spec):
+        check_recipe(name, asked)  # raises, and says why
     got = repr(asked) if isinstance(asked, str) else type(asked).__name__
     raise TypeError(
         f'{name} must be one of float8lab.recipes, or "auto"; got {got}. '
@@ -524,7 +526,8 @@ def _plain_class(converted: type) -> type:
     # A layer that was unpickled may have an FP8 class that nothing has asked for yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
     other = issubclass(converted, (OtherLinear, OtherExperts))
-    default = converted.original if other else converted
+    library: Any = converted
+    default: type = library.original if other else converted
     return originals.get(converted, default)
 
 

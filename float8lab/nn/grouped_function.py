@@ -51,7 +51,9 @@ Saved = tuple[Tensor | None, ...]
 PARTS = 7
 """How many tensors that is."""
 
-_HIGH_PRECISION = LinearPlan(None, None, None, *[Float8Spec()] * 3, delayed=False, epsilon="0.0")
+_HIGH_PRECISION = LinearPlan(
+    None, None, None, Float8Spec(), Float8Spec(), Float8Spec(), delayed=False, epsilon="0.0"
+)
 
 
 def _plan(call: Call | None) -> LinearPlan:
@@ -124,22 +126,7 @@ def _cast_again(
         call.plan.amax_epsilon, not transposed, transposed, False, factor,
     )  # fmt: skip
     q, own = results[3:5] if transposed else results[:2]
-    return q, scale if delayed else own
-
-
-def _show(
-    x: Tensor | Source, offs: Tensor | None, operand: Operand, spec: Float8Spec, index: int,
-    call: Call,
-) -> None:  # fmt: skip
-    """Show a cast to whoever watches, with zeros in the rows that belong to nobody."""
-    if not call.watched:
-        return
-    if offs is None:
-        show_cast(x, operand, spec_of_experts(spec), index, call)
-        return
-    value = x.value() if isinstance(x, Source) else x
-    own = torch.arange(value.shape[0], device=value.device) < offs[-1]
-    show_cast(torch.where(own[:, None], value, 0.0), operand, spec, index, call)
+    return q, own if not delayed or scale is None else scale
 
 
 def stored_as(weight: Tensor, spec: Float8Spec) -> bool:
@@ -181,7 +168,8 @@ def _cast_weight(weight: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | N
         q, scale, factor, *_ = _cast(plain(weight), None, spec, W, call)
     else:
         q, scale = _kept_weight(weight, call)
-    _show(weight, None, (q, scale), spec, W, call)
+    if call.watched:
+        _show_weights(weight, (q, scale), spec, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
         key = StorageWeakRef(q.untyped_storage())
         STATE.weights[key] = lives_on(q, weight, call)
@@ -204,6 +192,29 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
     return q, scale
 
 
+# What an observer is shown, where ``call.watched``: matrices, as of any linear layer.
+
+
+def _show_rows(
+    x: Tensor | Source, offs: Tensor, operand: Operand, spec: Float8Spec, index: int, call: Call
+) -> None:
+    """The rows of all experts; those that belong to nobody are zeros."""
+    value = x.value() if isinstance(x, Source) else x
+    inside = torch.arange(value.shape[0], device=value.device)[:, None] < offs[-1:]
+    show_cast(torch.where(inside, value, 0.0), operand, spec, index, call)
+
+
+def _show_weights(weight: Tensor, operand: Operand, spec: Float8Spec, call: Call) -> None:
+    """The weights of all experts below each other, unless a block would have rows of two."""
+    (E, N, K), (q, scale) = weight.shape, operand
+    if isinstance(weight, Float8Tensor) or (spec.block[0] > 1 and N % spec.block[0]):
+        return
+    high = (N if spec.block[0] == -1 else spec.block[0], spec.block[1])
+    down = scale.shape[1] if spec.block[0] != 1 else N
+    rows = q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1)
+    show_cast(weight.detach().reshape(E * N, K), rows, replace(spec, block=high), W, call)
+
+
 # The three GEMMs.
 
 
@@ -222,13 +233,6 @@ def _multiply_plain(
     """In high precision."""
     y: Tensor = grouped_mm_op(a, None, (), b, None, (), bias, offs, dtype, False)
     return y
-
-
-def _show_gemm(
-    kind: str, call: Call | None, a: Operand | None = None, b: Operand | None = None
-) -> None:
-    if call is not None and call.watched:
-        show_gemm(kind, call, a, b)
 
 
 def _crop(y: Tensor, *sizes: int) -> Tensor:
@@ -262,7 +266,6 @@ def forward(
     """
     plan, source = _plan(call), isinstance(x, Source)
     needs_dx, needs_dw = needs
-    N = weight.shape[1]
     wgrad = plan.wgrad if needs_dw else None
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
@@ -277,45 +280,60 @@ def forward(
             if straight or keep:
                 q, scale, factor, *_ = _cast(x, offs, plan.x, X, call)
                 x_q, saved_x = (q, scale), (None, scale, factor) if keep else saved_x
+                if call.watched:
+                    _show_rows(x, offs, x_q, plan.x, X, call)
         else:
             q, scale, _, q_t, scale_t, _ = _cast(
                 x, offs, straight, X, call, transposed=wgrad and wgrad.right
             )
             x_q = q, scale
+            if call.watched and straight:
+                _show_rows(x, offs, x_q, straight, X, call)
             if wgrad:
                 # As e8m0 where that is exact: one byte each.
                 e8m0 = wgrad.right.scale_rule == "e8m0"
                 saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
-        if straight:
-            _show(x, offs, x_q, straight, X, call)  # type: ignore[arg-type]  # cast just now
     if needs_dw and not wgrad and not source:
         saved_x = (x, None, None)  # type: ignore[assignment]  # no source
     if plan.fprop or keep_w:
         assert call is not None, "it has a plan"
         w_q = _cast_weight(weight, call)
 
-    if plan.fprop:
-        assert x_q is not None, "cast for this"
-        added = bias
-        if bias is not None and N % ALIGN:
-            added = F.pad(bias, (0, -N % ALIGN))
-        y = _multiply(x_q, w_q[:2], plan.fprop, offs, dtype, added)
-        _show_gemm("fprop", call, x_q, w_q[:2])
-        y = _crop(y, y.shape[0], N).contiguous()
-    else:
-        high = (x.value() if isinstance(x, Source) else x).to(dtype)
-        added = None if bias is None else bias.to(dtype)
-        y = _multiply_plain(high, plain(weight).to(dtype), offs, dtype, added)
-        _show_gemm("fprop", call)
+    y = _fprop(x, x_q, weight, w_q, bias, offs, call, dtype)
     saved_w: Saved = (None, None, None)
     if keep_w:
         assert call is not None, "it has a plan"
         w8, scale, factor = w_q
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
-        lean = source and factor is not None and not lives_on(w8, weight, call)
+        lean = source and not lives_on(w8, weight, call)
         saved_w = (None, scale, factor) if lean else (w8, scale, None)
     keep_high = needs_dx and saved_w[0] is None
     return y, (*saved_x, weight if keep_high else None, *saved_w)
+
+
+def _fprop(
+    x: Tensor | Source,
+    x_q: Operand | None,
+    weight: Tensor,
+    w_q: Any,
+    bias: Tensor | None,
+    offs: Tensor,
+    call: Call | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``x @ weight[e].T + bias[e]``, from the operands if in FP8."""
+    fprop, N = _plan(call).fprop, weight.shape[1]
+    if call is not None and call.watched:
+        show_gemm("fprop", call, *(x_q, w_q[:2]) if fprop else (None, None))
+    if fprop is None:
+        high = (x.value() if isinstance(x, Source) else x).to(dtype)
+        added = None if bias is None else bias.to(dtype)
+        return _multiply_plain(high, plain(weight).to(dtype), offs, dtype, added)
+    assert x_q is not None, "cast for this"
+    if bias is not None and N % ALIGN:
+        bias = F.pad(bias, (0, -N % ALIGN))
+    y = _multiply(x_q, w_q[:2], fprop, offs, dtype, bias)
+    return _crop(y, y.shape[0], N).contiguous()
 
 
 class Gradient:
@@ -354,10 +372,10 @@ class Gradient:
                 dy, offs, dx, DY, call, transposed=dw, column_sum=needs_db
             )
             self.q = (q, scale) if dx else None
-            if dx:
-                _show(dy, offs, (q, scale), dx, DY, call)
             self.q_t = (q_t, scale_t) if dw else None
             self.total = total if needs_db else None
+            if call.watched and dx:
+                _show_rows(dy, offs, (q, scale), dx, DY, call)
         elif needs_db:
             assert self.high is not None, "written"
             # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes.
@@ -414,11 +432,12 @@ def _dgrad(
 ) -> Tensor:
     """``dy @ weight[e]`` for the rows of each expert."""
     *_, weight, w_q, scale, factor = saved
+    if call is not None and call.watched:
+        show_gemm("dgrad", call, dy.q, dy.q)
     if dy.q is None:
         assert dy.high is not None, "kept for this"
         assert weight is not None, "kept for this"
         high = plain(weight, dy.high).to(dy.high.dtype)
-        _show_gemm("dgrad", call)
         return _multiply_plain(dy.high, high.mT, offs, dtype)
     assert call is not None, "it has a plan"
     assert call.plan.dgrad is not None, "cast for it"
@@ -437,7 +456,6 @@ def _dgrad(
         event = dy.q[1] if torch.compiler.is_compiling() else None
         turned = transpose_op(w_q.reshape(E * rows, columns), 1, event)
         w_t = turned.view(columns, E, rows).transpose(0, 1), scale.mT
-    _show_gemm("dgrad", call, dy.q, w_t)
     return _crop(_multiply(dy.q, w_t, call.plan.dgrad, offs, dtype), *shape)
 
 
@@ -454,12 +472,13 @@ def _wgrad(
     kept, scale, factor, *_ = saved
     fused = None if call is None else call.fused_weight
     dtype = dtype if fused is None else fused[0].main_grad.dtype
+    if call is not None and call.watched:
+        show_gemm("wgrad", call, dy.q_t, dy.q_t)
     if dy.q_t is None:
         high = kept if x is None else x.value()
         assert dy.high is not None, "kept for this"
         assert high is not None, "kept for this"
         dw = _multiply_plain(dy.high.t(), high.to(dy.high.dtype).t(), offs, dtype)
-        _show_gemm("wgrad", call)
     else:
         assert call is not None, "it has a plan"
         assert call.plan.wgrad is not None, "cast for it"
@@ -471,7 +490,6 @@ def _wgrad(
             right = call.plan.wgrad.right
             x_t = _cast_again(x, offs, right, scale, factor, call, transposed=True)
         dw = _crop(_multiply(dy.q_t, x_t, call.plan.wgrad, offs, dtype), *shape)
-        _show_gemm("wgrad", call, dy.q_t, x_t)
     if fused is None:
         return dw
     _accumulate(fused, dw, overwrite=call is not None and call.first_microbatch is True)

@@ -23,7 +23,7 @@ from float8lab.ops.declare import announce_flops, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
-from float8lab.ops.permute import gather_rows_op, scatter_rows_op
+from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
     ACTIVATIONS,
     as_matrix,
@@ -65,6 +65,7 @@ __all__ = [
     "round_up",
     "route_backward_op",
     "route_op",
+    "row_map_op",
     "scale_from_amax",
     "scaled_mm_op",
     "scatter_rows_op",

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from float8lab.ops.declare import declare
 from float8lab.ops.reference import permute as reference
 
-__all__ = ["gather_rows_op", "scatter_outputs", "scatter_rows_op"]
+__all__ = ["empty_row_map", "gather_rows_op", "row_map_op", "scatter_outputs", "scatter_rows_op"]
+
+
+def empty_row_map(routing_map: Tensor) -> Tensor:
+    """Room for the row map of a routing map."""
+    T, S = routing_map.shape
+    return routing_map.new_empty((T, S + 1), dtype=torch.int32)
 
 
 def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
@@ -28,6 +35,12 @@ def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:
     return of.y.new_empty((T, of.y.shape[1])), beside
 
 
+row_map_op = declare(
+    reference.row_map_of,
+    cuda="permute:row_map_of",
+    outputs=lambda of: empty_row_map(of.routing_map),
+    any_strides=True,
+)
 scatter_rows_op = declare(
     reference.scatter_rows, cuda="permute:scatter_rows", outputs=scatter_outputs, any_strides=True
 )

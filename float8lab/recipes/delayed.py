@@ -60,7 +60,7 @@ class Factors(NamedTuple):
         """The two of a tensor ``[2]``, or ``[2, width]``, that nothing else has."""
         if pair.ndim == 1:
             return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
-        return Factors(*pair.unbind(), pair)
+        return Factors(pair[0], pair[1], pair)
 
 
 Known = tuple[Factors, Tensor | None]
@@ -140,15 +140,12 @@ class ScalePack:
         """The modules' parts of the pack that still exist, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
-    def live_factors(self, slot: int | slice, *, shared: bool = True) -> Factors:
-        """The factors of a slot, or of some in a row, unchanged by later updates."""
-        live = self.live() if shared else None
-        if live is None:
-            return Factors.of(self.factors[:, slot].clone())
-        if isinstance(slot, int):
-            return Factors(live[2 * slot], live[2 * slot + 1])
+    def live_some(self, slots: slice) -> Factors:
+        """The factors of slots in a row, unchanged by later updates."""
+        if self.live() is None:
+            return Factors.of(self.factors[:, slots].clone())
         assert self._copy is not None, "made by live()"
-        return Factors(*self._copy.view(-1, 2, 4)[slot, :, 0].unbind(1))
+        return Factors(*self._copy.view(-1, 2, 4)[slots, :, 0].unbind(1))
 
     def set_factors(self, slot: int | slice, factors: Tensor) -> None:
         """Give a slot factors, ``[2]``, from outside its history; some in a row, ``[2, width]``."""
@@ -215,7 +212,7 @@ class ScalePack:
         """Forget what gradients, or forward tensors, recorded since the last update."""
         self.amax.masked_fill_(~self.forward if gradients else self.forward, NO_DATA)
         sown, self.sown = self.sown, []
-        columns = []
+        columns: list[int] = []
         for reference, index in sown:
             slots = reference()
             if slots is None or slots.pack is not self:
@@ -299,7 +296,10 @@ class DelayedSlots:
     A tensor has one, or as many in a row as it has parts with a scale each: its width.
     """
 
-    __slots__ = ("__weakref__", "forward", "fp8_dtypes", "key", "pack", "seeded", "start", "widths")
+    __slots__ = (
+        *("__weakref__", "first", "forward", "fp8_dtypes", "key", "pack", "seeded", "start"),
+        "widths",
+    )
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class DelayedSlots:
     ) -> None:
         self.key = key  # names the module to other ranks
         self.fp8_dtypes, self.forward = tuple(fp8_dtypes), tuple(forward)
-        self.widths = tuple(widths) or (1,) * len(fp8_dtypes)
+        self._lay_out(tuple(widths) or (1,) * len(fp8_dtypes))
         count = sum(self.widths)
         limits = self._by_column([torch.finfo(dtype).max for dtype in fp8_dtypes])
         # What is known of the pack's ``seeded`` without asking the device.
@@ -338,12 +338,16 @@ class DelayedSlots:
         self.pack, self.start = pack, start
         pack.members.append(weakref.ref(self))
 
+    def _lay_out(self, widths: tuple[int, ...]) -> None:
+        self.widths = widths
+        self.first = tuple(sum(widths[:index]) for index in range(len(widths)))
+
     def _by_column(self, values: Sequence[Any]) -> list[Any]:
         return [one for one, width in zip(values, self.widths, strict=True) for _ in range(width)]
 
     def columns_of(self, index: int) -> range:
         """The columns of the pack that a tensor has."""
-        first = self.start + sum(self.widths[:index])
+        first = self.start + self.first[index]
         return range(first, first + self.widths[index])
 
     def _slot(self, index: int) -> int | slice:
@@ -422,7 +426,7 @@ class DelayedSlots:
         self.fp8_dtypes, self.forward = state["fp8_dtypes"], state["forward"]
         self.key = state["key"]
         self.seeded = state["seeded"]
-        self.widths = state.get("widths") or (1,) * len(self.seeded)
+        self._lay_out(state.get("widths") or (1,) * len(self.seeded))
         tensors = state["tensors"]
         with _lasting(tensors["factors"].device):
             if tensors["factors"].is_inference():
@@ -445,7 +449,7 @@ class DelayedSlots:
             if forward and seeded:
                 if width > 1:
                     part = slice(slot, slot + width)
-                    one = pack.live_factors(part), pack.amax[part] if record else None
+                    one = pack.live_some(part), pack.amax[part] if record else None
                 else:
                     if live is None:
                         factors = Factors.of(pack.factors[:, slot].clone())
@@ -460,7 +464,10 @@ class DelayedSlots:
         self, index: int, x: Tensor | Source | Groups, *, record: bool, shared: bool = True
     ) -> Known:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
-        slot = self._slot(index)
+        slot: Any = self.start + self.first[index]
+        width = self.widths[index]
+        if width > 1:
+            slot = slice(slot, slot + width)
         if record and not self.forward[index]:
             self.pack.await_backward()
         if not self.seeded[index]:
@@ -476,11 +483,15 @@ class DelayedSlots:
                 return Factors.of(own), None
             if first.numel():
                 self._sow(index, own)
-        factors = self.pack.live_factors(slot, shared=shared)
-        return factors, self._amax(slot) if record else None
-
-    def _amax(self, slot: int | slice) -> Tensor:
-        return self.pack.amaxes[slot] if isinstance(slot, int) else self.pack.amax[slot]
+        pack = self.pack
+        live = pack.live() if shared else None
+        if live is None:
+            factors = Factors.of(pack.factors[:, slot].clone())
+        elif width > 1:
+            factors = pack.live_some(slot)
+        else:
+            factors = Factors(live[2 * slot], live[2 * slot + 1])
+        return factors, (pack.amax if width > 1 else pack.amaxes)[slot] if record else None
 
     def scale_again(self, index: int) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""
@@ -493,7 +504,7 @@ class DelayedSlots:
             return
         if not self.seeded[index]:
             self._sow(index, self._own_factors(index, x))
-        slot = self._amax(self._slot(index))
+        slot = self.pack.amax[self._slot(index)]
         slot.copy_(torch.maximum(slot, _own_amax(x).view(slot.shape)))
 
     def _own_factors(self, index: int, x: Tensor | Source | Groups) -> Tensor:

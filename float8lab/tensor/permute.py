@@ -22,7 +22,7 @@ from float8lab.arguments import (
     has_values,
     shown,
 )
-from float8lab.ops import gather_rows_op, scatter_rows_op
+from float8lab.ops import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
@@ -315,22 +315,10 @@ def _row_map(
             f"{tuple(routing_map.shape)}. Pass the map of the same tokens."
         )
     rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
-    row_map = (_map_of_mask if map_type == "mask" else _map_of_index)(routing_map)
+    row_map = (row_map_op if map_type == "mask" else _map_of_index)(routing_map)
     if rows is None or rows == -1:
         rows = int(row_map[0, -1]) if tokens else 0
     return row_map, rows
-
-
-def _map_of_mask(mask: Tensor) -> Tensor:
-    T, E = mask.shape
-    if mask.dtype != torch.bool:
-        mask = mask != 0
-    by_expert = mask.t().reshape(-1)
-    ends = by_expert.cumsum(0, dtype=torch.int32)
-    row_map = ends.new_empty((T, E + 1))
-    row_map[:, :-1] = (ends * by_expert - 1).view(E, T).t()
-    row_map[:, -1] = ends[-1] if E and T else 0
-    return row_map
 
 
 def _map_of_index(index: Tensor) -> Tensor:

@@ -12,7 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn import grouped_function as grouped
 from float8lab.nn.grouped_function import stacked
+from float8lab.nn.precision import Precision
+from float8lab.ops import Source
 from float8lab.tensor import Float8Tensor
 
 SIZES = [0, 1, 15, 17, 40]
@@ -262,6 +265,47 @@ def test_weights_lie_together_wherever_they_move():
     assert not stacked(layer._parameters_of("weight"))[3].any()
 
 
+@each_recipe
+def test_a_source_is_cast_as_its_values(recipe):
+    """An activation that is never written gives the bytes of one that was."""
+    torch.manual_seed(3)
+    h, dy, w = torch.randn(M + 5, 2 * K), torch.randn(M + 5, N), torch.randn(E, N, K)
+    h[M:], dy[M:] = torch.nan, torch.nan
+    offs, needs = torch.tensor(SIZES).cumsum(0), (True, True, False)
+    source = Source("swiglu", [h], h.dtype)
+    results = []
+    for x in (source, source.value()):
+        precision = Precision()
+        precision.experts = E
+        with float8lab.autocast(recipe=recipe):
+            call = precision.begin(h, training=True)
+        y, saved = grouped.forward(x, w, None, offs, call, needs=needs[:2], dtype=h.dtype)
+        gradient = grouped.Gradient(dy, offs, call, needs=needs)
+        grads = grouped.backward(
+            gradient, x if x is source else None, saved, offs, call,
+            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
+        )  # fmt: skip
+        results.append((y, *grads[:2]))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_its_gemms_and_casts_are_seen():
+    model = nn.Sequential()
+    model.experts = experts(single_grouped_weight=True)
+    x, dy = rows(K, beyond=6), rows(N, beyond=6)
+    for recipe, in_fp8 in ((RECIPES["block"], 3), (RECIPES["mx"], 0), (RECIPES["high-dgrad"], 2)):
+        with float8lab.count_gemms() as counts:
+            step(model.experts, x, dy, recipe)
+        assert (counts.fp8, counts.fp8 + counts.high_precision) == (in_fp8, 3)
+    with float8lab.inspect.watch(model) as watch:
+        step(model.experts, x, dy, RECIPES["current"])
+        watch.step()
+    seen = {record.operand: record for record in watch.log.records}
+    assert set(seen) == {"x", "w", "dy"}
+    assert all(record.nan == 0 and record.sqnr > 20 for record in seen.values())
+
+
 @pytest.mark.parametrize(
     ("splits", "kind", "message"),
     [
@@ -284,3 +328,67 @@ def test_buffers_of_another_shape():
     layer, x = experts(), rows(K)
     with pytest.raises(ValueError, match="out must be a floating-point tensor of shape"):
         layer(x, SIZES, out=torch.empty(3, 3))
+
+
+LARGE = [0, 1, 15, 130, 256, 0, 3]
+
+
+@pytest.fixture
+def large() -> tuple:
+    """A layer in bfloat16 on a GPU, its input and gradient with rows of NaN, the splits."""
+    torch.manual_seed(4)
+    layer = float8lab.GroupedLinear(
+        len(LARGE), 256, 384, params_dtype=torch.bfloat16, device="cuda", single_grouped_weight=True
+    )
+    x, dy = (torch.randn(sum(LARGE) + 50, n, device="cuda").bfloat16() for n in (256, 384))
+    x[sum(LARGE) :], dy[sum(LARGE) :] = torch.nan, torch.nan
+    return layer, x, dy, torch.tensor(LARGE, device="cuda", dtype=torch.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["high", *RECIPES])
+def test_a_gpu_gives_the_same_and_never_waits(recipe, large):
+    layer, x, dy, splits = large
+    here = copy.deepcopy(layer).cpu()
+    for _ in range(3):  # kernels are compiled, launches recorded and repeated
+        want = step(here, x.cpu(), dy.cpu(), recipe, splits.cpu())
+        got = step(layer, x, dy, recipe, splits)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        again = step(layer, x, dy, recipe, splits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = step(copy.deepcopy(layer).double().cpu(), x.cpu().double(), dy.cpu().double(),
+                 None, splits.cpu())  # fmt: skip
+    for mine, repeated, others, truth in zip(got, again, want, exact, strict=True):
+        if recipe is None or not recipe.linear.delayed:
+            assert torch.equal(mine, repeated)
+        rounding = torch.finfo(torch.bfloat16).eps * float(truth.norm())
+        assert error(mine.cpu(), truth) <= 1.2 * error(others, truth) + rounding
+    assert not got[0][sum(LARGE) :].any()
+    assert not got[1][sum(LARGE) :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["current", "row", "block"])
+def test_a_cuda_graph_takes_groups_of_any_size(name, large):
+    layer, x, _, splits = large
+    recipe = RECIPES[name]
+
+    def run() -> Tensor:
+        with torch.no_grad(), float8lab.autocast(recipe=recipe):
+            return layer(x, splits)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for sizes in (LARGE, [300, 0, 0, 0, 0, 5, 100], [0] * 7, [58, 58, 58, 58, 58, 57, 58]):
+        splits.copy_(torch.tensor(sizes))
+        graph.replay()
+        assert torch.equal(y, run())

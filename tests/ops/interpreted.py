@@ -305,6 +305,10 @@ def check_permute() -> None:
             got, want = permute.gather_rows(*arguments), permute.reference.gather_rows(*arguments)
             all_same_or_none(got, want)
 
+    for T, S in ((0, 3), (5, 0), (300, 130), (70, 3), (1, 1)):
+        for mask in (torch.rand(T, S) < 0.4, (torch.rand(S, T) < 0.1).int().t() * 7):
+            same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+
 
 def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
     for one, other in zip(got, want, strict=True):
@@ -400,16 +404,18 @@ def check_update_scales() -> None:
 
 def check_groups() -> None:
     """Casts of groups and of batches; rows that belong to nobody hold NaN."""
-    sizes = [0, 1, 15, 130, 0, 17]
+    sizes = [0, 1, 130, 0, 15]
     for index, (block, w_block, rule) in enumerate(groups.CASTS.values()):
         fp8_dtype = (E4M3, E5M2)[index % 2]
         offs = groups.ends(sizes, dtype=(torch.int32, torch.int64)[index % 2])
         x = groups.rows(sizes, 70, dtype=BF16)
         batch = (torch.randn(2, 40, 140), torch.randn(2, 140, 40, dtype=BF16).mT)
         for wanted in ((True, True, True), (True, False, False), (False, True, False)):
+            if index % 2 and not all(wanted):
+                continue
             # Of values that the interpreter rounds to bfloat16 nothing could be told.
             for kind, one in (("", x), ("reglu", x.float()), ("relu_backward", x.float())):
-                if kind and not all(wanted):
+                if kind and not (all(wanted) and rule == "pow2"):
                     continue
                 inputs = [one, one] if kind == "relu_backward" else [one]
                 arguments = (kind, inputs, one.dtype, offs, fp8_dtype, block, rule, 0.0, *wanted)

@@ -219,24 +219,6 @@ def rotated(R: int, interleaved: bool, back: bool) -> Any:
     return lambda: rotary.rotate(t, angles, angles, interleaved, back)
 
 
-def groups(
-    block: tuple[int, int],
-    rule: str = "fp32",
-    wanted: tuple[bool, bool, bool] = (True, True, True),
-    prologue: str = "",
-    batch: bool = False,
-    given: torch.Tensor | None = None,
-) -> Any:
-    ends = None if batch else torch.tensor([100, 256], dtype=torch.int32)
-    y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
-    inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
-    inputs = inputs[::-1] if prologue.endswith("_backward") else inputs
-    slot = None if given is None else slots[: given.numel()]
-    rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
-    rest = (*rest, *[False] * batch, given, slot)
-    return lambda: grouped_cast.cast_groups(prologue, inputs, *rest)
-
-
 def scattered(with_probs: bool = False, scales: int = 0, merged: bool = False) -> Any:
     """32 tokens of 4096 features to 64 rows; in bytes with ``scales`` blocks of a row."""
     to = torch.zeros((32, 9), dtype=torch.int32)
@@ -262,6 +244,24 @@ def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
     return lambda: router.route(logits, bias, 8, name, *how)
 
 
+def groups(
+    block: tuple[int, int],
+    rule: str = "fp32",
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    prologue: str = "",
+    batch: bool = False,
+    given: torch.Tensor | None = None,
+) -> Any:
+    ends = None if batch else torch.tensor([100, 256], dtype=torch.int32)
+    y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
+    inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
+    inputs = inputs[::-1] if prologue.endswith("_backward") else inputs
+    slot = None if given is None else slots[: given.numel()]
+    rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
+    rest = (*rest, *[False] * batch, given, slot)
+    return lambda: grouped_cast.cast_groups(prologue, inputs, *rest)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "groups-tensor": groups((-1, -1)),
     "groups-row": groups((1, -1)),
@@ -280,6 +280,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
     "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
     "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
+    "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
+    "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
     "permute": scattered(),
     "permute-1x128-with-probs": scattered(True, scales=32),
     "permute-backward": gathered(with_probs=False),

@@ -84,6 +84,16 @@ def _allowed(z: Tensor) -> float:
     return 2 * (2.0**-22 + argument * 2.0**-23) + (z.shape[1] + 32) * 2.0**-24
 
 
+@checks("experts", REFERENCE, "row_map_op")
+def _check_row_map(cases: Cases) -> None:
+    for T, S in ((300, 128), (1000, 7), (33, 260), (1, 1), (0, 4)):
+        for dtype in (torch.bool, torch.int32, torch.int64):
+            cases.begin(f"{T} tokens {S} places {name_of(dtype)}")
+            mask = (cases.uniform(S, T) < 0.1).to(dtype).t()
+            mask = mask if dtype == torch.int64 else mask.contiguous()
+            cases.same(ops.row_map_op(mask.to(cases.device)), permute.row_map_of(mask))
+
+
 @checks("experts", "float64; choices: the reference on the CPU", "route_op", "route_backward_op")
 def _check_route(cases: Cases) -> None:
     for T, E, topk, groups, best in ((40, 36, 4, 6, 2), (9, 128, 8, 1, 0), (70, 7, 1, 1, 0)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -73,6 +73,11 @@ def _check_cast_groups(cases: Cases) -> None:
                 arguments = (fp8_dtype, w_block, rule, 0.0, *wanted)
                 got = ops.cast_groups_op("", [w.to(cases.device)], w.dtype, None, *arguments)
                 _compare(cases, got, reference.cast_groups("", [w], w.dtype, None, *arguments))
+    _check_what_is_given(cases)
+
+
+def _check_what_is_given(cases: Cases) -> None:
+    """A factor with a slot; an activation."""
     for name, _, x, offs in _groups(cases):
         cases.begin(f"{name} by a factor, with a slot")
         slots = [torch.full((1,), -1.0, device=at) for at in (cases.device, "cpu")]
@@ -84,7 +89,7 @@ def _check_cast_groups(cases: Cases) -> None:
         )  # fmt: skip
         _compare(
             cases, got,
-            reference.cast_groups("", [x], x.dtype, offs, *arguments, factor, slots[1]),
+            reference.cast_groups("", [x], x.dtype, offs, *arguments, given=factor, slot=slots[1]),
         )  # fmt: skip
         cases.same(slots[0], slots[1])
         cases.begin(f"{name} of an activation, as of its written values, with sums")
@@ -96,9 +101,9 @@ def _check_cast_groups(cases: Cases) -> None:
         *other, wanted_sums = ops.cast_groups_op("", [value], h.dtype, ends, *arguments)
         _compare(cases, one, [None if t is None else t.cpu() for t in other])
         exact = value.double().cpu()
-        want = [part.sum(0) for part in _split(exact, offs)]
-        size = [part.abs().sum(0) for part in _split(exact, offs)]
-        cases.within(sums, torch.stack(want), torch.stack(size) * 2.0**-16)
+        total = torch.stack([part.sum(0) for part in _split(exact, offs)])
+        size = torch.stack([part.abs().sum(0) for part in _split(exact, offs)])
+        cases.within(sums, total, size * 2.0**-16)
         cases.same(sums, wanted_sums.cpu())
 
 
@@ -149,7 +154,7 @@ def _check_grouped_mm(cases: Cases) -> None:
 
 def _multiply(
     cases: Cases,
-    operands: dict[str, tuple[Tensor | None, ...]],
+    operands: Mapping[str, tuple[Tensor | None, ...]],
     names: tuple[str, str],
     blocks: tuple[tuple[int, int], tuple[int, int]],
     offs: Tensor,

@@ -316,14 +316,13 @@ class watch:
                 return measure_stored(current, self._master_of(current)) if x.numel() else None
         if x.numel() == 0:
             return None
-        M, K = x.shape[-2:]
+        M, K = x.shape
         if scale.ndim < 2:  # a delayed scale
             scale = scale.view(1, 1)
-        rows, columns = spec.scale_shape(tuple(x.shape))[-2:]
+        rows, columns = spec.scale_shape((M, K))
         return measure_cast(
-            x.detach(), q[..., :M, :K], scale[..., :rows, :columns], spec,
-            delayed=call.plan.delayed,
-        )  # fmt: skip
+            x.detach(), q[:M, :K], scale[:rows, :columns], spec, delayed=call.plan.delayed
+        )
 
     def _master_of(self, x: Float8Tensor) -> Tensor | None:
         """The high-precision master of a weight stored in FP8, if it is known."""

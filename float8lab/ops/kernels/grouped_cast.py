@@ -47,6 +47,10 @@ from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, ro
 __all__ = ["cast_groups", "group_of_tile"]
 
 _TILE = Tile(rows=128, columns=128, warps=8)
+"""Of blocks, which it has whole."""
+_NARROW = Tile(rows=128, columns=64, warps=4)
+"""Of other casts, as ``prologue.tile_for`` has it for words."""
+_NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
 _AMAX_TILE = Tile(rows=64, columns=128, warps=8)
 _AMAX_PROGRAMS = 6 * 132
 """Partial amaxes of all there is."""
@@ -266,12 +270,12 @@ def _cast_groups_kernel(  # noqa: PLR0915
     BLOCK: tl.constexpr,  # columns of a block, 0 where factors are given
     SQUARE: tl.constexpr,  # 128 x 128
     PER_ROW: tl.constexpr, HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
-    COLUMN_SUM: tl.constexpr, COUNT: tl.constexpr,
+    COLUMN_SUM: tl.constexpr, FROM_END: tl.constexpr, COUNT: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     fp8: tl.constexpr = q_t_ptr.dtype.element_ty if TRANSPOSE else q_ptr.dtype.element_ty
-    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
+    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, FROM_END)
     group, row, end, limit = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
     place, limit_t = tile_m * TILE_M, ACROSS
     if offs_ptr is None:
@@ -453,13 +457,18 @@ def cast_groups(
         x if blocks and wanted else None for x, wanted in ((scale, straight), (scale_t, transposed))
     ]
     strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
-    tensors, constants = arguments_of(*matrix, _TILE)
-    _cast_groups_kernel[(tiles * ceil_div(columns, _TILE.columns),)](
+    narrow = _NARROW_OF_PROLOGUE if prologue else _NARROW
+    tile = _TILE if blocks else narrow
+    tensors, constants = arguments_of(*matrix, tile)
+    _cast_groups_kernel[(tiles * ceil_div(columns, tile.columns),)](
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *where[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
         SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=straight,
-        TRANSPOSE=transposed, COLUMN_SUM=column_sum, COUNT=next_power_of_2(E + 1), **constants,
+        TRANSPOSE=transposed, COLUMN_SUM=column_sum,
+        # Of what the amax's kernel has just read, the last part is in the cache.
+        FROM_END=rule in SCALE_RULES and not blocks and not prologue,
+        COUNT=next_power_of_2(E + 1), **constants,
     )  # fmt: skip
     if column_sum:
         total = first.new_empty((E, K), dtype=torch.float32)

@@ -64,7 +64,7 @@ _ROWS = 128
 _COLUMNS = 256
 
 
-class _Config(NamedTuple):
+class Config(NamedTuple):
     """How a mode runs."""
 
     stages: int
@@ -75,14 +75,14 @@ class _Config(NamedTuple):
     """Of a thread that multiplies, and of one that loads."""
 
 
-_CONFIGS = {
-    ("fast", 2): _Config(stages=3),
-    ("precise", 2): _Config(stages=4),
-    ("precise", 4): _Config(stages=3),
-    ("block", 2): _Config(stages=4),
-    ("block", 4): _Config(stages=3),
-    ("rows", 2): _Config(stages=4),
-    ("rows", 4): _Config(stages=3),
+CONFIGS = {
+    ("fast", 2): Config(stages=3),
+    ("precise", 2): Config(stages=4),
+    ("precise", 4): Config(stages=3),
+    ("block", 2): Config(stages=4),
+    ("block", 4): Config(stages=3),
+    ("rows", 2): Config(stages=4),
+    ("rows", 4): Config(stages=3),
 }
 """By mode, and bytes of an element of the output, which shares the memory of the ring."""
 
@@ -420,7 +420,7 @@ def _multiply_groups_kernel(
 # The launchers.
 
 
-def _mode(
+def mode_of(
     a: Tensor, a_block: tuple[int, ...], b: Tensor, b_block: tuple[int, ...],
     out_dtype: torch.dtype, fast_accum: bool,
 ) -> str | None:  # fmt: skip
@@ -455,7 +455,7 @@ def grouped_mm(
 ) -> Tensor:
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
         return _in_high_precision(a, b, bias, offs, out_dtype, a_scale is None)
-    mode = _mode(a, tuple(a_block), b, tuple(b_block), out_dtype, fast_accum)
+    mode = mode_of(a, tuple(a_block), b, tuple(b_block), out_dtype, fast_accum)
     if mode is None:
         return _dequantized(
             a, a_scale, tuple(a_block), b, b_scale, tuple(b_block), bias, offs, out_dtype
@@ -465,11 +465,11 @@ def grouped_mm(
 
 def multiply_groups(
     mode: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
-    offs: Tensor, out_dtype: torch.dtype, config: _Config | None = None,
+    offs: Tensor, out_dtype: torch.dtype, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """The product of operands that have a mode; ``config`` in place of the one in the table."""
     contracts, E, (M, K), N = b.ndim == 2, offs.shape[0], a.shape, b.shape[-2]
-    config = config or _CONFIGS[mode, out_dtype.itemsize]
+    config = config or CONFIGS[mode, out_dtype.itemsize]
     a = a if a.is_contiguous() else a.contiguous()
     b_rows = b_columns = 0
     if not contracts:

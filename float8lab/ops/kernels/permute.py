@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import Tile, ceil_div, next_power_of_2
+from float8lab.ops.kernels._common import Tile, ceil_div, next_power_of_2, on_device_of_first
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.permute import scatter_outputs
+from float8lab.ops.permute import empty_row_map, scatter_outputs
 from float8lab.ops.reference import permute as reference
 
-__all__ = ["gather_rows", "scatter_rows"]
+__all__ = ["gather_rows", "row_map_of", "scatter_rows"]
 
 _SCATTER = Tile(rows=1, columns=4096, warps=4)
 _GATHER = Tile(rows=1, columns=4096, warps=4)
 """The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""
+
+_MAP_ELEMENTS = 8192
+"""Of the routing map, of a program."""
 
 _LAST = tl.constexpr(2**62)
 
@@ -34,6 +38,70 @@ def _part(H: int, x: Tensor, tile: Tile) -> dict[str, int]:
     columns = min(next_power_of_2(H), tile.columns // x.element_size())
     warps = min(tile.warps, max(columns * x.element_size() // 512, 1))
     return {"BLOCK_H": columns, "num_warps": warps}
+
+
+@triton.jit
+def _load_mask(
+    mask_ptr, tile, T, S, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr
+):
+    """Tokens, places and 0 or 1 of a tile of the routing map."""
+    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    places = tl.arange(0, PLACES)[None, :]
+    inside = (tokens < T) & (places < S)
+    mask = tl.load(mask_ptr + tokens * stride_t + places * stride_s, mask=inside, other=0)
+    return tokens, places, (mask != 0).to(tl.int32)
+
+
+@launched
+def _count_kernel(
+    mask_ptr,  # [T, S] any integer
+    counts_ptr,  # [S, tiles] int32
+    T, S, tiles, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    _, _, goes = _load_mask(mask_ptr, tile, T, S, stride_t, stride_s, TOKENS, PLACES)
+    places = tl.arange(0, PLACES)
+    tl.store(counts_ptr + places * tiles + tile, tl.sum(goes, 0), mask=places < S)
+
+
+@launched
+def _row_map_kernel(
+    mask_ptr,  # [T, S] any integer
+    counts_ptr,  # [S, tiles] int32
+    ends_ptr,  # [S, tiles] int32: sums of the counts up to each
+    map_ptr,  # [T, S + 1] int32
+    T, S, tiles, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    tokens, places, goes = _load_mask(mask_ptr, tile, T, S, stride_t, stride_s, TOKENS, PLACES)
+    at = places * tiles + tile
+    begin = tl.load(ends_ptr + at, mask=places < S) - tl.load(counts_ptr + at, mask=places < S)
+    rows = tl.where(goes != 0, begin + tl.cumsum(goes, 0) - 1, -1)
+    inside = (tokens < T) & (places < S)
+    tl.store(map_ptr + tokens * (S + 1) + places, rows, mask=inside)
+    filled = tl.load(ends_ptr + S * tiles - 1)
+    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    filled = tl.zeros((TOKENS,), dtype=tl.int32) + filled
+    tl.store(map_ptr + tokens * (S + 1) + S, filled, mask=tokens < T)
+
+
+@on_device_of_first
+def row_map_of(routing_map: Tensor) -> Tensor:
+    T, S = routing_map.shape
+    row_map = empty_row_map(routing_map)
+    if not routing_map.numel():
+        return row_map.zero_()
+    places = next_power_of_2(S)
+    tile = {"TOKENS": max(_MAP_ELEMENTS // places, 1), "PLACES": places, "num_warps": 4}
+    tiles = ceil_div(T, tile["TOKENS"])
+    if routing_map.dtype == torch.bool:
+        routing_map = routing_map.view(torch.uint8)
+    counts = row_map.new_empty((S, tiles))
+    sizes = (T, S, tiles, *routing_map.stride())
+    _count_kernel[(tiles,)](routing_map, counts, *sizes, **tile)
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    _row_map_kernel[(tiles,)](routing_map, counts, ends, row_map, *sizes, **tile)
+    return row_map
 
 
 @triton.jit

@@ -109,6 +109,7 @@ def cast_groups(
     x = F.pad(x[:used], (0, -K % ALIGN, 0, M - used))
     if slot is not None and used and K:
         slot.copy_(torch.maximum(slot, x.abs().max().float()))
+    q: Tensor | None
     q, scale, amax = _cast_one(x, how, given)
     q_t = scale_t = total = None
     if column_sum:

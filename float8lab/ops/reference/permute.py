@@ -13,7 +13,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gather_rows", "scatter_rows"]
+__all__ = ["gather_rows", "row_map_of", "scatter_rows"]
+
+
+def row_map_of(routing_map: Tensor) -> Tensor:
+    """The row map that puts the tokens of each expert side by side, in their order.
+
+    Args:
+        routing_map: ``[T, S]`` of bools or integers, not 0 where an expert gets a token.
+
+    Returns:
+        ``[T, S + 1]`` int32.
+    """
+    T, S = routing_map.shape
+    by_expert = (routing_map.t() != 0).reshape(-1)
+    ends = by_expert.cumsum(0, dtype=torch.int32)
+    row_map = ends.new_empty((T, S + 1))
+    row_map[:, :-1] = (ends * by_expert - 1).view(S, T).t()
+    row_map[:, -1] = ends[-1] if ends.numel() else 0
+    return row_map
 
 
 def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
