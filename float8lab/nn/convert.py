@@ -63,7 +63,7 @@ from float8lab.nn.report import (
 from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, in_backward
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 
 __all__ = [
     "convert_to_float8",
@@ -416,6 +416,8 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
         return "forward was replaced on the layer itself"
     if kind is not None:
         dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
+        if any(isinstance(p, Float4Tensor) for p in layer.parameters()):
+            return "its weights are stored in 4 bits, and multiply in high precision"
         return f"its weights are {dtypes.pop()}" if dtypes else kind.obstacle(layer)
     if type(layer).forward is not known_linear(type(layer)).forward and not told:
         return f"{type(layer).__name__} has a forward of its own; name it in overrides to convert"

@@ -51,6 +51,10 @@ class OtherExperts(ExpertsBase):
         """Why a module of this kind cannot be converted, or None."""
         return None
 
+    def transposed(self) -> bool:
+        """Whether its parameters are ``[E, in, out]``."""
+        return False
+
 
 _FUNCTIONS = {
     "SiLU": "silu", "SiLUActivation": "silu", "silu": "silu", "swish": "silu",
@@ -134,6 +138,10 @@ class TransformersExperts(OtherExperts):
             return f"{type(module).__name__} has a forward of its own"
         return None
 
+    def transposed(self: Any) -> bool:
+        found: bool = self.is_transposed
+        return found
+
     def forward(self: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any) -> Tensor:
         """Apply to each token ``[..., H]`` its experts, ``[T, K]``, and add up, times weights."""
         if not self.has_gate:
@@ -190,6 +198,9 @@ class LlamaExperts(OtherExperts):
     @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
+
+    def transposed(self) -> bool:
+        return True
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Apply to each of E equal parts of the rows its expert."""

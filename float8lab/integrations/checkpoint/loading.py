@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,8 @@ from float8lab.checkpoints.source import CheckpointError, Source, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
-from float8lab.nn.precision import Precision, W, X
+from float8lab.nn.other_experts import experts_class
+from float8lab.nn.precision import Precision, W, X, precisions
 from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import (
     DelayedScaling,
@@ -434,6 +435,10 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
             static = any(_stem(name) in plan.input_scales for name in names)
             fits = static and recipe == Float8CurrentScaling()
             chosen[product.name] = _STATIC if fits else recipe
+    for name, module in model.named_modules():
+        recipe = _recipe_of_experts(module)
+        if recipe is not None:
+            chosen[name] = recipe
     for recipe in dict.fromkeys(chosen.values()):
         meant = {name for name, found in chosen.items() if found == recipe}
         notes += _convert(model, recipe, meant)
@@ -458,6 +463,17 @@ def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
     convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
     undone = [layer for layer in conversion_report(model).skipped if layer.name in meant]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
+
+
+def _recipe_of_experts(module: nn.Module) -> Recipe | None:
+    """The recipe that uses stacked experts as they are stored, if they have none yet."""
+    if experts_class(module) is None or any(precisions(module)):
+        return None
+    stacked = [p for p in module._parameters.values() if p is not None and p.ndim == 3]
+    specs = [p.spec for p in stacked if isinstance(p, Float8Tensor)]
+    if len(specs) < len(stacked):
+        return None
+    return _recipe_for(replace(spec, block=spec.block[-2:]) for spec in specs)
 
 
 def _recipe_for(specs: Iterable[Float8Spec | Float4Spec | None]) -> Recipe | None:

@@ -103,6 +103,39 @@ def test_experts_are_grouped_layers(family: str) -> None:
     assert torch.equal(got.view_as(want), want)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx"])
+def test_weights_at_one_byte_give_the_same_output(family: str) -> None:
+    model, batch = build(family)
+    recipe = recipes.Float8RowwiseScaling()  # rows are those of [out, in], however it lies
+    stored = float8lab.convert_to_float8(copy.deepcopy(model), recipe, freeze_weights=True)
+    float8lab.convert_to_float8(model, recipe)
+    assert torch.equal(stored(**batch).logits, model(**batch).logits)
+    _, experts = experts_of(stored)
+    kinds = {type(p) is float8lab.Float8Tensor for n, p in experts.named_parameters() if p.ndim > 2}
+    notes = float8lab.conversion_report(stored).notes
+    if family == "dbrx":
+        assert any("experts: weight not stored in FP8" in note for note in notes)
+    else:
+        assert kinds == {True}
+        assert not any(
+            type(p) is float8lab.Float8Tensor for p in experts.parameters() if p.ndim < 3
+        )
+
+
+def test_a_checkpoint_in_fp8_runs_with_its_bytes(tmp_path) -> None:
+    model, batch = build("mixtral", hidden_size=128, intermediate_size=128, head_dim=32)
+    float8lab.convert_to_float8(model, BLOCK, freeze_weights=True, exclude=["lm_head"])
+    float8lab.integrations.export(model, tmp_path / "model", "block-fp8")
+    loaded, _ = build("mixtral", hidden_size=128, intermediate_size=128, head_dim=32)
+    float8lab.integrations.load_fp8(tmp_path / "model", loaded)
+    name, experts = experts_of(loaded)
+    assert torch.equal(
+        experts.gate_up_proj.qdata.view(torch.uint8),
+        model.get_submodule(name).gate_up_proj.qdata.view(torch.uint8),
+    )
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_on_parameters_of_experts() -> None:
     """PEFT adds its product to the stacked weights while the experts run."""
