@@ -26,6 +26,7 @@ from float8lab.inspect.timing import sleep_rate
 
 __all__ = [
     "Gate",
+    "Sustained",
     "Timing",
     "append_json",
     "header",
@@ -34,6 +35,7 @@ __all__ = [
     "sqnr",
     "table",
     "time_device",
+    "time_sustained",
     "time_wall",
 ]
 
@@ -137,6 +139,77 @@ def time_wall(
         wait()
         timed.append(1e3 * (time.perf_counter() - began) / calls)
     return Timing(tuple(timed))
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """What a step takes in training: the GPU is at its power limit, and its clocks are lower."""
+
+    timing: Timing
+    """One sample a round."""
+    mhz: float | None
+    """Clock of the multiprocessors while it ran; None where nvidia-smi does not tell."""
+    watts: float | None
+
+
+def time_sustained(
+    steps: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, rounds: int = 3
+) -> dict[str, Sustained]:
+    """Time of a step of each candidate, back to back for ``seconds``, in turns.
+
+    A GPU that is hot already gives whoever comes later a few percent less, so all take turns.
+    """
+    found: dict[str, list[tuple[float, tuple[float, float] | None]]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            found[name].append(_run_for(step, seconds))
+    results = {}
+    for name, samples in found.items():
+        read = [state for _, state in samples if state is not None]
+        mhz, watts = (statistics.mean(v) for v in zip(*read, strict=True)) if read else (None, None)
+        results[name] = Sustained(Timing(tuple(ms for ms, _ in samples)), mhz, watts)
+    return results
+
+
+def _run_for(
+    step: Callable[[], object], seconds: float
+) -> tuple[float, tuple[float, float] | None]:
+    """Milliseconds of a step that is repeated for so long; clock and watts in its second half."""
+    gpu = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if gpu else lambda: None
+    for _ in range(2):
+        step()
+    wait()
+    calls, reading = 0, None
+    began = now = time.perf_counter()
+    while now - began < seconds:
+        for _ in range(4):
+            step()
+        calls += 4
+        if reading is None and gpu and now - began > seconds / 2:
+            reading = _start_reading()
+        wait()
+        now = time.perf_counter()
+    return 1e3 * (now - began) / calls, None if reading is None else _read(reading)
+
+
+def _start_reading() -> subprocess.Popen[str] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    query = ("--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", f"--id=GPU-{gpu}")
+    return subprocess.Popen(
+        ["nvidia-smi", *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def _read(reading: subprocess.Popen[str]) -> tuple[float, float] | None:
+    answer = reading.communicate()[0].strip().split(",")
+    try:
+        mhz, watts = map(float, answer)
+    except ValueError:
+        return None
+    return mhz, watts
 
 
 def sqnr(result: Tensor, reference: Tensor) -> float:

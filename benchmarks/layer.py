@@ -224,6 +224,7 @@ SUBJECT = Subject(
         report.FLOOR,
         report.TIMES_FLOOR,
         report.SPEED_UP,
+        *report.SUSTAINED,
         report.Column(OF_BEST),
         report.FLOPS,
         report.CEILING,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -194,11 +194,34 @@ class Trial:
         targets: Mapping[str, tuple[Target, ...]] = {},
     ) -> Iterator[Row]:
         """Check and time each candidate; ``targets`` by name."""
-        for candidate in candidates:
-            run = partial(self._row, setting, candidate, targets.get(candidate.name, ()))
-            yield setting.attempt(self.case, candidate.name, run)
+        steps: dict[str, Callable[[], object]] = {}
+        found = (
+            setting.attempt(
+                self.case,
+                candidate.name,
+                partial(self._row, setting, candidate, targets.get(candidate.name, ()), steps),
+            )
+            for candidate in candidates
+        )
+        if setting.sustained is None:
+            yield from found
+            return
+        rows, sustained = list(found), setting.sustained(steps)
+        for row in rows:
+            if row.name in sustained and row.refusal is None:
+                one = sustained[row.name]
+                values = {"sustained ms": one.timing.median, "MHz": one.mhz, "W": one.watts}
+                known = {name: value for name, value in values.items() if value is not None}
+                row = replace(row, values={**row.values, **known})
+            yield row
 
-    def _row(self, setting: Setting, candidate: Candidate, targets: tuple[Target, ...]) -> Row:
+    def _row(
+        self,
+        setting: Setting,
+        candidate: Candidate,
+        targets: tuple[Target, ...],
+        steps: dict[str, Callable[[], object]],
+    ) -> Row:
         x, dy = self.data
         module = candidate.make()
         if candidate.compiled:
@@ -208,6 +231,8 @@ class Trial:
             return setting.row(self.case, candidate.name, sqnr_db=db, refusal=refusal)
         leaf = x.detach().clone().requires_grad_()
         step = partial(train_step, module, leaf, dy)
+        if setting.sustained is not None:
+            steps[candidate.name] = step
         return setting.row(
             self.case,
             candidate.name,

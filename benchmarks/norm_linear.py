@@ -139,6 +139,7 @@ SUBJECT = Subject(
         report.FLOOR,
         report.TIMES_FLOOR,
         report.SPEED_UP,
+        *report.SUSTAINED,
         report.FLOPS,
         report.CEILING,
     ),

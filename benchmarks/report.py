@@ -119,8 +119,14 @@ def _times_floor(row: Row, base: Row | None) -> float | None:
     return row.median / row.floor_ms if row.median and row.floor_ms else None
 
 
+def _sustained_speed_up(row: Row, base: Row | None) -> float | None:
+    own, other = row.values.get("sustained ms"), base and base.values.get("sustained ms")
+    return other / own if own and other else None
+
+
 QUANTITIES: dict[str, Callable[[Row, Row | None], float | None]] = {
     "x bf16": _speed_up,
+    "x bf16, sustained": _sustained_speed_up,
     "x floor": _times_floor,
     "TFLOP/s": lambda row, base: _rate(row, row.flops),
     "TB/s": lambda row, base: _rate(row, row.bytes),
@@ -174,6 +180,10 @@ WALL = Column(
 FLOOR = Column("floor ms", cell=lambda row, base: f"{row.floor_ms:.3f}" if row.floor_ms else None)
 TIMES_FLOOR = Column("x floor", 3)
 SPEED_UP = Column("x bf16")
+SUSTAINED = (
+    Column("sustained ms", 3), Column("x bf16, sustained"), Column("MHz", 0), Column("W", 0)
+)  # fmt: skip
+"""With ``--sustained``: steps back to back, as in training, in turns with all other candidates."""
 FLOPS = Column("TFLOP/s", 0)
 CEILING = Column("% of ceiling", 0)
 TARGET = Column("target", cell=_describe_targets)
@@ -213,6 +223,7 @@ class Setting:
         recipes: names of ``RECIPES``.
         compile: measure compiled candidates, too.
         seed: of the inputs.
+        sustained: gives, by name, what each of several steps takes as in training; or None.
     """
 
     def __init__(
@@ -225,8 +236,10 @@ class Setting:
         recipes: Sequence[str],
         compile: bool = False,
         seed: int = 0,
+        sustained: Callable[[Mapping[str, Callable[[], object]]], Any] | None = None,
     ) -> None:
         self.device, self.time, self.wall, self.floor = device, time, wall, floor
+        self.sustained = sustained
         self.recipes, self.compile, self.seed = tuple(recipes), compile, seed
 
     @property
@@ -315,6 +328,7 @@ def main(subject: Subject, argv: Sequence[str] | None = None) -> list[Row]:
         recipes=options.recipe or subject.recipes,
         compile=options.compile,
         seed=options.seed,
+        sustained=common.time_sustained if options.sustained else None,
     )
     facts = common.header(options.commit) | floor.describe()
     return measure(subject, setting, options, facts)
@@ -326,6 +340,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--recipe", action="append", choices=RECIPES, help="default: those with FP8 GEMMs, or all"
     )
     parser.add_argument("--compile", action="store_true", help="compiled candidates, too")
+    parser.add_argument(
+        "--sustained", action="store_true", help="steps of modules also for seconds, in turns"
+    )
     parser.add_argument("--samples", type=int, default=12, help="of each time (default: 12)")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="save a plot there (matplotlib)")
 

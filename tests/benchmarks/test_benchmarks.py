@@ -3,6 +3,7 @@
 import doctest
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -127,3 +128,17 @@ def test_offload_is_compared_with_the_model_without_it():
 def test_offload_says_what_it_needs():
     with pytest.raises(SystemExit, match="measures a CUDA GPU"):
         offload.main([])
+
+
+def test_sustained_steps_take_turns():
+    order = []
+
+    def step(name: str) -> None:
+        if order[-1:] != [name]:
+            order.append(name)
+
+    found = common.time_sustained(
+        {name: partial(step, name) for name in "ab"}, seconds=0.01, rounds=3
+    )
+    assert order == ["a", "b"] * 3
+    assert all(len(one.timing.samples) == 3 and one.timing.median > 0 for one in found.values())
