@@ -462,7 +462,7 @@ def grouped_mm(
     fast_accum: bool,
 ) -> Tensor:
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
-        return _in_high_precision(a, b, bias, offs, out_dtype, a_scale is None)
+        return _in_high_precision(a, b, bias, offs, out_dtype)
     mode = mode_of(a, tuple(a_block), b, tuple(b_block), out_dtype, fast_accum)
     if mode is None:
         return _dequantized(
@@ -486,11 +486,13 @@ def multiply_groups(
             b, b_columns = turned.reshape(N, E * K), K
         else:
             b, b_rows = b.reshape(E * N, K), N
+    elif not b.is_contiguous():
+        b = b.contiguous()
     if mode in ("block", "rows") and a_scale.shape[0] > 1 and a_scale.stride(0) != 1:
         a_scale = a_scale.t().contiguous().t()
     plan, tiles = _plan(offs, M, by_tile=not contracts)
     y = a.new_empty((E, M, N) if contracts else (M, N), dtype=out_dtype)
-    a_stride, a_row, a_step, b_stride, b_row, b_step = _strides(mode, a_scale, b_scale)
+    a_stride, a_row, a_step, b_stride, b_row, b_step = _strides(a_scale, b_scale)
     down = E * ceil_div(M, _ROWS) if contracts else tiles
     programs = min(multiprocessors(a.device), down * ceil_div(N, _COLUMNS))
     _multiply_groups_kernel[(programs,)](
@@ -505,7 +507,7 @@ def multiply_groups(
     return y
 
 
-def _strides(mode: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int, int, int]:
+def _strides(a: Tensor, b: Tensor) -> tuple[int, int, int, int, int, int]:
     """Of the scales of a, then of b: from group to group, row to row, step to step."""
 
     def of(scale: Tensor) -> tuple[int, int, int]:
@@ -520,17 +522,16 @@ def _strides(mode: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int, int, 
 
 
 def _in_high_precision(
-    a: Tensor, b: Tensor, bias: Tensor | None, offs: Tensor, out_dtype: torch.dtype, fits: bool
+    a: Tensor, b: Tensor, bias: Tensor | None, offs: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """Operands without scales, or nothing to multiply."""
-    if 0 in a.shape or 0 in b.shape or not offs.shape[0] or not fits:
-        plain = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
-        return reference.grouped_mm(*plain, bias, offs, out_dtype, False)
-    strided = all(_has_torch_strides(x) for x in (a, b))
-    if a.dtype != torch.bfloat16 or out_dtype != a.dtype or not strided:
-        return reference.grouped_mm(a, None, (), b, None, (), bias, offs, out_dtype, False)
-    if capability_of(a.device) < (9, 0):
-        return reference.grouped_mm(a, None, (), b, None, (), bias, offs, out_dtype, False)
+    E, M, N = offs.shape[0], a.shape[0], b.shape[-2]
+    if bias is None and 0 in (E, M, N, a.shape[1]):
+        return a.new_zeros((M, N) if b.ndim == 3 else (E, M, N), dtype=out_dtype)
+    known = a.dtype == out_dtype == torch.bfloat16 and capability_of(a.device) >= (9, 0)
+    if not known or not all(x.numel() and _has_torch_strides(x) for x in (a, b)):
+        high = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
+        return reference.grouped_mm(*high, bias, offs, out_dtype, False)
     y = torch._grouped_mm(a, b.mT, offs=offs.to(torch.int32), out_dtype=out_dtype)
     if bias is not None:
         rows = torch.arange(a.shape[0], device=a.device, dtype=offs.dtype)
@@ -599,8 +600,8 @@ def _dequantized(
             scale = b_scale.repeat_interleave(b_block[0], 1)[:, :N].reshape(E * N, -1)
             b_block = (1, b_block[1])
         right = dequantize(b.reshape(E * N, K), scale, b_block, out_dtype).view(E, N, K)
-        return _in_high_precision(left, right, bias, offs, out_dtype, True)
+        return _in_high_precision(left, right, bias, offs, out_dtype)
     right = dequantize(b, b_scale, b_block, out_dtype)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     ends = ((sizes + (SPAN - 1)) // SPAN * SPAN).cumsum(0).to(offs.dtype)
-    return _in_high_precision(left, right, None, ends, out_dtype, True)
+    return _in_high_precision(left, right, None, ends, out_dtype)
