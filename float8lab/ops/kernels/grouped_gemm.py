@@ -214,12 +214,13 @@ def _scale(sums, scales, group, row, column, M, N):
 
 
 @gluon.jit
-def _add_bias(sums, scales, group, column, N):
-    """The sums of a part plus the biases of its columns."""
+def _add_bias(sums, scales, group, column, steps, N):
+    """The sums of a part plus the biases of its columns; not in rows that belong to nobody."""
     _, _, _, _, _, _, _, bias_ptr, _ = scales
     columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
     columns = gl.minimum(columns, N - 1)
-    return sums + gl.load(bias_ptr + (group * N + columns)).to(gl.float32)[None, :]
+    bias = gl.load(bias_ptr + (group * N + columns)).to(gl.float32)
+    return sums + gl.where(steps > 0, bias, 0.0)[None, :]
 
 
 @gluon.jit
@@ -253,7 +254,7 @@ def _multiply_fast(
         sums = _scale(sums, scales, group, row + below, column, M, N)
         ahead = gl.minimum(tile + programs, last)
         if BIAS:
-            sums = _add_bias(sums, scales, group, column, N)
+            sums = _add_bias(sums, scales, group, column, steps, N)
         else:  # the next tile's place arrives while this one is stored; with a bias it would spill
             following = _find(ahead, where, plan_ptr, BAND, CONTRACTS)
         _store(sums, y_desc, y_ptr, y_tiles.index(number), y_row + below, column, left - below, N)
@@ -345,8 +346,8 @@ def _multiply_parts(  # noqa: PLR0915
             sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N)
             sums1 = _scale(sums1, scales, group, row + row1, column + column1, M, N)
         if BIAS:
-            sums0 = _add_bias(sums0, scales, group, column + column0, N)
-            sums1 = _add_bias(sums1, scales, group, column + column1, N)
+            sums0 = _add_bias(sums0, scales, group, column + column0, steps, N)
+            sums1 = _add_bias(sums1, scales, group, column + column1, steps, N)
         y_tile = y_tiles.index(number)
         _store(sums0, y_desc, y_ptr, y_tile, y_row + row0, column + column0, left - row0, N)
         _store(sums1, y_desc, y_ptr, y_tile, y_row + row1, column + column1, left - row1, N)
