@@ -355,7 +355,7 @@ def _multiply_parts(  # noqa: PLR0915
     tma.store_wait(0)
 
 
-@gluon.jit
+@launched(language=gluon)
 def _multiply_groups_kernel(
     a_desc,  # [M, K] fp8, in tiles of [128, 128]; or [M, L] where the contraction is in groups
     b_desc,  # [E N, K], or [N, E K], fp8, in tiles of [256, 128]; or [N, L]
