@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, _GeneratorContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from float8lab.distributed.ranks import rank_and_size
 __all__ = ["backward_on_this_core"]
 
 
-def backward_on_this_core(core: int | None = None) -> _GeneratorContextManager[None]:
+def backward_on_this_core(core: int | None = None) -> AbstractContextManager[None]:
     """Keep the calling thread, and autograd's thread for the current GPU, on one core.
 
     For steps that take the CPU longer than the GPU. Only these two threads are bound, and both get

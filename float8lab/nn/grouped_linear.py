@@ -37,7 +37,7 @@ from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["GroupedLinear"]
+__all__ = ["GroupedLinear", "ends_of"]
 
 
 class GroupedLinear(nn.Module, TensorParallelGroup):
@@ -213,7 +213,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         """
         check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
-        offs = self._ends(m_splits, x)
+        offs = ends_of(m_splits, x, self.num_gemms, "num_gemms")
         for name, buffer, size in (
             ("out", out, self.out_features),
             ("dgrad_out", dgrad_out, self.in_features),
@@ -257,40 +257,6 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             return None
         found = tuple(w for w in weights if fused_weight(self, w) is not None)
         return found if len(found) == len(weights) else None
-
-    def _ends(self, m_splits: Any, x: Tensor) -> Tensor:
-        """Ends of the experts' rows, on the device of ``x``."""
-        E, rows = self.num_gemms, x.shape[0]
-        if isinstance(m_splits, Tensor):
-            if (
-                m_splits.is_floating_point()
-                or m_splits.is_complex()
-                or m_splits.dtype == torch.bool
-            ):
-                raise TypeError(
-                    f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
-                    "each expert."
-                )
-            if m_splits.shape != (E,):
-                raise ValueError(
-                    f"m_splits must be {E} numbers (num_gemms); got {shown(m_splits)}. Pass the "
-                    "number of rows of each expert."
-                )
-            return m_splits.to(x.device).cumsum(0)
-        try:
-            sizes = [operator.index(size) for size in m_splits]
-        except TypeError:
-            raise TypeError(
-                f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
-                "each expert, as a list or a tensor."
-            ) from None
-        ends = list(itertools.accumulate(sizes))
-        if len(sizes) != E or min(sizes) < 0 or ends[-1] > rows:
-            raise ValueError(
-                f"m_splits must be {E} numbers (num_gemms), none negative, of at most {rows} rows; "
-                f"got {shown(m_splits)}. Pass the number of rows of each expert."
-            )
-        return torch.tensor(ends, dtype=torch.int32, device=x.device)
 
     def _check_buffer(self, name: str, buffer: Any, shape: tuple[int, ...]) -> None:
         check_tensor(name, buffer, optional=True)
@@ -353,3 +319,37 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             if isinstance(value, Tensor) and value.ndim and value.shape[0] == self.num_gemms:
                 del state[whole]
                 state.update(zip(each, value.unbind(), strict=True))
+
+
+def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
+    """Ends of the rows of so many experts, on the device of ``x``, which has the rows.
+
+    ``argument`` is what the caller has called the number of experts.
+    """
+    E, rows = experts, x.shape[0]
+    if isinstance(m_splits, Tensor):
+        if m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype == torch.bool:
+            raise TypeError(
+                f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
+                "each expert."
+            )
+        if m_splits.shape != (E,):
+            raise ValueError(
+                f"m_splits must be {E} numbers ({argument}); got {shown(m_splits)}. Pass the "
+                "number of rows of each expert."
+            )
+        return m_splits.to(x.device).cumsum(0)
+    try:
+        sizes = [operator.index(size) for size in m_splits]
+    except TypeError:
+        raise TypeError(
+            f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
+            "each expert, as a list or a tensor."
+        ) from None
+    ends = list(itertools.accumulate(sizes))
+    if len(sizes) != E or min(sizes) < 0 or ends[-1] > rows:
+        raise ValueError(
+            f"m_splits must be {E} numbers ({argument}), none negative, of at most {rows} rows; "
+            f"got {shown(m_splits)}. Pass the number of rows of each expert."
+        )
+    return torch.tensor(ends, dtype=torch.int32, device=x.device)

@@ -24,6 +24,7 @@ from benchmarks import (
     model,
     norm_linear,
     overhead,
+    permute,
     quantize,
     report,
 )
@@ -37,7 +38,8 @@ TINY = LinearShape("tiny", 64, 48, 32)
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 FLOORED = [name for name in RECIPES if name != "mx"]  # which has no FP8 GEMM
 GPU_SUBJECTS = (
-    advise, attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, quantize,
+    advise, attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, permute,
+    quantize,
 )  # fmt: skip
 
 
@@ -306,6 +308,13 @@ def test_model(few):
     for row in rows:
         assert row.values["last loss"] < row.values["first loss"]
         assert row.values["tokens/s"] == pytest.approx(64 / row.median * 1e3)
+
+
+def test_permute(setting):
+    rows = list(permute.rows(setting, "tiny", permute.MoeShape(24, 8, 2, 128, "sigmoid", 4, 2)))
+    check(permute.SUBJECT, rows)
+    assert names(rows) >= {"copy", "permute, FP8 1x128", "unpermute", "route backward"}
+    assert {"moe_permute, mask", "torch: index_select"} < names(rows)
 
 
 @pytest.mark.parametrize(

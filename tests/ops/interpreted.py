@@ -21,8 +21,10 @@ from float8lab.ops.kernels import (
     cast_many,
     grouped_cast,
     norm,
+    permute,
     prologue,
     rotary,
+    router,
     scaling,
 )
 from float8lab.ops.kernels.cast import amax_of, cast
@@ -265,6 +267,85 @@ def check_rotary() -> None:
                     rotary.rotate(t, cos, sin, *flags),
                     rotary.reference.rotate(t, cos, sin, *flags),
                 )
+
+
+def row_map(tokens: int, places: int, rows: int, filled: int) -> Tensor:
+    """Rows below ``filled`` at random places; among the numbers for nowhere, some out of range."""
+    nowhere = torch.tensor([-1, -7, rows, 2**31 - 1], dtype=torch.int32)
+    to = nowhere[torch.randint(0, 4, (tokens * places,))]
+    to[torch.randperm(tokens * places)[:filled]] = torch.randperm(filled).int()
+    return torch.cat([to.view(tokens, places), to.new_full((tokens, 1), filled)], 1)
+
+
+def check_permute() -> None:
+    """Tokens, places, rows, filled rows, features, blocks of a row."""
+    for T, S, R, F, H, B in (
+        (9, 4, 20, 13, 70, 3), (5, 1, 5, 5, 2100, 1), (1, 130, 8, 8, 5, 40), (3, 2, 0, 0, 8, 1),
+        (0, 3, 4, 0, 8, 2), (4, 3, 40, 0, 8, 2), (6, 8, 4, 4, 0, 1),
+    ):  # fmt: skip
+        places, probs = row_map(T, S, R, F), torch.rand(T, S)
+        x, merged = torch.randn(T, H), torch.randn(R, H)
+        scale, amax = torch.rand(B, T).t(), torch.rand(T, B)
+        codes = torch.randint(0, 256, (H, T), dtype=torch.uint8).t()
+        for arguments in (
+            (x, places, R), (x.bfloat16(), places, R, probs), (x.double(), places, R, probs),
+            (codes, places, R, probs.bfloat16(), None, scale, amax),
+        ):  # fmt: skip
+            got, want = permute.scatter_rows(*arguments), permute.reference.scatter_rows(*arguments)
+            all_same_or_none(got, want)
+        arguments = (x, places, R, probs, merged)
+        y, dots, *_ = permute.scatter_rows(*arguments)
+        y_wanted, dots_wanted, *_ = permute.reference.scatter_rows(*arguments)
+        same(y, y_wanted)
+        torch.testing.assert_close(dots, dots_wanted)
+        for arguments in (
+            (merged, places), (merged, places, probs), (merged.double(), places),
+            (torch.randn(H, R).t(), places, probs, torch.rand(R).half()),
+        ):  # fmt: skip
+            got, want = permute.gather_rows(*arguments), permute.reference.gather_rows(*arguments)
+            all_same_or_none(got, want)
+
+    for T, S in ((0, 3), (5, 0), (300, 130), (70, 3), (1, 1)):
+        for mask in (torch.rand(T, S) < 0.4, (torch.rand(S, T) < 0.1).int().t() * 7):
+            same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+
+
+def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
+    for one, other in zip(got, want, strict=True):
+        same(one, other)
+
+
+def check_router() -> None:
+    """Tokens, experts, topk, groups and how many of them; infinities, NaN, equal logits."""
+    for T, E, topk, parts, best in (
+        (7, 12, 3, 4, 2), (1, 1, 1, 1, 0), (5, 130, 8, 1, 0), (6, 36, 6, 9, 2), (0, 4, 2, 1, 0),
+    ):  # fmt: skip
+        logits = torch.randn(T, E) * 4
+        logits[:1, :1], logits[-1:, -1:], logits[1:2, E // 2 :] = torch.nan, -40, -torch.inf
+        equal = logits.round().div(4)
+        for name, pre, z in (
+            ("softmax", False, equal), ("softmax", True, logits), ("sigmoid", False, logits),
+            ("sqrtsoftplus", False, logits),
+        ):  # fmt: skip
+            bias = None if name == "softmax" else torch.randn(E)
+            for how in (
+                (topk, name, pre, parts, best, 2.5, False), (topk, name, pre, 1, 0, 1.0, True),
+            ):  # fmt: skip
+                z = logits if how[-1] else z
+                (got, chosen), (want, wanted) = (
+                    of.route(z, bias, *how) for of in (router, router.reference)
+                )
+                torch.testing.assert_close(got, want, equal_nan=True)
+                assert torch.equal(chosen, wanted)
+                gradient = (
+                    torch.randn(T, E),
+                    z.nan_to_num(neginf=-9.0),
+                    wanted,
+                    *how[:3],
+                    *how[5:],
+                )
+                got, want = (of.route_backward(*gradient) for of in (router, router.reference))
+                torch.testing.assert_close(got, want)
 
 
 def check_transpose_and_dequantize() -> None:
@@ -536,6 +617,8 @@ if __name__ == "__main__":
     check_transpose_and_dequantize()
     check_turned_values()
     check_rotary()
+    check_permute()
+    check_router()
     check_update_scales()
     check_norm()
     check_fp8_norm()

@@ -39,8 +39,10 @@ from float8lab.ops.kernels import (
     grouped_cast,
     grouped_gemm,
     norm,
+    permute,
     prologue,
     rotary,
+    router,
     scaling,
 )
 from float8lab.ops.kernels._launch import Launched
@@ -217,6 +219,31 @@ def rotated(R: int, interleaved: bool, back: bool) -> Any:
     return lambda: rotary.rotate(t, angles, angles, interleaved, back)
 
 
+def scattered(with_probs: bool = False, scales: int = 0, merged: bool = False) -> Any:
+    """32 tokens of 4096 features to 64 rows; in bytes with ``scales`` blocks of a row."""
+    to = torch.zeros((32, 9), dtype=torch.int32)
+    probs = torch.zeros(32, 8) if with_probs else None
+    scale = torch.zeros(scales, 32).t() if scales else None
+    rows = x.view(32, -1).to(E4M3).view(torch.uint8) if scales else x.view(32, -1)
+    y = x.view(64, -1).repeat(1, 2) if merged else None
+    return lambda: permute.scatter_rows(rows, to, 64, probs, y, scale, scale)
+
+
+def gathered(with_probs: bool) -> Any:
+    to, probs = torch.zeros((32, 129), dtype=torch.int32), torch.zeros(32, 128)
+    beside = None if with_probs else torch.zeros(64)
+    y = x.view(64, -1)
+    return lambda: permute.gather_rows(y, to, probs if with_probs else None, beside)
+
+
+def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
+    logits, bias = torch.zeros(64, experts), None if name == "softmax" else torch.zeros(experts)
+    if back:
+        arguments = (logits, logits, logits.bool(), 8, name, *how)
+        return lambda: router.route_backward(*arguments)
+    return lambda: router.route(logits, bias, 8, name, *how)
+
+
 def groups(
     block: tuple[int, int],
     rule: str = "fp32",
@@ -248,6 +275,18 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "batch-row": groups((1, -1), batch=True),
     "clear-rows": lambda: grouped_gemm.clear_nobodys(x, torch.tensor([3, 7])),
     "clear-products": lambda: grouped_gemm.clear_nobodys(x.view(2, 128, 512), torch.tensor([3, 7])),
+    "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
+    "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
+    "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
+    "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
+    "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
+    "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
+    "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
+    "permute": scattered(),
+    "permute-1x128-with-probs": scattered(True, scales=32),
+    "permute-backward": gathered(with_probs=False),
+    "unpermute-with-probs": gathered(with_probs=True),
+    "unpermute-with-probs-backward": scattered(True, merged=True),
     "rotary": rotated(128, interleaved=False, back=False),
     "rotary-part-interleaved-back": rotated(48, interleaved=True, back=True),
     "tensor": quantized((-1, -1)),
@@ -602,6 +641,14 @@ def test_pointers_from_a_table_allow_wide_accesses(name: str) -> None:
         assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) != odd
         if not odd:
             assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if "permute" in name])
+def test_rows_move_by_16_bytes(name: str) -> None:
+    for launch in launches(LAUNCHES[name]):
+        ptx = compile_launch(launch, 90).asm["ptx"]
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
+        assert re.search(r"st\.global\S*\.v4\.b32", ptx)
 
 
 BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {

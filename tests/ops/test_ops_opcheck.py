@@ -159,6 +159,31 @@ def test_update_scales(most_recent: bool, device: torch.device) -> None:
     check(ops.update_scales_op, *state, 0, 1, most_recent, True)
 
 
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_permute(tokens: int, device: torch.device) -> None:
+    x, probs = torch.randn(tokens, 70, device=device), torch.rand(tokens, 3, device=device)
+    row_map = torch.tensor([[-1, 0, 9, 3], [2, 9, 1, 3]], dtype=torch.int32, device=device)
+    row_map = torch.cat([row_map, torch.full_like(row_map, -1)])[:tokens]
+    scale, rows = torch.rand(2, tokens, device=device).t(), torch.randn(5, 70, device=device)
+    check(ops.row_map_op, probs > 0.5)
+    check(ops.scatter_rows_op, x, row_map, 5)
+    check(ops.scatter_rows_op, x, row_map, 5, probs, rows)
+    check(ops.scatter_rows_op, x.byte(), row_map, 5, probs, None, scale, scale)
+    check(ops.gather_rows_op, rows, row_map)
+    check(ops.gather_rows_op, rows.bfloat16(), row_map, probs, rows[:, 0].half())
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+@pytest.mark.parametrize("name", ops.SCORE_FUNCTIONS)
+def test_route(name: str, tokens: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, 12, device=device, dtype=torch.bfloat16)
+    bias = torch.randn(12, device=device)
+    for how in ((4, name, False, 4, 2, 2.5, False), (1, name, True, 1, 0, 1.0, True)):
+        check(ops.route_op, logits, bias, *how)
+        _, routing_map = ops.route_op(logits, bias, *how)
+        check(ops.route_backward_op, logits.float(), logits, routing_map, *how[:3], *how[5:])
+
+
 def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
     """Inputs of a source."""
     x = torch.randn(rows, 36, device=device, dtype=torch.bfloat16)
