@@ -99,8 +99,14 @@ def test_fp8_rows_move_with_their_scales(block: tuple[int, int], device: torch.d
         assert torch.equal(y.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
         assert torch.equal(y.scale, want.scale)
         assert torch.equal(y.amax, want.amax)
-        back = float8lab.moe_unpermute(y, row_map)
+        back = float8lab.moe_unpermute(y, row_map)  # of two equal numbers the sum is exact
         assert torch.equal(back, 2 * q.dequantize())
+        merged = [t.requires_grad_() for t in (y.detach(), y.dequantize().detach())]
+        grads = []
+        for t in merged:  # the same from codes as from their values
+            x_back = float8lab.moe_unpermute(t, row_map, probs)
+            grads.append([x_back, *torch.autograd.grad(x_back.square().sum(), t)])
+        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
     y = float8lab.quantize(x[:20], block=block).requires_grad_()
     float8lab.moe_permute(y, mask[:20], 40)[0].dequantize().sum().backward()
     assert torch.equal(y.grad, torch.full_like(x[:20], 2))
@@ -227,11 +233,13 @@ def test_kernels_give_the_bits_of_the_reference(shape: tuple[int, ...], dtype: t
     _, row_map = float8lab.moe_permute(x, mask, T * K)
     rows, beside = torch.randn(T * K + 5, H).to(dtype), torch.rand(T * K + 5)
     R = T * K + 5
+    in_fp8 = (rows.to(E5M2), row_map, dtype, probs, None, torch.rand(17, R).t(), 128)
     calls: list[tuple[Any, Any, tuple[Any, ...]]] = [
         (ops.scatter_rows_op, permute.scatter_rows, (x, row_map, R, probs, None, scale, scale)),
         (ops.scatter_rows_op, permute.scatter_rows, (x, row_map, R, probs, rows)),
-        (ops.gather_rows_op, permute.gather_rows, (rows, row_map, probs, beside)),
-        (ops.gather_rows_op, permute.gather_rows, (rows.t().contiguous().t(), row_map)),
+        (ops.gather_rows_op, permute.gather_rows, (rows, row_map, dtype, probs, beside)),
+        (ops.gather_rows_op, permute.gather_rows, (rows.t().contiguous().t(), row_map, dtype)),
+        (ops.gather_rows_op, permute.gather_rows, in_fp8),
     ]
     absolute = (x.double().abs(), row_map, R, probs.double(), rows.double().abs())
     bound = H * torch.finfo(torch.float32).eps * permute.scatter_rows(*absolute)[1]
