@@ -10,7 +10,7 @@ from torch import Tensor
 
 import float8lab
 from float8lab import ops
-from float8lab.formats import E5M2
+from float8lab.formats import E5M2, HIGH_PRECISION_DTYPES
 from float8lab.ops.reference import permute
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (1, 32), (128, 128), (-1, 1)]
@@ -223,10 +223,10 @@ def test_wrong_arguments_are_named(call: Any, kind: type[Exception], name: str) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @each_shape
-def test_kernels_give_the_bits_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_kernels_give_the_bits_of_the_reference(shape: tuple[int, ...]) -> None:
     T, E, K, H = shape
+    dtype = HIGH_PRECISION_DTYPES[(T + K) % 3]
     _, mask = routing(T, E, K)
     x, probs = torch.randn(T, H).to(dtype), torch.rand(T, E)
     scale = torch.rand(T, 3)

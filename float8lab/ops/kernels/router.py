@@ -22,8 +22,8 @@ from float8lab.ops.router import route_outputs
 __all__ = ["route", "route_backward"]
 
 _MOST_EXPERTS = 4096
-_ELEMENTS = 512
-"""Scores that a program has at least; a warp takes a token."""
+_ELEMENTS = 1024
+"""Scores that a program has, if no token has more."""
 
 _LOWEST = tl.constexpr(-(2**63))
 _NAN = tl.constexpr(0x7FC00000)
@@ -171,7 +171,7 @@ def _route_kernel(
 def _tile(E: int) -> dict[str, int]:
     """Tokens and experts of a program."""
     block = next_power_of_2(E)
-    return {"BLOCK_E": block, "TOKENS": max(_ELEMENTS // block, 4), "num_warps": 4}
+    return {"BLOCK_E": block, "TOKENS": max(_ELEMENTS // block, 1), "num_warps": 4}
 
 
 @replayed
