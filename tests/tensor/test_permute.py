@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import float8lab
 from float8lab import ops
@@ -164,21 +165,25 @@ def test_chunks_are_sorted(device: torch.device) -> None:
         assert torch.equal(permuted[:used], whole.flatten())
 
 
-def test_compiled(device: torch.device) -> None:
-    _, mask = routing(9, 5, 2, device)
-    x = torch.randn(9, 70, device=device)
-
+def test_one_compiled_graph_serves_any_number_of_tokens(device: torch.device) -> None:
     def layer(x: Tensor, probs: Tensor, mask: Tensor) -> Tensor:
-        y, permuted, row_map = float8lab.moe_permute_with_probs(x, probs, mask, 18)
+        rows = 2 * x.shape[0]
+        y, permuted, row_map = float8lab.moe_permute_with_probs(x, probs, mask, rows)
         return float8lab.moe_unpermute(y.sin() * permuted[:, None], row_map)
 
-    results = []
-    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        leaves = [t.clone().requires_grad_() for t in (x, x[:, :5])]
-        y = run(*leaves, mask)
-        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
+    count = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=count, fullgraph=True, dynamic=True)
+    for tokens in (9, 10, 33):
+        _, mask = routing(tokens, 5, 2, device)
+        x = torch.randn(tokens, 70, device=device)
+        results = []
+        for run in (layer, compiled):
+            leaves = [t.clone().requires_grad_() for t in (x, x[:, :5])]
+            y = run(*leaves, mask)
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+    assert count.frame_count == 1
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

@@ -34,7 +34,7 @@ def row_map_of(routing_map: Tensor) -> Tensor:
     return row_map
 
 
-def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, Tensor]:
     """Token, place and row of each move, by token and then by place."""
     to = row_map[:, :-1]
     token, place = ((to >= 0) & (to < rows)).nonzero(as_tuple=True)
@@ -44,7 +44,7 @@ def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 def scatter_rows(
     x: Tensor,
     row_map: Tensor,
-    rows: int,
+    rows: int | torch.SymInt,
     probs: Tensor | None = None,
     merged: Tensor | None = None,
     scale: Tensor | None = None,
