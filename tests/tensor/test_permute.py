@@ -100,7 +100,7 @@ def test_fp8_rows_move_with_their_scales(block: tuple[int, int], device: torch.d
         assert torch.equal(y.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
         assert torch.equal(y.scale, want.scale)
         assert torch.equal(y.amax, want.amax)
-        back = float8lab.moe_unpermute(y, row_map)  # of two equal numbers the sum is exact
+        back = float8lab.moe_unpermute(y, row_map)  # the sum of two equal numbers is exact
         assert torch.equal(back, 2 * q.dequantize())
         merged = [t.requires_grad_() for t in (y.detach(), y.dequantize().detach())]
         grads = []
@@ -141,7 +141,9 @@ def test_gradients() -> None:
     rows, permuted, _ = float8lab.moe_permute_with_probs(
         float8lab.quantize(x.float()), probs, mask, 10
     )
-    (grad,) = torch.autograd.grad(permuted.sum(), probs)  # of what is not used, there is none
+    (grad,) = torch.autograd.grad(
+        permuted.sum(), probs
+    )  # an output that is not used has no gradient
     assert torch.equal(grad, mask.double())
 
 

@@ -28,7 +28,7 @@ _GATHER = Tile(rows=1, columns=4096, warps=4)
 """The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""
 
 _MAP_ELEMENTS = 8192
-"""Of the routing map, of a program."""
+"""Elements of the routing map that a program has at once."""
 
 _LAST = tl.constexpr(2**62)
 
@@ -124,7 +124,7 @@ def _scatter_kernel(
     y_ptr,  # [R, H]
     beside_ptr,  # [R]; [T, S] with MERGED
     new_scale_ptr,  # [R, B], each column contiguous
-    new_amax_ptr,  # likewise
+    new_amax_ptr,  # [R, B], each column contiguous
     T, S, R, H, B, stride_xt, stride_st, stride_sb, stride_at, stride_ab,
     HAS_PROBS: tl.constexpr, MERGED: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
