@@ -21,6 +21,8 @@ from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
 from float8lab.nn import (
     DotProductAttention,
+    ExpertMLP,
+    GroupedLinear,
     InferenceParams,
     LayerNorm,
     LayerNormLinear,
@@ -46,6 +48,7 @@ from float8lab.recipes import (
     quantized_model_init,
 )
 from float8lab.tensor import (
+    Float4Tensor,
     Float8Tensor,
     fallback,
     moe_permute,
@@ -64,7 +67,10 @@ __version__ = "0.1.0"
 __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
+    "ExpertMLP",
+    "Float4Tensor",
     "Float8Tensor",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",

@@ -205,6 +205,9 @@ def _forward_calls() -> dict[str, Call]:
     thd = {"query_layer": q[:, 0], "key_layer": q[:, 0], "value_layer": q[:, 0], **packed}
     modules: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "Linear": (float8lab.Linear(H, H), {"inp": x}),
+        "GroupedLinear": (
+            float8lab.GroupedLinear(2, H, H), {"inp": x, "m_splits": [S * B, 0]}
+        ),
         "LayerNorm": (float8lab.LayerNorm(H), {"inp": x}),
         "RMSNorm": (float8lab.RMSNorm(H), {"inp": x}),
         "LayerNormLinear": (float8lab.LayerNormLinear(H, H), {"inp": x}),
@@ -261,6 +264,11 @@ CALLS: dict[str, Call] = {
     "Linear": Call(float8lab.Linear, _constant(**_LINEAR), _use_linear),
     "LayerNorm": Call(float8lab.LayerNorm, _constant(hidden_size=H), _use_norm),
     "RMSNorm": Call(float8lab.RMSNorm, _constant(hidden_size=H), _use_norm),
+    "GroupedLinear": Call(
+        float8lab.GroupedLinear,
+        _constant(num_gemms=2, **_LINEAR),
+        lambda layer: _train(_x(B, layer.in_features), [B] + [0] * (layer.num_gemms - 1))(layer),
+    ),
     "LayerNormLinear": Call(float8lab.LayerNormLinear, _constant(**_LINEAR), _use_linear),
     "LayerNormMLP": Call(
         float8lab.LayerNormMLP, _constant(hidden_size=H, ffn_hidden_size=H), _use_mlp

@@ -21,6 +21,7 @@ from float8lab.ops.cast import (
 )
 from float8lab.ops.declare import announce_flops, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
@@ -41,9 +42,11 @@ __all__ = [
     "LARGEST_HEAD",
     "NO_DATA",
     "SCORE_FUNCTIONS",
+    "Groups",
     "Source",
     "amax_op",
     "as_matrix",
+    "cast_groups_op",
     "cast_many_op",
     "cast_op",
     "compute_intensive_ops",
@@ -53,6 +56,7 @@ __all__ = [
     "fp8_attention_backward_op",
     "fp8_attention_op",
     "gather_rows_op",
+    "grouped_mm_op",
     "has_fp8_attention",
     "norm_backward_op",
     "norm_op",

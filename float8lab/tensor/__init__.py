@@ -11,6 +11,7 @@ from float8lab.tensor import (
     views,
 )
 from float8lab.tensor.dispatch import fallback
+from float8lab.tensor.float4_tensor import Float4Tensor
 from float8lab.tensor.float8_tensor import Float8Tensor, quantize
 from float8lab.tensor.permute import (
     moe_permute,
@@ -21,6 +22,7 @@ from float8lab.tensor.permute import (
 )
 
 __all__ = [
+    "Float4Tensor",
     "Float8Tensor",
     "attention",
     "collectives",

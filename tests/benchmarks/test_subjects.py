@@ -16,6 +16,7 @@ from benchmarks import (
     attention,
     common,
     gemm,
+    grouped,
     layer,
     linear,
     memory,
@@ -200,6 +201,15 @@ def test_train_step_replaces_gradients_and_renews_weights():
         train_step(layer, x, dy)
     torch.testing.assert_close(layer.weight.grad, dy.t() @ x.detach())
     assert layer.weight._version > version
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["balanced", "jagged"])
+def test_grouped(setting, jagged):
+    shape = grouped.Experts(96, 3, 64, 48, jagged)
+    assert sum(shape.sizes()) == 96
+    rows = list(grouped.rows(setting, [shape]))
+    check(grouped.SUBJECT, rows)
+    assert names(rows) >= {"bfloat16, torch._grouped_mm", "delayed, eager", "block, eager"}
 
 
 def test_norm_linear(setting):

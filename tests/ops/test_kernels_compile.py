@@ -36,6 +36,8 @@ from float8lab.ops.kernels import (
     block_gemm,
     cast_hopper,
     cast_many,
+    grouped_cast,
+    grouped_gemm,
     norm,
     permute,
     prologue,
@@ -245,7 +247,37 @@ def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
     return lambda: router.route(logits, bias, 8, name, *how)
 
 
+def groups(
+    block: tuple[int, int],
+    rule: str = "fp32",
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    prologue: str = "",
+    batch: bool = False,
+    given: torch.Tensor | None = None,
+) -> Any:
+    ends = None if batch else torch.tensor([100, 256], dtype=torch.int32)
+    y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
+    inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
+    inputs = inputs[::-1] if prologue.endswith("_backward") else inputs
+    slot = None if given is None else slots[: given.numel()]
+    rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
+    rest = (*rest, *[False] * batch, given, slot)
+    return lambda: grouped_cast.cast_groups(prologue, inputs, *rest)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
+    "groups-tensor": groups((-1, -1)),
+    "groups-row": groups((1, -1)),
+    "groups-1x128": groups((1, 128)),
+    "groups-1x32-e8m0": groups((1, 32), "e8m0", (True, True, False)),
+    "groups-of-swiglu": groups((1, 128), prologue="swiglu"),
+    "groups-of-swiglu-backward": groups((-1, -1), prologue="swiglu_backward"),
+    "groups-given": groups((-1, -1), "encode", given=one),
+    "batch-128x128": groups((128, 128), wanted=(True, False, False), batch=True),
+    "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),
+    "batch-row": groups((1, -1), batch=True),
+    "clear-rows": lambda: grouped_gemm.clear_nobodys(x, torch.tensor([3, 7])),
+    "clear-products": lambda: grouped_gemm.clear_nobodys(x.view(2, 128, 512), torch.tensor([3, 7])),
     "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
     "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
@@ -379,7 +411,43 @@ def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype
     return lambda: block_gemm.multiply_blocks(a, scales[0], b, scales[1], out_dtype)
 
 
+def product_of_groups(
+    mode: str,
+    out_dtype: torch.dtype = torch.bfloat16,
+    contracts: bool = False,
+    bias: bool = False,
+    a_dtype: torch.dtype = E4M3,
+) -> Any:
+    """Of 2 experts, 512 by 384; or of a contraction in 2 groups."""
+    E, M, N, K = 2, 256, 512, 384
+    a = torch.zeros(M, K).to(a_dtype)
+    b = torch.zeros((N, K) if contracts else (E, N, K)).to(E4M3)
+    scale = {"fast": (1, 1), "precise": (E, M, 1) if contracts else (M, 1)}
+    a_scale = torch.ones(scale.get(mode, (3, M)))
+    a_scale = a_scale if mode in scale else a_scale.t()
+    b_scale = torch.ones(
+        {"fast": (E, 1, 1), "precise": (E, N, 1), "block": (E, 4, 3)}.get(mode, (N, 3))
+    )
+    added = torch.zeros(E, N, dtype=torch.bfloat16) if bias else None
+    offs = torch.tensor([100, 200], dtype=torch.int32)
+    return lambda: grouped_gemm.multiply_groups(
+        mode, a, a_scale, b, b_scale, added, offs, out_dtype
+    )
+
+
 PRODUCTS: dict[str, Callable[[], Any]] = {
+    "groups-fast": product_of_groups("fast"),
+    "groups-fast-bias": product_of_groups("fast", bias=True),
+    "groups-precise": product_of_groups("precise", a_dtype=E5M2),
+    "groups-precise-bias": product_of_groups("precise", bias=True),
+    "groups-precise-contraction": product_of_groups("precise", contracts=True),
+    "groups-precise-contraction-float32": product_of_groups(
+        "precise", torch.float32, contracts=True
+    ),
+    "groups-block": product_of_groups("block"),
+    "groups-block-bias-float32": product_of_groups("block", torch.float32, bias=True),
+    "groups-rows-contraction": product_of_groups("rows", contracts=True),
+    "groups-rows-contraction-float32": product_of_groups("rows", torch.float32, contracts=True),
     "1x128-by-1x128": product_of_blocks(torch.bfloat16, 1),
     "1x128-by-1x128-e5m2": product_of_blocks(torch.float16, 1, E5M2),
     "1x128-by-1x128-float32": product_of_blocks(torch.float32, 1),
@@ -404,7 +472,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for module in (attention, block_gemm):
+        for module in (attention, block_gemm, grouped_gemm):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded
@@ -538,7 +606,7 @@ def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
     """Each product is waited for once; of registers a few spill, constants of the loop."""
-    (launch,) = launches(PRODUCTS[name])
+    *_, launch = launches(PRODUCTS[name])  # of groups, after the plan
     compiled = compile_launch(launch, 90)
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= 32
@@ -547,7 +615,9 @@ def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
     assembly = subprocess.run(
         [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
-    assert assembly.count("QGMMA") == 4 * assembly.count("WARPGROUP.DEPBAR")
+    # Four to a product of 128; where the tensor cores sum, a wait after the last step as well.
+    products = 2 if "fast" in name else 4
+    assert assembly.count("QGMMA") == products * assembly.count("WARPGROUP.DEPBAR")
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

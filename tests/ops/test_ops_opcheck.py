@@ -253,3 +253,29 @@ def test_fp8_norms(
     dy = torch.randn(shape, device=device, dtype=torch.bfloat16)
     arguments = (dy, q, weight, mean, rstd, center, torch.bfloat16, scale, block)
     check(ops.norm_backward_op, *arguments)
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=str)
+def test_groups(block: tuple[int, int], device: torch.device) -> None:
+    x, w = torch.randn(20, 48, device=device), torch.randn(3, 32, 48, device=device)
+    offs = torch.tensor([3, 3, 17], device=device, dtype=torch.int32)
+    how = (E4M3, block, "fp32", 0.0)
+    for wanted in ((True, True, True), (True, False, False), (False, True, False)):
+        check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, *wanted)
+        check(ops.cast_groups_op, "", [w], w.dtype, None, *how, *wanted[:2])
+    q, scale, _, q_t, scale_t, _ = ops.cast_groups_op("", [x], x.dtype, offs, *how, True, True)
+    w_q, w_scale, *_ = ops.cast_groups_op("", [w], w.dtype, None, *how)
+    rest = (offs, torch.bfloat16, False)
+    bias = torch.randn(3, 32, device=device)
+    check(ops.grouped_mm_op, q, scale, block, w_q, w_scale, block, bias, *rest)
+    check(ops.grouped_mm_op, q_t, scale_t, block, q_t, scale_t, block, None, *rest)
+
+
+def test_groups_by_what_is_given(device: torch.device) -> None:
+    x, offs = torch.randn(20, 48, device=device), torch.tensor([3, 17], device=device)
+    slot, how = torch.full((1,), ops.NO_DATA, device=device), (E4M3, (-1, -1))
+    one, wanted = torch.ones(1, device=device), (0.0, True, True, False)
+    check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, "encode", *wanted, one, slot)
+    check(ops.cast_groups_op, "swiglu", [x], x.dtype, offs, *how, "pow2", *wanted, one.view(1, 1))
+    check(ops.grouped_mm_op, x, None, (), torch.randn(2, 8, 48, device=device), None, (), None,
+          offs, x.dtype, False)  # fmt: skip
