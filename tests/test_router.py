@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from float8lab import ops, router
 from float8lab.ops.reference import router as reference
 
-# Arguments after the logits: topk, use_pre_softmax, num_groups, group_topk, scaling_factor, function.
+# Arguments: topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function.
 KINDS: dict[str, tuple[Any, ...]] = {
     "softmax": (3, False, None, None, None, "softmax"),
     "softmax-before": (3, True, None, None, 2.5, "softmax"),
