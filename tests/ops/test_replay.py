@@ -448,3 +448,17 @@ def test_a_plan_is_the_body_where_somebody_watches(monkeypatch):
     with torch.no_grad(), torch.profiler.profile(activities=[ProfilerActivity.CPU]):
         body([x], 2.0)
     assert len(seen) == 7
+
+
+def test_a_tensor_by_name_is_not_remembered():
+    calls = []
+
+    @replayed
+    def launcher(x: Tensor, other: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.sum(x, 0, out=other.new_empty(x.shape[1]))
+
+    for _ in range(4):
+        x = torch.randn(3, 4)
+        assert torch.equal(launcher(x, torch.randn(4)), x.sum(0))
+    assert len(calls) == 4

@@ -216,6 +216,7 @@ class _Recording(TorchDispatchMode):
             )
             function = functools.partial(_with_lists, function, lists)
             args = tuple(arg[0] if alone else arg for arg, alone in zip(args, lists, strict=True))
+        self.fits &= not _has_tensor(kwargs.values())
         args = self._numbered(args)
         number = None
         if out is not None:
