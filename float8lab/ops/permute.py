@@ -32,7 +32,7 @@ def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
 def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:
     T, S = of.row_map.shape[0], of.row_map.shape[1] - 1
     beside = None if of.beside is None else of.beside.new_empty((T, S))
-    return of.y.new_empty((T, of.y.shape[1])), beside
+    return of.y.new_empty((T, of.y.shape[1]), dtype=of.dtype), beside
 
 
 row_map_op = declare(

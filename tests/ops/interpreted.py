@@ -269,6 +269,11 @@ def check_rotary() -> None:
                 )
 
 
+def one_for_all(rows: int) -> Tensor:
+    """A scale for each row, of which there is one in memory."""
+    return torch.rand(1, 1).expand(rows, 1)
+
+
 def row_map(tokens: int, places: int, rows: int, filled: int) -> Tensor:
     """Rows below ``filled`` at random places; among the numbers for nowhere, some out of range."""
     nowhere = torch.tensor([-1, -7, rows, 2**31 - 1], dtype=torch.int32)
@@ -298,9 +303,12 @@ def check_permute() -> None:
         y_wanted, dots_wanted, *_ = permute.reference.scatter_rows(*arguments)
         same(y, y_wanted)
         torch.testing.assert_close(dots, dots_wanted)
+        fp8, kind = merged.to(E5M2), (FP32, probs, None)
         for arguments in (
-            (merged, places), (merged, places, probs), (merged.double(), places),
-            (torch.randn(H, R).t(), places, probs, torch.rand(R).half()),
+            (merged, places, FP32), (merged, places, FP32, probs), (merged.double(), places, FP32),
+            (torch.randn(H, R).t(), places, FP32, probs, torch.rand(R).half()),
+            (fp8, places, *kind, torch.rand(B, R).t(), max(-(-H // B), 1)),
+            (fp8, places, *kind, one_for_all(R), H),
         ):  # fmt: skip
             got, want = permute.gather_rows(*arguments), permute.reference.gather_rows(*arguments)
             all_same_or_none(got, want)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
+from float8lab.formats import E5M2
 from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, name_of
 from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases, checks
 from float8lab.ops.reference import permute, router
@@ -52,10 +53,12 @@ def _check_permute(cases: Cases) -> None:
             cases.begin(name + what)
             want = permute.scatter_rows(*arguments)
             cases.same(_there(ops.scatter_rows_op(*_to(cases, arguments))), _there(want))
-        for what, arguments in (
-            ("", (rows, row_map)),
-            (" sums", (rows, row_map, probs, rows[:, 0])),
-        ):
+        added: list[tuple[str, tuple[Any, ...]]] = [
+            ("", (rows, row_map, dtype)),
+            (" sums", (rows, row_map, dtype, probs, rows[:, 0])),
+            (" FP8", (rows.to(E5M2), row_map, dtype, None, None, cases.uniform(9, R).t(), 128)),
+        ]
+        for what, arguments in added:
             cases.begin(name + what)
             sums = permute.gather_rows(*arguments)
             cases.same(_there(ops.gather_rows_op(*_to(cases, arguments))), _there(sums))

@@ -28,7 +28,7 @@ _GATHER = Tile(rows=1, columns=4096, warps=4)
 """The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""
 
 _MAP_ELEMENTS = 8192
-"""Of the routing map, of a program."""
+"""Elements of the routing map that a program has at once."""
 
 _LAST = tl.constexpr(2**62)
 
@@ -124,7 +124,7 @@ def _scatter_kernel(
     y_ptr,  # [R, H]
     beside_ptr,  # [R]; [T, S] with MERGED
     new_scale_ptr,  # [R, B], each column contiguous
-    new_amax_ptr,  # likewise
+    new_amax_ptr,  # [R, B], each column contiguous
     T, S, R, H, B, stride_xt, stride_st, stride_sb, stride_at, stride_ab,
     HAS_PROBS: tl.constexpr, MERGED: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -224,10 +224,11 @@ def _gather_kernel(
     map_ptr,  # [T, S + 1] int32
     probs_ptr,  # [T, S] any float
     beside_ptr,  # [R]
+    scale_ptr,  # [R, B] fp32
     x_ptr,  # [T, H]
     back_ptr,  # [T, S]
-    S, R, H, stride_yr,
-    HAS_PROBS: tl.constexpr, HAS_BESIDE: tl.constexpr,
+    S, R, H, block, stride_yr, stride_sr, stride_sb,
+    HAS_PROBS: tl.constexpr, HAS_BESIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -251,6 +252,9 @@ def _gather_kernel(
             y_ptr + at + columns, mask=inside & (following != _LAST), other=0.0
         )  # on its way while this one is added
         term = y.to(tl.float32)
+        if HAS_SCALE:
+            scales = (key & 0xFFFFFFFF) * stride_sr + columns // block * stride_sb
+            term *= tl.load(scale_ptr + scales, mask=inside, other=0.0)
         if HAS_PROBS:
             term *= tl.load(probs_ptr + token * S + (key >> 32)).to(tl.float32)
         total += term
@@ -260,22 +264,29 @@ def _gather_kernel(
 
 @replayed
 def gather_rows(
-    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+    y: Tensor,
+    row_map: Tensor,
+    dtype: torch.dtype,
+    probs: Tensor | None = None,
+    beside: Tensor | None = None,
+    scale: Tensor | None = None,
+    block: int = 1,
 ) -> tuple[Tensor | None, ...]:
-    if y.element_size() > 4:
-        return reference.gather_rows(y, row_map, probs, beside)
+    if torch.float64 in (y.dtype, dtype):
+        return reference.gather_rows(y, row_map, dtype, probs, beside, scale, block)
     (R, H), T, S = y.shape, row_map.shape[0], row_map.shape[1] - 1
-    x = y.new_empty((T, H))
+    x = y.new_empty((T, H), dtype=dtype)
     back = None if beside is None else beside.new_empty((T, S))
     if T == 0:
         return x, back
     if y.stride(1) != 1:
         y = y.contiguous()
-    part = _part(H, y, _GATHER)
+    part = _part(H, x, _GATHER)
     _gather_kernel[(T, max(ceil_div(H, part["BLOCK_H"]), 1))](
         y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
-        beside if beside is None else beside.contiguous(), x, back, S, R, H, y.stride(0),
-        HAS_PROBS=probs is not None, HAS_BESIDE=beside is not None,
+        beside if beside is None else beside.contiguous(), scale, x, back, S, R, H, block,
+        y.stride(0), *((0, 0) if scale is None else scale.stride()),
+        HAS_PROBS=probs is not None, HAS_BESIDE=beside is not None, HAS_SCALE=scale is not None,
         BLOCK_S=next_power_of_2(S), **part, enable_fp_fusion=False,
     )  # fmt: skip
     return x, back

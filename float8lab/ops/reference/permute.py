@@ -34,7 +34,7 @@ def row_map_of(routing_map: Tensor) -> Tensor:
     return row_map
 
 
-def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, Tensor]:
     """Token, place and row of each move, by token and then by place."""
     to = row_map[:, :-1]
     token, place = ((to >= 0) & (to < rows)).nonzero(as_tuple=True)
@@ -44,7 +44,7 @@ def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 def scatter_rows(
     x: Tensor,
     row_map: Tensor,
-    rows: int,
+    rows: int | torch.SymInt,
     probs: Tensor | None = None,
     merged: Tensor | None = None,
     scale: Tensor | None = None,
@@ -91,24 +91,35 @@ def scatter_rows(
 
 
 def gather_rows(
-    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+    y: Tensor,
+    row_map: Tensor,
+    dtype: torch.dtype,
+    probs: Tensor | None = None,
+    beside: Tensor | None = None,
+    scale: Tensor | None = None,
+    block: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Add up the rows of each token, in the order of its places, in float32.
 
     Args:
-        y: ``[R, H]``, any float.
+        y: ``[R, H]``, any float, FP8 too.
         row_map: see above.
+        dtype: of the sums; in float64 they are added up in float64.
         probs: ``[T, S]``, any float, that the rows are multiplied by.
         beside: ``[R]``, any float: one more number of each row.
+        scale: ``[R, B]`` float32, that ``y`` is multiplied by.
+        block: columns that share a scale.
 
     Returns:
-        - ``[T, H]``: the sums, in the dtype of ``y``; 0 for a token that went nowhere.
+        - ``[T, H]``: the sums in ``dtype``; 0 for a token that went nowhere.
         - ``[T, S]``: ``beside`` of the row of each place, 0 where nothing went. None without it.
     """
     token, place, row = _moves(row_map, y.shape[0])
-    wide = torch.promote_types(y.dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
     x = y.new_zeros((row_map.shape[0], y.shape[1]), dtype=wide)
-    terms = y[row].to(wide)
+    terms = (y.view(torch.uint8)[row].view(y.dtype) if y.element_size() == 1 else y[row]).to(wide)
+    if scale is not None:
+        terms *= scale[row].repeat_interleave(block, 1)[:, : y.shape[1]]
     if probs is not None:
         terms *= probs[token, place].to(wide)[:, None]
     x.index_add_(0, token, terms)
@@ -116,4 +127,4 @@ def gather_rows(
     if beside is not None:
         back = beside.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
         back[token, place] = beside[row]
-    return x.to(y.dtype), back  # type: ignore[return-value]  # see declare
+    return x.to(dtype), back  # type: ignore[return-value]  # see declare
