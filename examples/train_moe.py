@@ -108,13 +108,18 @@ class MixtureGPT(GPT):
             return logits
         loss = cross_entropy(logits, targets)
         if self.training:
-            for block in self.blocks:
-                loss = loss + block.mlp.balance_loss
+            for mixture in self.mixtures():
+                loss = loss + mixture.balance_loss
         return loss
+
+    def mixtures(self) -> list[Mixture]:
+        """Those of all blocks, in their order."""
+        return [module for module in self.modules() if isinstance(module, Mixture)]
 
     def imbalance(self) -> list[float]:
         """For each block, the tokens of its fullest expert over the average, since the start."""
-        return [(block.mlp.load.max() / block.mlp.load.mean()).item() for block in self.blocks]
+        loads = [mixture.load for mixture in self.mixtures()]
+        return [(load.max() / load.mean()).item() for load in loads]
 
 
 class MixtureJob(Job):
@@ -174,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parameters = sum(p.numel() for p in job.initial_model().parameters())
     print(f"{parameters:,} parameters on {device_name(job.device)}, {recipe}")
     progress = Progress(2 * job.training.steps)
-    found = [train(job, *how, progress) for how in (("high precision", None), ("FP8", recipe))]
+    runs = (("high precision", None), ("FP8", recipe))
+    found = [train(job, name, chosen, progress) for name, chosen in runs]
     progress.close()
     (baseline, before), (fp8, after) = found
     print(describe_runs((baseline, fp8)))

@@ -121,6 +121,8 @@ def _cast_again(
     """In backward, what the forward has cast, by what ``_cast`` gave beside it."""
     source = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
     delayed = call.plan.delayed
+    if not delayed and spec.block != (-1, -1):
+        factor = None  # blocks have none; through the dispatcher that is an empty tensor
     results = cast_groups_op(
         *source, offs, spec.fp8_dtype, spec.block, "encode" if delayed else spec.scale_rule,
         call.plan.amax_epsilon, not transposed, transposed, False, factor,
