@@ -167,8 +167,8 @@ def _route(
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(_plain(hidden_states))
     x = x.to(output_dtype(x))  # before it is copied to each expert
-    rows, row_map, offs = routed(x, index, layers[0][0].shape[0])
-    y = self._run_experts(rows, offs, layers, activation)
+    row_map, rows, offs = routed(x, index, layers[0][0].shape[0])
+    y = self._run_experts(x, offs, layers, activation, to=(row_map, rows))
     y = y if after is None else after(y)
     y = moe_unpermute(y, row_map, weights)
     return y.to(hidden_states.dtype).view(hidden_states.shape)

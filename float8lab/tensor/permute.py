@@ -38,6 +38,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "row_map_of",
     "scatter_rows",
 ]
 
@@ -84,7 +85,7 @@ def moe_permute(
     check_tokens("inp", inp)
     check_size("max_token_num", max_token_num, minimum=-1)
     check_choice("map_type", map_type, ("mask", "index"))
-    row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, map_type)
+    row_map, rows = row_map_of(routing_map, inp.shape[0], num_out_tokens, map_type)
     y, _ = scatter_rows(inp, row_map, rows)
     return y, row_map
 
@@ -113,7 +114,7 @@ def moe_permute_with_probs(
     (torch.Size([3, 2]), torch.Size([3]))
     """
     check_tokens("inp", inp)
-    row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, "mask")
+    row_map, rows = row_map_of(routing_map, inp.shape[0], num_out_tokens, "mask")
     check_probs("probs", probs, tuple(routing_map.shape))
     y, permuted = scatter_rows(inp, row_map, rows, probs)
     return y, permuted, row_map
@@ -297,10 +298,10 @@ def check_probs(name: str, probs: Any, shape: tuple[int, ...]) -> None:
 # Row maps.
 
 
-def _row_map(
+def row_map_of(
     routing_map: Any, tokens: int, num_out_tokens: Any, map_type: str
 ) -> tuple[Tensor, int]:
-    """The row map of a routing map, and R."""
+    """The row map of a routing map, and R; raises for one that does not fit the tokens."""
     check_integers("routing_map", routing_map, 2)
     if routing_map.dtype == torch.bool and map_type == "index":
         raise TypeError(
