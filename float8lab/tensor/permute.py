@@ -38,6 +38,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "permute_by_index",
     "scatter_rows",
 ]
 
@@ -301,6 +302,15 @@ def _row_map(
     routing_map: Any, tokens: int, num_out_tokens: Any, map_type: str
 ) -> tuple[Tensor, int]:
     """The row map of a routing map, and R."""
+    _check_routing_map(routing_map, tokens, map_type)
+    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
+    row_map = row_map_op(routing_map)[0] if map_type == "mask" else _map_of_index(routing_map)
+    if rows is None or rows == -1:
+        rows = int(row_map[0, -1]) if tokens else 0
+    return row_map, rows
+
+
+def _check_routing_map(routing_map: Any, tokens: int, map_type: str) -> None:
     check_integers("routing_map", routing_map, 2)
     if routing_map.dtype == torch.bool and map_type == "index":
         raise TypeError(
@@ -312,11 +322,25 @@ def _row_map(
             f"routing_map must have a row for each of the {tokens} tokens of inp; got shape "
             f"{tuple(routing_map.shape)}. Pass the map of the same tokens."
         )
-    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
-    row_map = (row_map_op if map_type == "mask" else _map_of_index)(routing_map)
-    if rows is None or rows == -1:
-        rows = int(row_map[0, -1]) if tokens else 0
-    return row_map, rows
+
+
+def permute_by_index(x: Tensor, index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Permute as ``moe_permute`` does by an index map, where the number of experts is known.
+
+    Args:
+        x: ``[T, H]``, plain or in FP8.
+        index: ``[T, K]`` of integers, the experts of each token. What is not in
+            ``range(experts)`` is none.
+        experts: E.
+
+    Returns:
+        ``[T * K, H]``: the rows, zeros after those of the last expert; the row map; and ``[E]``
+        int32: where the rows of each expert end.
+    """
+    _check_routing_map(index, x.shape[0], "index")
+    row_map, ends = row_map_op(index, experts)
+    rows, _ = scatter_rows(x, row_map, index.numel())
+    return rows, row_map, ends
 
 
 def _map_of_index(index: Tensor) -> Tensor:
