@@ -431,7 +431,11 @@ def check_groups() -> None:
                     continue
                 inputs = [one, one] if kind == "relu_backward" else [one]
                 arguments = (kind, inputs, one.dtype, offs, fp8_dtype, block, rule, 0.0, *wanted)
-                same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
+                same_casts(
+                    grouped_cast.cast_groups(*arguments),
+                    reference.cast_groups(*arguments),
+                    groups.used_columns(sizes),
+                )
             for w in batch if all(wanted) else batch[:1]:
                 arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *wanted[:2])
                 same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
@@ -442,6 +446,7 @@ def check_groups() -> None:
         same_casts(
             grouped_cast.cast_groups("", [x], BF16, *rest, slots[0]),
             reference.cast_groups("", [x], BF16, *rest, slots[1]),
+            groups.used_columns(sizes),
         )
         same(*slots)
     factors = torch.rand(2, 8)[:, 0]
@@ -454,11 +459,19 @@ def check_groups() -> None:
     same(*slots)
 
 
-def same_casts(got: Sequence[Any], want: Sequence[Any]) -> None:
+def same_casts(got: Sequence[Any], want: Sequence[Any], used: int | None = None) -> None:
+    """``used``: so many columns of a transpose mean something."""
     *got, sums = got
     *want, sums_wanted = want
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
+    q_t = want[3]
+    for index, (one, other) in enumerate(zip(got, want, strict=True)):
+        width = None
+        if used is not None and index >= 3 and other is not None and other.ndim == 2:
+            width = used if index == 3 else -(-used * other.shape[1] // q_t.shape[1])
+            width = max(width, 1) if other.shape[1] == 1 else width
+        same(
+            one if one is None else one[..., :width], other if other is None else other[..., :width]
+        )
         assert one is None or one.stride() == other.stride() or 1 in one.shape
     if sums_wanted is not None:
         sums_close(sums, sums_wanted)

@@ -541,7 +541,10 @@ def test_every_kernel_is_compiled_here() -> None:
     assert compiled == set(all_kernels())
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+REMEMBERED = {**LAUNCHES, **{n: call for n, call in PRODUCTS.items() if n.startswith("groups")}}
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
 def test_launches_can_be_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher passes what ``Launched`` leaves to Triton at every call."""
     monkeypatch.setattr(_launch, "current_device", lambda: 0)
@@ -549,7 +552,7 @@ def test_launches_can_be_remembered(name: str, monkeypatch: pytest.MonkeyPatch) 
     compiled = SimpleNamespace(
         metadata=SimpleNamespace(target=target), run=None, function=None, packed_metadata=None
     )
-    for kernel, args, constants in launches(LAUNCHES[name]):
+    for kernel, args, constants in launches(REMEMBERED[name]):
         again = Launched(kernel)
         again._remember(compiled, args, constants)
         assert again._known, kernel.fn.__name__
