@@ -82,7 +82,7 @@ class Stack(Item):
 
 
 def _join(parts: Sequence[Sequence[Item]], read: Callable[[Item, Box], Tensor], box: Box) -> Tensor:
-    """What ``read`` gives of each part of a box, rows joined and experts stacked."""
+    """Read each part of a box, join the rows and stack the experts."""
     experts, rows, columns = box
     result = []
     for group in parts[experts]:
