@@ -587,6 +587,7 @@ class _CallRegion:
 
     def __init__(self, recipes: tuple[Recipe, ...]) -> None:
         self._open: Region | None = None
+        self._outer: Any = None  # the settings around the open region
         self._finished = False
         self._prepared = False
         self.recipes = recipes  # delayed ones of the model's layers
@@ -604,13 +605,14 @@ class _CallRegion:
                     precision.prepare(next((p.device for p in layer.parameters()), home))
 
     def before(self, model: nn.Module, args: Any) -> None:
-        if not model.training or STATE.autocast.enabled is False or in_backward():
+        outer = STATE.autocast
+        if not model.training or outer.enabled is False or in_backward():
             return
-        if self._open is None and STATE.autocast.region is None:
-            self._open = Region()
-            STATE.autocast = STATE.autocast.inside(self._open)
-            self._finished = False
-        region = STATE.autocast.region
+        region = outer.region
+        if self._open is None and region is None:
+            region = self._open = Region(silent=False)
+            self._outer, self._finished = outer, False
+            STATE.autocast = outer.inside(region)
         assert region is not None, "opened above or before"
         if not torch.compiler.is_compiling() and not self._prepared:
             self._prepared = True
@@ -618,7 +620,7 @@ class _CallRegion:
             # In an enclosing region other ranks may not call this model at all.
             region.first = self._open is not None
         for recipe in self.recipes:
-            region.expect(recipe, STATE.autocast.group, calibrating=STATE.autocast.calibrating)
+            region.expect(recipe, outer.group, calibrating=outer.calibrating)
 
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True
@@ -627,8 +629,7 @@ class _CallRegion:
         region = self._open
         if region is None or STATE.autocast.region is not region:
             return
-        self._open = None
-        STATE.autocast = STATE.autocast.inside(None)
+        STATE.autocast, self._open = self._outer, None
         if torch.compiler.is_compiling():
             region.close()
         else:

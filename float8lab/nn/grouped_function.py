@@ -380,8 +380,9 @@ class Gradient:
                 _show_rows(dy, offs, (q, scale), dx, DY, call)
         elif needs_db:
             assert self.high is not None, "written"
-            # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes.
-            ones = self.high.new_ones((8, self.high.shape[0]))
+            # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in
+            # rows of their own, which torch takes whatever the number of tokens.
+            ones = self.high.new_ones((self.high.shape[0], 8)).t()
             dtype = self.high.dtype
             self.total = _multiply_plain(self.high.t(), ones, offs, dtype)[..., 0]
 

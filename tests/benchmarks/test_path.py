@@ -21,7 +21,7 @@ CALLS = {
     "Linear, block, backward": 37,
     "Linear, mx, forward": 38,
     "Linear, mx, backward": 43,
-    "converted nn.Linear, delayed, forward": 48,
+    "converted nn.Linear, delayed, forward": 45,
     "LayerNormMLP, forward": 70,
     "LayerNormMLP, backward": 90,
     "F.linear of Float8Tensors": 14,
