@@ -57,7 +57,8 @@ from float8lab.nn.report import (
     remember_conversion,
     shape_of,
 )
-from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
+from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
+from float8lab.recipes.cost import Times
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
