@@ -6,14 +6,19 @@ A training step of a linear layer is three GEMMs of ``2 M N K`` operations and, 
 w and dy in both orientations. Its calls take CPU time too, whatever its size. ``recipes.Auto``,
 ``inspect.advise`` without a GPU and ``python -m float8lab scale`` all predict by these functions.
 
-Sources: benchmarks/RESULTS.md, one H200. GEMM rates: floors of "Linear layer" at commit 8b34738,
-less the bytes of the casts at the rate of a copy, median of the three shapes. Casts: the straight
-line through the two sizes of "Quantize", there too; casts of what a norm or an activation
-computes: the three tables below them. CPU: "CPU overhead", a layer alone; in models it is about
-half of that, which leaves room for what else a model calls. Attention: the straight line through
-the three shapes of "FP8 attention". Under sustained load the GPU is at its power limit, and
-products are slower by the factor by which the rows of "Training steps of 8 layers" exceed layers
-measured alone. Sharding: "FSDP2 on 2 H200s" against those rows.
+Sources: benchmarks/RESULTS.md, one H200.
+
+- GEMM rates: floors of "Linear layer" at commit 8b34738, less the bytes of the casts at the rate of
+  a copy, median of the three shapes; of blocks, and how much faster fprop by rows is, "GEMM".
+- Casts: the straight line through the two sizes of "Quantize", but for blocks at that commit. What
+  a norm or an activation adds: the three tables below them; for rows, which have none there, the
+  rows of "Norm and MLP".
+- CPU: "CPU overhead", a layer alone; in models it is about half of that, which leaves room for what
+  else a model calls.
+- Attention: the straight line through the three shapes of "FP8 attention".
+- Sustained load, under which the GPU is at its power limit: products and attention are slower by as
+  much as the rows of "Training steps of 8 layers" exceed the parts measured alone.
+- Sharding: "FSDP2", on 2 H200s, beside those rows.
 """
 
 from __future__ import annotations
@@ -29,10 +34,12 @@ __all__ = [
     "Parts",
     "Times",
     "attention",
+    "cast",
     "estimate",
     "estimate_parts",
     "has_rates",
     "moved",
+    "product",
     "sources",
 ]
 
@@ -58,8 +65,8 @@ class _Sources(NamedTuple):
 class _Rates:
     """Rates and times, in seconds, of layers whose tensors have scales of one kind."""
 
-    gemm: float
-    """Operations a second."""
+    gemm: tuple[float, float, float]
+    """Operations a second of fprop, dgrad and wgrad."""
     cast: float = 0.0
     """GPU time for each element in both orientations; 0 in high precision."""
     cast_start: float = 0.0
@@ -84,29 +91,31 @@ _COPY = 4.27e12
 _GEMM_START = 3.8e-6
 """GPU time of a kernel that has next to nothing to do: that of a cast with a given scale."""
 _BFLOAT16 = _Rates(
-    gemm=763e12, eager=93e-6, compiled=42e-6, slowdown=1.13,
+    gemm=(763e12, 763e12, 763e12), eager=93e-6, compiled=42e-6, slowdown=1.13,
     sources=_Sources(1.03e-12, 1.52e-12, 1.28e-12), attention=4.8e-12,
 )  # fmt: skip
 _ATTENTION = {False: 581e12, True: 672e12}
 """Operations a second of attention, forward and backward, by whether its forward is in FP8."""
-_WRITES = _Sources(0.40e-12, 1.19e-12, 1.20e-12)
-"""Where scales are found first, what is computed is computed twice."""
 _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ((-1, -1), True): _Rates(
-        gemm=1451e12, cast=1.03e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
-        slowdown=1.20, sources=_Sources(0.06e-12, 0.44e-12, 0.50e-12), attention=12e-12,
+        gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
+        cast=1.03e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
+        sources=_Sources(0.06e-12, 0.44e-12, 0.50e-12), attention=12e-12,
     ),
     ((-1, -1), False): _Rates(
-        gemm=1451e12, cast=1.49e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
-        slowdown=1.20, sources=_WRITES, attention=14e-12,
+        gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
+        cast=1.49e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
+        sources=_Sources(0.40e-12, 1.19e-12, 1.20e-12), attention=14e-12,
     ),
     ((1, -1), False): _Rates(
-        gemm=1409e12, cast=1.69e-12, cast_start=10.4e-6, eager=1300e-6, compiled=340e-6,
-        slowdown=1.24, sources=_WRITES, attention=14e-12,
+        gemm=(1545e12, 1351e12, 1351e12), slowdown=1.24,
+        cast=1.69e-12, cast_start=10.4e-6, eager=1300e-6, compiled=340e-6,
+        sources=_Sources(1.00e-12, 2.20e-12, 2.20e-12), attention=14e-12,
     ),
     ((1, 128), False): _Rates(
-        gemm=1137e12, cast=1.28e-12, cast_start=9.4e-6, eager=1319e-6, compiled=340e-6,
-        slowdown=1.13, sources=_Sources(0.18e-12, 0.60e-12, 0.63e-12), attention=14e-12,
+        gemm=(1290e12, 1290e12, 1040e12), slowdown=1.22,
+        cast=1.05e-12, cast_start=4.6e-6, eager=1319e-6, compiled=340e-6,
+        sources=_Sources(0.18e-12, 0.60e-12, 0.63e-12), attention=14e-12,
     ),
 }  # fmt: skip
 """Rates by the block of x that has one scale, and by whether scales are delayed."""
@@ -176,18 +185,41 @@ def estimate_parts(
     >>> estimate_parts(None, 16384, 4096, 4096).quantize
     0.0
     """
-    rates = _rates(recipe)
     plan = recipe.linear if recipe is not None else None
-    in_fp8 = (plan.fprop, plan.dgrad, plan.wgrad) if plan is not None else (False, False, False)
-    outputs = (M * N, M * K, N * K)  # of fprop, dgrad, wgrad; the other two are its operands
-    elements = sum(outputs)
-    gemms = 0.0
-    for output, fp8 in zip(outputs, in_fp8, strict=True):
-        moved = 2 * output + (1 if fp8 else 2) * (elements - output)
-        one = rates if fp8 else _BFLOAT16
-        busy = 2 * M * N * K / one.gemm * (one.slowdown if sustained else 1.0)
-        gemms += _GEMM_START + max(busy, moved / _COPY)
-    return Parts(3 * rates.cast_start + elements * rates.cast, gemms, rates.cpu(mode))
+    shapes = {"fprop": (M, N, K), "dgrad": (M, K, N), "wgrad": (N, K, M)}
+    gemms = sum(
+        product(recipe if getattr(plan, name, None) else None, name, *sizes, sustained=sustained)
+        for name, sizes in shapes.items()
+    )
+    casts = sum(cast(recipe, elements) for elements in (M * N, M * K, N * K))
+    return Parts(casts, gemms, _rates(recipe).cpu(mode))
+
+
+def cast(recipe: Recipe | None, elements: int) -> float:
+    """GPU seconds of a cast in both orientations; none in bfloat16."""
+    rates = _rates(recipe)
+    return rates.cast_start + elements * rates.cast
+
+
+def product(
+    recipe: Recipe | None,
+    name: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    *,
+    sustained: bool = False,
+) -> float:
+    """GPU seconds of one GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; ``depth`` is contracted.
+
+    >>> print(f"{1e3 * product(None, 'fprop', 16384, 4096, 4096):.2f} ms")
+    0.72 ms
+    """
+    rates = _rates(recipe)
+    rate = rates.gemm[("fprop", "dgrad", "wgrad").index(name)]
+    busy = 2 * rows * columns * depth / rate * (rates.slowdown if sustained else 1.0)
+    size = 2 * rows * columns + (2 if recipe is None else 1) * depth * (rows + columns)
+    return _GEMM_START + max(busy, moved(size))
 
 
 def attention(
