@@ -70,7 +70,7 @@ class Compared:
 
 def _recipe(name: str) -> Recipe | str | None:
     """The recipe that a row's name tells; a text where it cannot be predicted."""
-    if "torchao" in name or "Transformer Engine" in name:
+    if name.startswith(("torchao", "TE ", "Transformer Engine")):
         return OTHERS
     if "mx" in name.lower():
         return NO_GEMM
@@ -266,11 +266,14 @@ def compared(text: str) -> Iterator[Compared]:
         for row in table.rows:
             name = next(iter(row.values()))
             for measured, found in _predictions(table, name, row):
-                told = isinstance(found, str)
-                yield Compared(
-                    place, name, measured, None if told else found, found if told else ""
-                )
+                yield _compared(place, name, measured, found)
     yield from _jobs(text)
+
+
+def _compared(table: str, row: str, measured: float, found: float | str) -> Compared:
+    if isinstance(found, str):
+        return Compared(table, row, measured, None, found)
+    return Compared(table, row, measured, found)
 
 
 def _predictions(
@@ -282,13 +285,13 @@ def _predictions(
             yield 0.0, "no training step has it alone"
         elif (measured := _first(row[column])) is not None:
             recipe = _recipe(name)
-            wanted = table.section not in ("quantize", "gemm", "Blocks of e5m2 by e4m3")
-            refused = isinstance(recipe, str) and wanted
+            parts = table.section in ("quantize", "gemm", "Blocks of e5m2 by e4m3")
+            if isinstance(recipe, str) and not parts:
+                predicts = partial(_refused, recipe)
             chosen = None if isinstance(recipe, str) else recipe
-            yield measured, recipe if refused else predicts(table, name, chosen)
+            yield measured, predicts(table, name, chosen)
             if (load := _first(row.get("sustained ms", ""))) is not None:
-                told = partial(predicts, sustained=True)
-                yield load, recipe if refused else told(table, name, chosen)
+                yield load, predicts(table, name, chosen, sustained=True)
     elif table.section in ("fsdp", "On 2 H200s"):
         for column in ("ms a step", "peak GB"):
             yield float(row[column]), _fsdp(table, name, column)
@@ -299,6 +302,10 @@ def _predictions(
         yield float(row["peak GB"]), _offload(table, row)
     else:
         yield 0.0, UNPREDICTED.get(table.section, "")
+
+
+def _refused(why: str, *args: Any, **how: Any) -> str:
+    return why
 
 
 def _first(cell: str) -> float | None:
@@ -317,10 +324,7 @@ def _jobs(text: str) -> Iterator[Compared]:
                 told: float | str = JOBS.get(program, "")
                 if program == "train_fsdp.py":
                     told = _wide(RECIPES["current"]() if i else None, found[1])
-                yield Compared(
-                    program, f"{run}: {found[1]}", float(found[2 + i]),
-                    None if isinstance(told, str) else told, told if isinstance(told, str) else "",
-                )  # fmt: skip
+                yield _compared(program, f"{run}: {found[1]}", float(found[2 + i]), told)
 
 
 def _wide(recipe: Recipe | None, what: str) -> float:
@@ -334,7 +338,7 @@ def main() -> int:
     """Print all rows that are predicted, and how many are not and why."""
     found = list(compared(RESULTS.read_text()))
     predicted = [one for one in found if one.predicted is not None]
-    rows = [("table", "row", "measured", "predicted", "error %")]
+    rows: list[tuple[str, ...]] = [("table", "row", "measured", "predicted", "error %")]
     for one in predicted:
         numbers = one.measured, one.predicted or 0.0
         told = (*(f"{number:.3f}" for number in numbers), f"{100 * one.error:+.1f}")

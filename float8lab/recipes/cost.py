@@ -224,7 +224,7 @@ def product(
 
 def attention(
     recipe: Recipe | None,
-    elements: int,
+    elements: float,
     length: int,
     *,
     causal: bool = True,

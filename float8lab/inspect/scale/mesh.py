@@ -24,13 +24,14 @@ class Links:
     hop: float = 1e-6
     """Seconds from one GPU to the next, and five times as many from machine to machine."""
 
-    def seconds(self, size: float, ranks: int, stride: int) -> float:
+    def seconds(self, size: float, ranks: int, stride: int, *, ring: bool = False) -> float:
         """Seconds of an all-gather or a reduce-scatter.
 
         Args:
             size: bytes of the whole tensor.
             ranks: GPUs of the group.
             stride: distance of the group's ranks; ranks of one machine follow each other.
+            ring: whether all goes from rank to rank, and from machine to machine by one GPU.
 
         >>> from float8lab.inspect.scale.mesh import Links
         >>> f"{1e3 * Links().seconds(360e6, ranks=2, stride=1):.2f} ms"
@@ -40,8 +41,8 @@ class Links:
             return 0.0
         near = max(1, min(ranks, self.node // stride))
         machines = -(-ranks // near)
-        # Each rank of the group on a machine has a network card of its own.
-        rate = self.nvlink if machines == 1 else min(self.nvlink, near * self.network)
+        cards = 1 if ring else near  # each GPU has a network card of its own
+        rate = self.nvlink if machines == 1 else min(self.nvlink, cards * self.network)
         hops = near - 1 + 5 * (machines - 1)
         return size * (ranks - 1) / ranks / rate + self.hop * hops
 

@@ -43,7 +43,7 @@ RING = 0.9
 published for 8 GPUs (github.com/zhuzilin/ring-flash-attention, zigzag)."""
 _REDUCTION = 10e-6
 """Seconds of an all-reduce of a few amaxes."""
-_REDUCTIONS = {(-1, -1): 8, (1, -1): 4}
+_REDUCTIONS: dict[tuple[int, ...], int] = {(-1, -1): 8, (1, -1): 4}
 """Reductions of amaxes for each layer under tensor parallelism, by block: of x and dy of four
 linear layers; of those operands whose rows are split. Delayed scaling has one for the step."""
 
@@ -181,7 +181,8 @@ def layer(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Secon
     ]
     found = total(parts)
     # A ring of keys and values, forward, and with their gradients backward, beside attention.
-    ring = 3 * job.links.seconds(4 * M * size.kv * mesh.cp / mesh.tp, mesh.cp, mesh.tp)
+    keys = 4 * M * size.kv * mesh.cp / mesh.tp
+    ring = 3 * job.links.seconds(keys, mesh.cp, mesh.tp, ring=True)
     found["cp"] = max(0.0, ring - found["attention"])
     return found
 

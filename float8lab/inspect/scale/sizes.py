@@ -242,6 +242,8 @@ def _from_config(config: Mapping[str, Any], path: Path) -> ModelSize:
     found: dict[str, Any] = {}
     for field, names in _NAMES.items():
         value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"model must have a whole number for {names[0]}; got {value!r}.")
         if value is not None:
             found[field] = value
     if found.get("experts"):
