@@ -244,6 +244,7 @@ UNPREDICTED = {
     "CPU, blocks of `TransformerLayer`, a GPT and a Llama": "a CPU's",
     "H200, the `124m` preset": "no time or memory",
     "overhead": "CPU time, which differs by tens of per cent between hosts",
+    "Links": "the rate of links is taken from it",
     "Report page in a browser": "a browser's",
     "Inspection on a GPU": "small layers, which wait for the CPU",
 }

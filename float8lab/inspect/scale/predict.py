@@ -33,9 +33,9 @@ __all__ = [
     "products",
 ]
 
-COMPUTE = ("gemm", "quantize", "attention", "other", "sharding", "optimizer")
-"""Kinds of a GPU's own work: products; casts; norms, activations and sums; copies of sharded
-parameters."""
+COMPUTE = ("gemm", "quantize", "attention", "elementwise", "sharding", "optimizer")
+"""Kinds of a GPU's own work: products; casts; attention; norms, activations and sums; copies of
+sharded parameters; the optimizer."""
 KINDS = (*COMPUTE, "tp", "cp", "ep", "dp", "bubble")
 """The same, and communication by what it is for, and what a stage waits for another."""
 RING = 0.9
@@ -67,6 +67,7 @@ class Job:
     fused: bool = False
     """Whether layers are ``TransformerLayer``, which computes norms and activations in casts."""
     sustained: bool = True
+    """Whether the GPU is at its power limit, as in training."""
     fp8_gather: bool = True
     """Whether FP8 layers gather their sharded weights in FP8."""
     tp_overlap: float = 0.0
@@ -140,7 +141,7 @@ def products(recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job:
 def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:
     """A norm, whose backward reads two tensors and writes one."""
     rate = cost.sources(recipe if fused else None).norm
-    return {"other": elements * rate + cost.moved(6 * elements)}
+    return {"elementwise": elements * rate + cost.moved(6 * elements)}
 
 
 def activation(
@@ -152,7 +153,7 @@ def activation(
     """
     rates = cost.sources(recipe if fused else None)
     seconds = rates.activation + (2 if gated else 1) * rates.gradient
-    return {"other": elements * (seconds + cost.moved(12 if gated and eager else 0))}
+    return {"elementwise": elements * (seconds + cost.moved(12 if gated and eager else 0))}
 
 
 def attention_block(
@@ -162,7 +163,7 @@ def attention_block(
     attended = cost.attention(recipe, M * q, length, sustained=job.sustained)
     return {
         "attention": attended / (RING if cp > 1 else 1.0),
-        "other": cost.moved(8 * M * (q + kv)),
+        "elementwise": cost.moved(8 * M * (q + kv)),
     }
 
 
@@ -175,7 +176,7 @@ def layer(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Secon
         products(recipe, M, size.attention_weights(mesh.tp), job),
         attention_block(recipe, M, job.sequence, size.q / mesh.tp, size.kv / mesh.tp, job, mesh.cp),
         norm(recipe, 2 * hidden, fused=fused),
-        {"other": cost.moved(24 * hidden)},  # two sums each way
+        {"elementwise": cost.moved(24 * hidden)},  # two sums each way
         _mlp(size, recipe, M, job, mesh, fused),
         _communication(size, recipe, M, job, mesh),
     ]
@@ -205,7 +206,7 @@ def _mlp(
     found = total(mlp(rows, size.ffn), here)
     found["cpu"] /= here  # grouped products are one call
     routed = M * size.active * size.width / mesh.tp
-    found["other"] += cost.moved(16 * routed)  # permuted and summed, each way
+    found["elementwise"] += cost.moved(16 * routed)  # permuted and summed, each way
     if size.shared:
         found = total([found, *mlp(M, size.shared)])
     return found
@@ -237,7 +238,7 @@ def _head(size: ModelSize, M: int, job: Job, mesh: Mesh) -> Seconds:
         return {}
     columns = -(-size.vocabulary // mesh.tp)
     found = products(None, M, [(columns, size.width)], job)
-    return {**found, "other": cost.moved(20.0 * M * columns)}
+    return {**found, "elementwise": cost.moved(20.0 * M * columns)}
 
 
 # Parameters of a GPU.

@@ -28,7 +28,7 @@ _COLORS = {
     "gemm": "#3572a5",
     "quantize": "#e4572e",
     "attention": "#76b041",
-    "other": "#9c89b8",
+    "elementwise": "#9c89b8",
     "sharding": "#b08968",
     "optimizer": "#6c757d",
     "tp": "#f2a541",
@@ -38,8 +38,8 @@ _COLORS = {
     "bubble": "#dddddd",
 }
 _LETTERS = {
-    "gemm": "#", "quantize": "Q", "attention": "A", "other": "o", "sharding": "S",
-    "optimizer": "O", "tp": "t", "cp": "c", "ep": "e", "dp": "d", "bubble": ".",
+    "gemm": "#", "quantize": "Q", "attention": "A", "elementwise": "E", "sharding": "S",
+    "optimizer": "O", "tp": "t", "cp": "c", "ep": "x", "dp": "d", "bubble": ".",
 }  # fmt: skip
 _WIDE = 60
 _PAYS = 1.02
@@ -259,7 +259,7 @@ class Scale(Printed):
         """Where the time of a step goes, by recipe, as SVG."""
         most = max(map(self._seconds, self.steps))
         left, wide, tall = 70, 520, 22
-        parts = []
+        parts = ["<style>@media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>"]
         for i, (name, step) in enumerate(self.steps.items()):
             y, x = i * (tall + 6), float(left)
             parts.append(f"<text x='0' y='{y + 15}'>{escape(name)}</text>")
