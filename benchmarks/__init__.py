@@ -8,6 +8,7 @@
 gemm        the GEMMs of a linear layer alone, by granularity and accumulation
 quantize    the ops that cast
 linear      a linear layer, forward and backward
+grouped     ``GroupedLinear``, experts of a mixture; prints, not among "all" yet
 norm_linear ``LayerNormLinear``
 mlp         ``LayerNormMLP``
 attention   torch's backends and FP8 attention

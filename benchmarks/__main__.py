@@ -32,6 +32,7 @@ __all__ = ["SUBJECTS", "command", "main", "rewrite"]
 SUBJECTS = (
     "gemm",
     "quantize",
+    "permute",
     "linear",
     "norm_linear",
     "mlp",

@@ -185,10 +185,10 @@ GOALS: dict[str, int] = {
 """At most so many calls, ops or lines."""
 
 
-ROUNDS = 9
+ROUNDS = 5
 
 
-def _in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+def _in_turns(calls: dict[str, Callable[[], object]], count: int = 40) -> dict[str, float]:
     """CPU time of a call of each, us: medians of rounds in which all take turns.
 
     A shared host is slower in some seconds than in others, for all of them alike.
@@ -196,7 +196,7 @@ def _in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            timed = common.time_wall(call, warm_up=5, samples=1, calls=60)
+            timed = common.time_wall(call, warm_up=3, samples=1, calls=count)
             found[name].append(1e3 * timed.median)
     return {name: statistics.median(times) for name, times in found.items()}
 
@@ -270,7 +270,8 @@ def _layer_times(name: str, sizes: tuple[int, int, int]) -> Iterator[tuple[str, 
             "bfloat16": partial(step, plain, None),
             "eager": partial(step, block, RECIPES[name]()),
             "graphed": partial(step, replayed, RECIPES[name]()),
-        }
+        },
+        count=10,
     )
     for way, value in times.items():
         which = f"TransformerLayer of {sizes[0]}, {name}: {way}, time to issue a step, us"

@@ -9,16 +9,20 @@ torch.Size([2, 64])
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from float8lab import distributed, inspect, integrations, nn, optim, recipes
+from float8lab import distributed, inspect, integrations, nn, optim, recipes, router
 from float8lab.distributed import (
     CudaRNGStatesTracker,
     backward_on_this_core,
     get_cpu_offload_context,
+    moe_combine,
+    moe_dispatch,
 )
 from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
 from float8lab.nn import (
     DotProductAttention,
+    ExpertMLP,
+    GroupedLinear,
     InferenceParams,
     LayerNorm,
     LayerNormLinear,
@@ -43,7 +47,17 @@ from float8lab.recipes import (
     fp8_model_init,
     quantized_model_init,
 )
-from float8lab.tensor import Float8Tensor, fallback, quantize
+from float8lab.tensor import (
+    Float4Tensor,
+    Float8Tensor,
+    fallback,
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+    quantize,
+)
 
 if TYPE_CHECKING:
     from float8lab.inspect.selfcheck import selfcheck
@@ -53,7 +67,10 @@ __version__ = "0.1.0"
 __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
+    "ExpertMLP",
+    "Float4Tensor",
     "Float8Tensor",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
@@ -80,12 +97,20 @@ __all__ = [
     "inspect",
     "integrations",
     "make_graphed_callables",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "nn",
     "onnx_export",
     "optim",
     "quantize",
     "quantized_model_init",
     "recipes",
+    "router",
     "selfcheck",
     "to_high_precision",
 ]

@@ -21,7 +21,14 @@ A *block* is the patch of a tensor that shares one scale, given as one size per 
 ``(128, 128)``, and ``(1, 32)`` for MX. A block cut off by the edge of the tensor is a block of its
 own.
 
-Sources: FP8 formats, arXiv:2209.05433; OCP Microscaling Formats (MX) v1.0.
+Elements of 4 bits are *packed*, two in a byte, and their blocks have scales of 8 bits
+(``Float4Spec``). In NVFP4 a float32 scale of the whole tensor comes on top:
+``x = e2m1 * scale * tensor_scale``, both decode factors. ``e2m1 * scale`` is exact in float32, so a
+value is rounded once at most. These are formats of weights in checkpoints, and of frozen weights in
+memory; no kernel multiplies them yet.
+
+Sources: FP8 formats, arXiv:2209.05433; OCP Microscaling Formats (MX) v1.0 (MXFP4, e2m1, e8m0);
+NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference".
 """
 
 from __future__ import annotations
@@ -34,12 +41,18 @@ import torch
 
 __all__ = [
     "DEQUANTIZED_DTYPES",
+    "E2M1",
+    "E2M1_VALUES",
     "E4M3",
     "E5M2",
+    "E8M0",
     "FLOAT32_MAX",
     "FP8_DTYPES",
     "HIGH_PRECISION_DTYPES",
+    "MXFP4",
+    "NVFP4",
     "SCALE_RULES",
+    "Float4Spec",
     "Float8Spec",
     "Product",
     "largest",
@@ -49,6 +62,12 @@ __all__ = [
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
+"""Powers of two without a sign: the exponent with a bias of 127, and NaN for 255."""
+E2M1 = torch.float4_e2m1fn_x2
+"""Two elements in a byte, that with the even index in its low half."""
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of the codes 0 to 7; codes 8 to 15 are their negatives. None is infinite or NaN."""
 FP8_DTYPES = (E4M3, E5M2)
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that FP8 GEMMs and casts take and give."""
@@ -63,11 +82,12 @@ SCALE_RULES = ("fp32", "pow2", "e8m0")
 ``e8m0``: the scale is ``amax / largest`` rounded up to a power of two, exponent in [-127, 127].
 """
 
-_LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+_LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
+_NAMES = {E4M3: "e4m3", E5M2: "e5m2", E8M0: "e8m0"}
 
 
 def largest(fp8_dtype: torch.dtype) -> float:
-    """Largest finite value of an FP8 format.
+    """Largest finite value of an FP8 format, or of ``E2M1``.
 
     >>> largest(torch.float8_e4m3fn), largest(torch.float8_e5m2)
     (448.0, 57344.0)
@@ -120,8 +140,33 @@ def product_of(a_block: Sequence[int], b_block: Sequence[int]) -> Product | None
     return _PRODUCTS.get((a if a == -1 else tuple(a_block), b if b == -1 else tuple(b_block)))
 
 
+class _Blocks:
+    """What a block shape says, whatever the format of the elements."""
+
+    block: tuple[int, ...]
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""
+        return scale_shape(shape, self.block)
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale covers the whole tensor."""
+        return all(b == -1 for b in self.block)
+
+    @property
+    def granularity(self) -> str:
+        """The usual name of the block shape, for people to read."""
+        if self.per_tensor:
+            return "tensor"
+        names: dict[tuple[int, ...], str] = {(1, -1): "row", (-1, 1): "column"}
+        return names.get(
+            self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
+        )
+
+
 @dataclass(frozen=True)
-class Float8Spec:
+class Float8Spec(_Blocks):
     """How a tensor is stored in FP8: number format, block shape, scale rule.
 
     Hashable and compared by value; a ``Float8Tensor`` carries one, a recipe is made of them.
@@ -166,24 +211,10 @@ class Float8Spec:
         lead = -1 if all(b == -1 for b in self.block) else 1
         return replace(self, block=(lead,) * extra + self.block)
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of a tensor of ``shape`` (see the function of the same name)."""
-        return scale_shape(shape, self.block)
-
     @property
-    def per_tensor(self) -> bool:
-        """Whether one scale covers the whole tensor."""
-        return all(b == -1 for b in self.block)
-
-    @property
-    def granularity(self) -> str:
-        """The usual name of the block shape, for people to read."""
-        if self.per_tensor:
-            return "tensor"
-        names: dict[tuple[int, ...], str] = {(1, -1): "row", (-1, 1): "column"}
-        return names.get(
-            self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
-        )
+    def element_dtype(self) -> torch.dtype:
+        """The format of an element, as a ``Float4Spec`` has it, too."""
+        return self.fp8_dtype
 
     def describe(self) -> str:
         """One short phrase, as reprs and reports print it.
@@ -191,9 +222,72 @@ class Float8Spec:
         >>> Float8Spec(block=(1, 128)).describe()
         'e4m3 1x128 fp32'
         """
-        name = "e4m3" if self.fp8_dtype == E4M3 else "e5m2"
-        return f"{name} {self.granularity} {self.scale_rule}"
+        return f"{_NAMES[self.fp8_dtype]} {self.granularity} {self.scale_rule}"
 
     def largest(self) -> float:
         """Largest finite value of the format."""
         return largest(self.fp8_dtype)
+
+
+@dataclass(frozen=True)
+class Float4Spec(_Blocks):
+    """How a tensor is stored in packed 4 bits, e2m1: block shape, and scales of one or two levels.
+
+    Hashable and compared by value. ``NVFP4`` and ``MXFP4`` are the usual ones.
+
+    >>> Float4Spec((1, 1, 16)).scale_shape((8, 64, 128))
+    (8, 64, 8)
+    """
+
+    block: tuple[int, ...] = (1, 16)
+    """One size for each dimension: 1 in all but that along which elements are packed."""
+    scale_dtype: torch.dtype = E4M3
+    """The format of a block's scale: ``E4M3`` or ``E8M0``."""
+    tensor_scale: bool = True
+    """Whether a float32 scale of the whole tensor multiplies those of the blocks."""
+
+    def __post_init__(self) -> None:
+        packed = [size for size in self.block if size != 1]
+        if not all(type(b) is int and b > 0 for b in self.block) or (
+            len(packed) != 1 or packed[0] % 2
+        ):
+            raise ValueError(
+                f"block must have one even size, and 1 in all other dimensions; got {self.block}. "
+                "Give (1, 16) for NVFP4, (1, 32) for MXFP4."
+            )
+        if self.scale_dtype not in (E4M3, E8M0):
+            raise ValueError(
+                "scale_dtype must be torch.float8_e4m3fn or torch.float8_e8m0fnu; got "
+                f"{self.scale_dtype}."
+            )
+        if not isinstance(self.tensor_scale, bool):
+            raise ValueError(f"tensor_scale must be a bool; got {self.tensor_scale!r}.")
+
+    @property
+    def element_dtype(self) -> torch.dtype:
+        """``E2M1``."""
+        return E2M1
+
+    @property
+    def packed_dim(self) -> int:
+        """The dimension along which two elements share a byte."""
+        return next(dim for dim, size in enumerate(self.block) if size != 1)
+
+    def describe(self) -> str:
+        """One short phrase, as reports print it.
+
+        >>> NVFP4.describe(), MXFP4.describe()
+        ('e2m1 1x16 e4m3 fp32', 'e2m1 1x32 e8m0')
+        """
+        levels = " fp32" if self.tensor_scale else ""
+        return f"e2m1 {self.granularity} {_NAMES[self.scale_dtype]}{levels}"
+
+    def largest(self) -> float:
+        """Largest value of the format."""
+        return largest(E2M1)
+
+
+NVFP4 = Float4Spec()
+"""Blocks of 16 with scales in e4m3, and a scale of the tensor."""
+MXFP4 = Float4Spec((1, 32), E8M0, False)
+"""Blocks of 32 with scales that are powers of two."""

@@ -24,6 +24,7 @@ LAYERS = (
     "ops",
     "recipes",
     "tensor",
+    "router",
     "distributed",
     "nn",
     "optim",

@@ -205,6 +205,9 @@ def _forward_calls() -> dict[str, Call]:
     thd = {"query_layer": q[:, 0], "key_layer": q[:, 0], "value_layer": q[:, 0], **packed}
     modules: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "Linear": (float8lab.Linear(H, H), {"inp": x}),
+        "GroupedLinear": (
+            float8lab.GroupedLinear(2, H, H), {"inp": x, "m_splits": [S * B, 0]}
+        ),
         "LayerNorm": (float8lab.LayerNorm(H), {"inp": x}),
         "RMSNorm": (float8lab.RMSNorm(H), {"inp": x}),
         "LayerNormLinear": (float8lab.LayerNormLinear(H, H), {"inp": x}),
@@ -261,6 +264,11 @@ CALLS: dict[str, Call] = {
     "Linear": Call(float8lab.Linear, _constant(**_LINEAR), _use_linear),
     "LayerNorm": Call(float8lab.LayerNorm, _constant(hidden_size=H), _use_norm),
     "RMSNorm": Call(float8lab.RMSNorm, _constant(hidden_size=H), _use_norm),
+    "GroupedLinear": Call(
+        float8lab.GroupedLinear,
+        _constant(num_gemms=2, **_LINEAR),
+        lambda layer: _train(_x(B, layer.in_features), [B] + [0] * (layer.num_gemms - 1))(layer),
+    ),
     "LayerNormLinear": Call(float8lab.LayerNormLinear, _constant(**_LINEAR), _use_linear),
     "LayerNormMLP": Call(
         float8lab.LayerNormMLP, _constant(hidden_size=H, ffn_hidden_size=H), _use_mlp
@@ -286,6 +294,76 @@ CALLS: dict[str, Call] = {
         float8lab.apply_rotary_pos_emb,
         _constant(t=_x(S, B, 2, 8), freqs=_x(8, 1, 1, 8)),
         lambda y: _assert(y.shape == (S, B, 2, 8)),
+    ),
+    "moe_dispatch": Call(
+        float8lab.moe_dispatch,
+        _constant(
+            inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool), gradient=None
+        ),
+        lambda found: float8lab.moe_combine(found[0], found[-1]),
+    ),
+    "moe_combine": Call(
+        float8lab.moe_combine,
+        lambda folder: {
+            "out": _x(S, B),
+            "handle": float8lab.moe_dispatch(_x(S, H), _x(S, S), torch.eye(S, dtype=torch.bool))[3],
+        },
+    ),
+    "moe_permute": Call(
+        float8lab.moe_permute,
+        _constant(inp=_x(S, H), routing_map=torch.eye(S, dtype=torch.bool)),
+        lambda found: float8lab.moe_unpermute(*found),
+    ),
+    "moe_permute_with_probs": Call(
+        float8lab.moe_permute_with_probs,
+        _constant(inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool)),
+        lambda found: float8lab.moe_unpermute(found[0], found[2]),
+    ),
+    "moe_unpermute": Call(
+        float8lab.moe_unpermute,
+        lambda folder: dict(
+            zip(
+                ("inp", "row_id_map"),
+                float8lab.moe_permute(_x(S, H), torch.eye(S, dtype=torch.bool)),
+                strict=True,
+            ),
+            merging_probs=_x(S, S),
+        ),
+    ),
+    "moe_sort_chunks_by_index": Call(
+        float8lab.moe_sort_chunks_by_index,
+        _constant(
+            inp=_x(S, H), split_sizes=torch.tensor([1, 2]), sorted_index=torch.tensor([1, 0])
+        ),
+    ),
+    "moe_sort_chunks_by_index_with_probs": Call(
+        float8lab.moe_sort_chunks_by_index_with_probs,
+        _constant(
+            inp=_x(S, H),
+            probs=_x(S),
+            split_sizes=torch.tensor([1, 2]),
+            sorted_index=torch.tensor([1, 0]),
+        ),
+    ),
+    "router.fused_topk_with_score_function": Call(
+        float8lab.router.fused_topk_with_score_function,
+        _constant(logits=_x(S, 8), topk=2, num_groups=4, group_topk=2, score_function="sigmoid"),
+        lambda found: _assert(found[0].isfinite().all()),
+    ),
+    "router.fused_compute_score_for_moe_aux_loss": Call(
+        float8lab.router.fused_compute_score_for_moe_aux_loss,
+        _constant(logits=_x(S, 8), topk=2, score_function="softmax"),
+    ),
+    "router.fused_moe_aux_loss": Call(
+        float8lab.router.fused_moe_aux_loss,
+        _constant(
+            probs=_x(S, B),
+            tokens_per_expert=torch.ones(B),
+            total_num_tokens=S,
+            num_experts=B,
+            topk=1,
+            coeff=0.1,
+        ),
     ),
     **{f"{name}.forward": call for name, call in _forward_calls().items()},
     "InferenceParams": Call(

@@ -1,5 +1,7 @@
 """The layouts of FP8 weights in checkpoints: which tensors they are, found and written.
 
+Those of weights in 4 bits are in ``packed``.
+
 A scale is the decode factor in each of these conventions, ``x ~= codes.float() * scale``; so it is
 in DeepSeek's, which calls it the inverse. ``export`` writes three of them, called formats, with
 scales in float32.
@@ -32,8 +34,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8lab.checkpoints.item import Finding, Item, sizes
+from float8lab.checkpoints.packed import find_packed
 from float8lab.checkpoints.safetensors import SPECS_KEY, Group, Part
-from float8lab.checkpoints.source import Box, Entry, Source, dtype_name
+from float8lab.checkpoints.source import Entry, Source, dtype_name
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec, scale_shape
 from float8lab.recipes.recipe import (
     Float8BlockScaling,
@@ -41,18 +45,13 @@ from float8lab.recipes.recipe import (
     Float8RowwiseScaling,
     Recipe,
 )
-from float8lab.tensor.blocks import expand_scale
 
 __all__ = [
     "FORMATS",
-    "Finding",
     "Format",
-    "Item",
     "Stored",
     "Weight",
-    "place_of",
     "recognize",
-    "sizes",
 ]
 
 _BLOCK = (128, 128)
@@ -69,114 +68,17 @@ _SCALES = {
 # Weights that are found.
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Why a tensor is suspicious."""
-
-    kind: str
-    """A short name for programs, such as ``"missing-scale"``."""
-    text: str
-    """A phrase for people."""
-    wrong: bool = True
-    """Whether values are lost or wrong for certain; False if the tensor is odd, but may be meant
-    so."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """A tensor to look at: an FP8 weight with its scales, or any other."""
-
-    name: str
-    entry: Entry
-    """The tensor as it lies in the file: for an FP8 weight, its codes."""
-    convention: str = ""
-    """The convention that an FP8 weight follows; empty for one without a scale, and for any other
-    tensor."""
-    scale: Entry | None = None
-    spec: Float8Spec | None = None
-    """Format, blocks and scale rule of an FP8 weight, with one block for all if no scale can be
-    used; None for any other tensor."""
-    others: tuple[Entry, ...] = ()
-    """Amaxes, and a scale that cannot be used."""
-    is_scale: bool = False
-    """Whether it is a scale without an FP8 weight of its own, such as one of activations."""
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def fp8(self) -> bool:
-        """Whether it is a weight in FP8."""
-        return self.spec is not None
-
-    def describe(self, spec: Float8Spec | None = None) -> str:
-        """Describe the format in words, by ``spec`` if more is known than the names say."""
-        spec = spec or self.spec
-        if spec is None:
-            return self.entry.dtype_name
-        if self.scale is not None:
-            return spec.describe()
-        missing = any(finding.kind == "missing-scale" for finding in self.findings)
-        return f"{spec.describe().split()[0]}, {'no' if missing else 'unusable'} scale"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and amaxes."""
-        parts = (self.entry, *filter(None, (self.scale, *self.others)))
-        return sum(part.nbytes for part in parts)
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        """Sizes of blocks, none larger than its dimension: a spec may name any."""
-        if self.spec is None:
-            return (1,) * len(self.entry.shape)
-        pairs = zip(self.spec.block, self.entry.shape, strict=True)
-        return tuple(min(block, max(size, 1)) for block, size in pairs)
-
-    def codes(self, box: Box) -> Tensor:
-        """The bytes of the codes of a box, uint8."""
-        codes = self.entry.read(box)
-        return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
-
-    def scales(self, box: Box | None = None) -> Tensor:
-        """The scales of a box that starts at whole blocks, or all of them, float32.
-
-        They have one size per dimension, and are 1 if the tensor has no scales.
-        """
-        assert self.spec is not None
-        ones = (1,) * len(self.entry.shape)
-        if self.scale is None:
-            return torch.ones(ones)
-        if self.spec.per_tensor:
-            return _as_scale(self.scale.read()).reshape(ones)
-        place = place_of(box or tuple(slice(0, n) for n in self.entry.shape), self.block)
-        found = _as_scale(self.scale.read(place[: len(self.scale.shape)]))
-        return found.reshape([s.stop - s.start for s in place])
-
-    def values(self, box: Box | None = None) -> Tensor:
-        """The values of a box, or all, in float32 (float64 of a float64 tensor), not rounded."""
-        if self.spec is None:
-            value = self.entry.read(box)
-            return value if value.dtype in (torch.float64, torch.complex128) else value.float()
-        box = box or tuple(slice(0, n) for n in self.entry.shape)
-        codes = self.codes(box).view(self.spec.fp8_dtype)
-        return codes.float() * expand_scale(self.scales(box), self.block, codes.shape)
-
-
-def place_of(box: Box, block: Sequence[int]) -> Box:
-    """The range of blocks that a box covers, in each dimension."""
-    return tuple(
-        slice(0, 1) if size == -1 else slice(s.start // size, -(-s.stop // size))
-        for s, size in zip(box, block, strict=True)
-    )
-
-
-def _as_scale(values: Tensor) -> Tensor:
-    return (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
-
-
 _BLOCKS = ((-1, -1), (1, -1), _BLOCK, (1, 128), (1, 32), (-1, 1))
 """Blocks of a weight, in the order in which they are tried."""
 _SIZES = (128, 32, 64, 16, 256, 512, 1024, 8)
-_COMPANIONS = ("input_scale", "output_scale", "input_scale_inv", "activation_scale", "scale_input")
+_COMPANIONS = (
+    "input_scale",
+    "output_scale",
+    "input_scale_inv",
+    "input_global_scale",
+    "activation_scale",
+    "scale_input",
+)
 _SCALE_DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -193,12 +95,15 @@ def recognize(source: Source) -> list[Item]:
     wanted = _configured(source.config)
     weights = {}
     for entry in source.entries:
-        if entry.name.endswith(".qdata") and entry.dtype in (torch.uint8, *FP8_DTYPES):
+        packed = find_packed(entry, entries)
+        if packed is not None:
+            weights[entry.name] = packed
+        elif entry.name.endswith(".qdata") and entry.dtype in (torch.uint8, *FP8_DTYPES):
             weights[entry.name] = _stored(entry, entries)
         # Scales of 4-bit weights are in FP8 themselves.
         elif entry.dtype in FP8_DTYPES and not entry.name.endswith(_SCALE_ENDS):
             weights[entry.name] = _weight(entry, entries, wanted)
-    parts = (part for item in weights.values() for part in (item.scale, *item.others))
+    parts = (p for i in weights.values() for p in (i.scale, i.tensor_scale, *i.others))
     taken = {part.name for part in parts if part is not None}
     return [
         weights.get(entry.name) or _other(entry, entries)
@@ -216,7 +121,7 @@ def _configured(config: Mapping[str, Any]) -> tuple[int, int] | None:
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
+        if isinstance(weights, Mapping) and weights.get("num_bits") != 4:
             strategy, size = weights.get("strategy"), weights.get("group_size")
             named = {"tensor": (-1, -1), "channel": (1, -1), "group": (1, size)}
             blocks.append(weights.get("block_structure") or named.get(str(strategy)))
@@ -236,7 +141,11 @@ def _stored(entry: Entry, entries: Mapping[str, Entry]) -> Item:
     scale, amax = entries.get(f"{name}.scale"), entries.get(f"{name}.amax")
     item = _with_scale(name, entry, "float8lab", scale, None)
     spec = entry.spec
-    if spec is not None and scale is not None and spec.scale_shape(entry.shape) == scale.shape:
+    if (
+        isinstance(spec, Float8Spec)
+        and scale is not None
+        and spec.scale_shape(entry.shape) == scale.shape
+    ):
         item = Item(name, entry, "float8lab", scale, spec)
     return item if amax is None else replace(item, others=(*item.others, amax))
 
@@ -357,11 +266,6 @@ def _module(name: str) -> str:
     return name[: name.rfind(".") + 1]
 
 
-def sizes(shape: Sequence[int]) -> str:
-    """``(300, 200)`` -> ``300x200``."""
-    return "x".join(map(str, shape)) or "()"
-
-
 # Weights that are written.
 
 
@@ -393,6 +297,16 @@ class Weight:
     """Scale of the input under a calibrated recipe, ``[1]``."""
     stored: bool = False
     """Whether the parameter is stored in FP8."""
+    parameters: tuple[str, ...] = ()
+    """The parameters of the model, where they are not called ``names``."""
+    experts: Callable[[], tuple[Weight, ...]] | None = None
+    """For experts that the model has stacked, the matrices that other libraries have; none if
+    these have no names."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The parameters of the model that it is made of."""
+        return self.parameters or self.names
 
 
 @dataclass(frozen=True)
@@ -404,6 +318,11 @@ class Format:
     """Recipe of layers for which nothing else says how they are cast."""
     blocks: tuple[tuple[int, int], ...] = ()
     """Blocks that it holds, in e4m3; empty if it holds any weight."""
+
+    def taken(self, weight: Weight) -> tuple[Weight, ...]:
+        """The weight as the format has it: stacked experts, or each matrix of theirs."""
+        split = weight.experts() if self.blocks and weight.experts is not None else ()
+        return split or (weight,)
 
     def check(self, weight: Weight) -> None:
         """Raise unless the format can hold the very bytes of the weight."""

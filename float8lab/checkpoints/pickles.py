@@ -23,7 +23,7 @@ from float8lab.checkpoints.source import (
     check_file,
     dtype_name,
 )
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 
 __all__ = ["entries_of", "limited_unpickler", "load_safely", "open_state_dict", "open_torch_save"]
 
@@ -160,13 +160,11 @@ def _leaves(path: Path, value: Any, name: str, depth: int = 0) -> Iterator[tuple
 
 
 def entries_of(name: str, value: Any, file: str) -> list[Entry]:
-    """Return the entry of a loaded or mapped tensor; for a Float8Tensor, those of its parts."""
-    if isinstance(value, Float8Tensor):
-        (codes,), (scale,), (amax,) = (
-            entries_of(f"{name}.{part}", getattr(value, part), file)
-            for part in ("qdata", "scale", "amax")
-        )
-        return [replace(codes, spec=value.spec), scale, amax]
+    """Return the entry of a loaded or mapped tensor; for a quantized one, those of its parts."""
+    if isinstance(value, (Float8Tensor, Float4Tensor)):
+        names = value.__tensor_flatten__()[0]
+        parts = [e for p in names for e in entries_of(f"{name}.{p}", getattr(value, p), file)]
+        return [replace(parts[0], spec=value.spec), *parts[1:]]
     plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
     plain = plain and value.layout == torch.strided and not value.is_quantized
     kind = dtype_name(value.dtype) if plain else f"{type(value).__name__} of {value.dtype}"

@@ -26,8 +26,8 @@ _INSPECT = f"""\
 What a checkpoint holds, the suspicious tensors first: NaN, zero scales, missing and orphaned
 scales, saturated blocks. PATH is {_KINDS}."""
 _DIFF = f"""\
-Compare two checkpoints tensor by tensor, the worst first; FP8 weights are taken with their scales,
-so that one may be the bfloat16 source of the other. A and B are each {_KINDS}."""
+Compare two checkpoints tensor by tensor, the worst first; weights in FP8 or 4 bits are taken with
+their scales, so that one may be the bfloat16 source of the other. A and B are each {_KINDS}."""
 
 
 def add_commands(commands: Any) -> None:
@@ -47,8 +47,8 @@ def add_commands(commands: Any) -> None:
         "diff",
         help="compare two checkpoints, or one and its source",
         description=_DIFF,
-        epilog="Exit status: 0 if all tensors are the same, bit for bit; 1 if not; 2 if one cannot "
-        "be read, or for wrong arguments.",
+        epilog="Exit status: 0 if all tensors have equal values, in the same format or in another; "
+        "1 if not; 2 if one cannot be read, or for wrong arguments.",
     )
     compare.add_argument("a", metavar="A", help="file or directory")
     compare.add_argument("b", metavar="B", help="file or directory")
@@ -101,4 +101,4 @@ def _diff(options: argparse.Namespace) -> int:
     if found is None:
         return 2
     present(found, options.json, None if options.all else options.limit)
-    return 0 if found.identical else 1
+    return 0 if found.equal else 1

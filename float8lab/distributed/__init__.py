@@ -1,21 +1,25 @@
 """Tools that run across processes, and tools that a training loop wraps around layers.
 
-FP8 all-gather of sharded weights, broadcast, checkpoints; recomputation, random streams, offload,
-the core that backward runs on.
+FP8 all-gather of sharded weights, tokens sent to experts, broadcast, checkpoints; recomputation,
+random streams, offload, the core that backward runs on.
 """
 
 from float8lab.distributed.affinity import backward_on_this_core
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
+from float8lab.distributed.expert_parallel import DispatchHandle, moe_combine, moe_dispatch
 from float8lab.distributed.fsdp.weight import requantize_shards_
 from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DispatchHandle",
     "ModelState",
     "backward_on_this_core",
     "broadcast_parameters",
     "get_cpu_offload_context",
+    "moe_combine",
+    "moe_dispatch",
     "requantize_shards_",
 ]

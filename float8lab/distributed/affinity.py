@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from float8lab.distributed.ranks import rank_and_size
 __all__ = ["backward_on_this_core"]
 
 
-@contextmanager
-def backward_on_this_core(core: int | None = None) -> Iterator[None]:
+def backward_on_this_core(core: int | None = None) -> AbstractContextManager[None]:
     """Keep the calling thread, and autograd's thread for the current GPU, on one core.
 
     For steps that take the CPU longer than the GPU. Only these two threads are bound, and both get
@@ -50,6 +49,11 @@ def backward_on_this_core(core: int | None = None) -> Iterator[None]:
     ...     layer(torch.ones(2, 4)).sum().backward()
     """
     check_size("core", core, optional=True)
+    return _on_one_core(core)
+
+
+@contextmanager
+def _on_one_core(core: int | None) -> Iterator[None]:
     threads = _threads()
     masks = {thread: os.sched_getaffinity(thread) for thread in threads}
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab.arguments import check_flags
 from float8lab.formats import FLOAT32_MAX, Float8Spec, largest
-from float8lab.nn import activation_function, fused_function, gemm, norm_function
+from float8lab.nn import activation_function, fused_function, gemm, grouped_function, norm_function
 from float8lab.nn.activation_function import activate
 from float8lab.nn.attention import fp8
 from float8lab.nn.casts import plain, stored_as
@@ -96,6 +96,38 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
     return y.to(dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call | None
+) -> Tensor:
+    """Each expert applied to all rows, of which its own are taken: a graph has no sizes of groups.
+
+    Rows of 0 in place of those that belong to nobody have no part in a scale.
+    """
+    dtype = output_dtype(x)
+    fprop = call is not None and call.plan.fprop is not None
+    if call is not None and STATE.autocast.region is not None:
+        STATE.autocast.region.fp8_calls += 1
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    ends = offs.to(rows.dtype)
+    x = torch.where(rows < ends[-1], x, torch.zeros_like(x))
+    wide = torch.promote_types(dtype, torch.float32) if fprop else dtype
+    if fprop:
+        assert call is not None, "it has a plan"
+        x = _round_trip(x.float(), call.plan.x, X, call)
+    y = torch.zeros((x.shape[0], weight.shape[1]), dtype=wide, device=x.device)
+    stored = fprop and grouped_function.stored_as(weight, call.plan.w)  # type: ignore[union-attr]
+    for index, one in enumerate(plain(weight).to(wide).unbind()):
+        if fprop and not stored:
+            assert call is not None, "it has a plan"
+            one = _round_trip(one, call.plan.w, W, call, part=index)
+        product = x.to(wide) @ one.t()
+        if bias is not None:
+            product = product + bias[index].to(wide)
+        start = ends[index - 1] if index else 0
+        y = torch.where((rows >= start) & (rows < ends[index]), product, y)
+    return y.to(dtype)
+
+
 def _norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
 ) -> Tensor:
@@ -151,6 +183,8 @@ def _refused_attention(*args: Any) -> Tensor:
 
 _TRANSLATIONS: tuple[tuple[type, Callable[..., Any]], ...] = (
     (gemm.LinearFunction, _linear),
+    (grouped_function.GroupedFunction, _grouped_linear),
+    (grouped_function._Stacked, lambda *weights: torch.stack(weights)),
     (norm_function._Norm, _norm),
     (activation_function._Activation, _activation),
     (fused_function._NormLinear, _norm_linear),
@@ -164,10 +198,10 @@ The functions are the level to translate at. Their ops pad operands to what Hopp
 up delayed scales when they run, of which ONNX is to see nothing."""
 
 
-def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call) -> Tensor:
+def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, part: int = 0) -> Tensor:
     """``x`` in float32, quantized and dequantized; a matrix unless the scale is per tensor."""
     if call.plan.delayed:
-        scale = _delayed_scale(x, index, call)
+        scale = _delayed_scale(x, index, call, part)
     else:
         scale = _scale(_amax(x, spec.block), spec, call.plan.amax_epsilon)
     scale, axis = _as_onnx(scale, spec.block, x.shape)
@@ -197,7 +231,7 @@ def _zero_point(scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(scale).to(fp8_dtype)
 
 
-def _delayed_scale(x: Tensor, index: int, call: Call) -> Tensor:
+def _delayed_scale(x: Tensor, index: int, call: Call, part: int) -> Tensor:
     assert call.precision is not None, "every call of a module has one"
     slots = call.precision.slots.get((call.recipe, STATE.autocast.group))
     if slots is None or not slots.seeded[index]:
@@ -207,7 +241,7 @@ def _delayed_scale(x: Tensor, index: int, call: Call) -> Tensor:
         )
     with _disable_current_modes():  # the value, not a symbol
         factors, _ = slots.scale_for(index, torch.empty(0, 0), record=False, shared=False)
-        value = float(factors.scale)
+        value = float(factors.scale[part])
     return torch.full((), value, dtype=torch.float32, device=x.device)
 
 

@@ -9,7 +9,9 @@ from float8lab.nn.attention import (
 )
 from float8lab.nn.convert import convert_to_float8, to_high_precision
 from float8lab.nn.count import GemmCounts, count_gemms
+from float8lab.nn.expert_mlp import ExpertMLP
 from float8lab.nn.graphs import graphed, make_graphed_callables
+from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
@@ -21,7 +23,9 @@ from float8lab.nn.transformer import TransformerLayer
 __all__ = [
     "ConversionReport",
     "DotProductAttention",
+    "ExpertMLP",
     "GemmCounts",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",

@@ -25,6 +25,7 @@ from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.differentiation import version_of
 
 __all__ = [
     "ALIGN",
@@ -346,7 +347,7 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
         q, scale, *_ = cast(weight, call.plan.w, W, call)
     known = call.known[W]
     precision.weight_cast = _WeightCast(  # type: ignore[union-attr]
-        weakref.ref(weight), _version(weight), call.recipe, q, scale, known and known[0]
+        weakref.ref(weight), version_of(weight), call.recipe, q, scale, known and known[0]
     )
     return q, scale
 
@@ -364,11 +365,7 @@ class _WeightCast(NamedTuple):
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
         same = self.weight() is weight and self.recipe == recipe
-        return same and self.version == _version(weight)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+        return same and self.version == version_of(weight)
 
 
 def lives_on(q: Tensor, weight: Tensor, call: Call) -> bool:

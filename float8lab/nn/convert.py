@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -35,16 +35,19 @@ from float8lab.distributed.fsdp.shards import (
     reshard,
     sharded_by_fsdp,
 )
-from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.formats import HIGH_PRECISION_DTYPES, Float4Spec
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
+from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.first_call import FirstCall, remove_hooks, watch_first_call
 from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.grouped_function import spec_of_experts
+from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.in_graph import leave_to_python
-from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
+from float8lab.nn.other_experts import OtherExperts, experts_class, routers
 from float8lab.nn.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.precision import Precision, place_precisions, precisions, precisions_below
 from float8lab.nn.report import (
@@ -55,11 +58,11 @@ from float8lab.nn.report import (
     has_recipe,
     own_matrices,
     remember_conversion,
-    shape_of,
+    shapes_of,
 )
 from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
 from float8lab.recipes.cost import Times
-from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float8Tensor
 
@@ -128,7 +131,7 @@ _Choice = Recipe | Auto
 _ADAPTERS = ("lora_A", "lora_B")
 _TRAINED_COPIES = "modules_to_save"
 
-_CONVERTED = (Linear, OtherLinear, FusedModule)
+_CONVERTED = (Linear, OtherLinear, FusedModule, GroupedLinear, ExpertsBase)
 """Modules that have a recipe of their own."""
 
 
@@ -145,10 +148,11 @@ def convert_to_float8(  # each is a keyword that users set on its own
 ) -> _Model:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place, and return the model.
 
-    Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted, too. Modules that
-    multiply by parameters of their own, such as stacked experts, a router or ``torch.nn.LSTM``, are
-    reported and left alone. Modules of this library, such as ``Linear`` and ``LayerNormMLP``, take
-    the recipe as their own.
+    Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted, too, and so are the
+    stacked experts of Transformers' and torchtitan's models. Routers stay in high precision: layers
+    called ``router``, or ``gate`` beside ``experts`` that they score. Modules that multiply by
+    parameters of their own in other ways, such as ``torch.nn.LSTM``, are reported and left alone.
+    Modules of this library, such as ``Linear`` and ``ExpertMLP``, take the recipe as their own.
 
     ``conversion_report(model)`` says of each candidate whether it was converted, and why not. Its
     summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``.
@@ -171,8 +175,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
             globs (``"*.router"``).
         overrides: recipes of single layers by the same patterns; they win over ``recipe`` and over
             an enclosing autocast; None keeps a layer in high precision. The last match counts. A
-            subclass of ``torch.nn.Linear`` with a forward of its own is converted only if named
-            here.
+            router, or a subclass of ``torch.nn.Linear`` with a forward of its own, is converted
+            only if named here.
         strict: raise if anything asked for could not be done; the model is then unchanged.
         fp8_all_gather: if FSDP2 shards the model later, gather the weights in FP8, one byte an
             element, in place of the parameters' dtype. A weight that is shared with a layer in
@@ -208,7 +212,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
         pattern: None if asked is None else _checked(f"overrides[{pattern!r}]", asked)
         for pattern, asked in (overrides or {}).items()
     }
-    wishes = _Wishes(base, filter_fn, exclude, choices)
+    wishes = _Wishes(base, filter_fn, exclude, choices, routers(model))
     sharded = sharded_by_fsdp(model)
     plans, predicted = _choose_recipes(
         [
@@ -298,6 +302,8 @@ def _checked(name: str, asked: Any) -> _Choice:
         return Auto()
     if isinstance(asked, (Recipe, Auto)):
         return asked
+    if isinstance(asked, Float4Spec):
+        check_recipe(name, asked)  # raises, and says why
     got = repr(asked) if isinstance(asked, str) else type(asked).__name__
     raise TypeError(
         f'{name} must be one of float8lab.recipes, or "auto"; got {got}. '
@@ -312,6 +318,8 @@ class _Wishes(NamedTuple):
     filter_fn: Callable[[nn.Module, str], bool] | None
     exclude: Sequence[str]
     overrides: Mapping[str, _Choice | None]
+    routers: Container[nn.Module]
+    """Modules that are converted by their names alone."""
 
     def about(self, module: nn.Module, name: str) -> tuple[str | None, _Choice | None, bool]:
         """Why a module is left alone, if it is; the recipe wished for; whether by its name."""
@@ -337,7 +345,11 @@ def _plan_layer(layer: nn.Module, name: str, wishes: _Wishes, *, sharded: bool) 
         return plan("high precision by overrides", stays=True)
     if not named and any(part in _ADAPTERS for part in name.split(".")):
         return plan("low rank, in which FP8 saves nothing; name it in overrides to convert")
-    if obstacle := _obstacle(layer, told=named, sharded=sharded):
+    obstacle = _obstacle(layer, told=named, sharded=sharded)
+    if layer in wishes.routers and not named:
+        how = "" if obstacle else "; name it in overrides to convert"
+        return plan(f"a router, which stays in high precision{how}")
+    if obstacle is not None:
         return plan(obstacle, failed=True)
     if isinstance(choice, Auto):
         return plan("", auto=choice)
@@ -360,10 +372,7 @@ def _choose_recipes(plans: Sequence[_LayerPlan]) -> tuple[list[_LayerPlan], list
 def _predict(layer: nn.Module, auto: Auto) -> Prediction:
     device = next(layer.parameters()).device
     usable = [recipe for recipe in auto.candidates if not emulated_gemms(recipe.linear, device)]
-    if isinstance(layer, LayerNormMLP):
-        shapes: list[Sequence[int]] = [layer.fc1_weight.shape, layer.fc2_weight.shape]
-    else:
-        shapes = [shape_of(layer)]
+    shapes = [shape[-2:] for shape in shapes_of(layer)]  # experts: one's sizes, all rows
     return predict(shapes, usable, tokens=auto.tokens, mode=auto.mode)
 
 
@@ -388,7 +397,9 @@ def _attention_recipe(module: nn.Module, name: str, wishes: _Wishes) -> tuple[Re
 
 def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
     """Why a layer cannot be converted, or None."""
-    for name, parameter in layer._parameters.items():
+    kind = experts_class(layer)
+    named = layer._parameters.items() if kind is None else layer.named_parameters()
+    for name, parameter in named:
         if is_tensor_parallel(parameter, sharded=sharded):
             return f"its {name} is a DTensor; FP8 does not run under tensor parallelism yet"
     if isinstance(layer, nn.MultiheadAttention):
@@ -404,6 +415,9 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
         return None
     if "forward" in vars(layer):
         return "forward was replaced on the layer itself"
+    if kind is not None:
+        dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
+        return f"its weights are {dtypes.pop()}" if dtypes else kind.obstacle(layer)
     if type(layer).forward is not known_linear(type(layer)).forward and not told:
         return f"{type(layer).__name__} has a forward of its own; name it in overrides to convert"
     dtype = layer.weight.dtype
@@ -415,8 +429,12 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
 def _set_recipe(plan: _LayerPlan) -> None:
     layer: Any = plan.layer  # its class changes below
     if plan.recipe is not None and not isinstance(layer, _CONVERTED):
-        layer.__class__ = _class_of(layer, _float8_class)
-        layer._fp8 = Precision(key=f"name {plan.name}")
+        kind, key = experts_class(layer), f"name {plan.name}"
+        layer.__class__ = _class_of(layer, functools.partial(_float8_class, kind=kind))
+        if kind is None:
+            layer._fp8 = Precision(key=key)
+        else:
+            layer._set_up_precisions(kind.shapes(layer)[0][0], key)
         place_precisions(layer)
     for part, precision in precisions(layer):
         precision.recipe, precision.pinned = plan.recipe, plan.pinned
@@ -431,7 +449,11 @@ def _recasts(plans: Sequence[_LayerPlan]) -> list[str]:
             continue
         spec = recipe.linear.w
         spec = spec.transpose() if isinstance(layer, OtherLinear) else spec
-        found = [recast(p, spec) for p in layer._parameters.values() if p is not None]
+        found = [
+            recast(p, spec if p.ndim < 3 else spec_of_experts(spec))
+            for p in layer._parameters.values()
+            if p is not None
+        ]
         lines += [f"  {name or '(model)'}: its weight is {text}" for text in found if text]
     return lines
 
@@ -466,41 +488,47 @@ _CLASSES: dict[type, type] = {nn.Linear: Linear}
 """The FP8 class of each class of linear layer met so far."""
 
 
-def _float8_class(original: type) -> type:
+def _float8_class(original: type, kind: type[OtherExperts] | None = None) -> type:
+    """The FP8 class of a class of linear layers, or of experts of a kind."""
     if original not in _CLASSES:
         known = known_linear(original)
-        float8: Any = Linear if known is nn.Linear else load_float8_class(known)
+        float8: Any = kind or (Linear if known is nn.Linear else load_float8_class(known))
         if original is not known:
             # Everything but forward is the original's; the FP8 class comes after it.
-            namespace = {
+            namespace: dict[str, Any] = {
                 "__module__": original.__module__,
                 "__qualname__": original.__qualname__,
-                "__reduce_ex__": functools.partialmethod(_reduce, original),
+                "__reduce_ex__": functools.partialmethod(_reduce, original, kind),
                 "forward": float8.forward,
             }
+            if kind is not None:
+                namespace["original"] = original
+                namespace.update((name, getattr(kind, name)) for name in kind.replaces)
             float8 = type(original.__name__, (original, float8), namespace)
         _CLASSES[original] = float8
     return _CLASSES[original]
 
 
-def _reduce(layer: nn.Module, original: Any, protocol: Any) -> Any:
+def _reduce(layer: nn.Module, original: Any, kind: Any, protocol: Any) -> Any:
     """Have copy and pickle rebuild a layer whose class has the original's name, but is not it."""
     reduced = original.__reduce_ex__(layer, protocol)
     if reduced[:2] != (copyreg.__newobj__, (_CLASSES[original],)):  # type: ignore[attr-defined]
         return reduced  # the original has a way of its own
-    return _new_layer, (original,), *reduced[2:]
+    return _new_layer, (original, kind), *reduced[2:]
 
 
-def _new_layer(original: type) -> Any:
+def _new_layer(original: type, kind: type[OtherExperts] | None = None) -> Any:
     """A layer of the FP8 class of ``original`` without attributes; pickle names the function."""
-    cls: Any = _float8_class(original)
+    cls: Any = _float8_class(original, kind)
     return cls.__new__(cls)
 
 
 def _plain_class(converted: type) -> type:
     # A layer that was unpickled may have an FP8 class that nothing has asked for yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
-    default = converted.original if issubclass(converted, OtherLinear) else converted
+    other = issubclass(converted, (OtherLinear, OtherExperts))
+    library: Any = converted
+    default: type = library.original if other else converted
     return originals.get(converted, default)
 
 
@@ -558,6 +586,7 @@ class _CallRegion:
 
     def __init__(self, recipes: tuple[Recipe, ...]) -> None:
         self._open: Region | None = None
+        self._outer: Any = None  # the settings around the open region
         self._finished = False
         self._prepared = False
         self.recipes = recipes  # delayed ones of the model's layers
@@ -575,13 +604,14 @@ class _CallRegion:
                     precision.prepare(next((p.device for p in layer.parameters()), home))
 
     def before(self, model: nn.Module, args: Any) -> None:
-        if not model.training or STATE.autocast.enabled is False or in_backward():
+        outer = STATE.autocast
+        if not model.training or outer.enabled is False or in_backward():
             return
-        if self._open is None and STATE.autocast.region is None:
-            self._open = Region()
-            STATE.autocast = STATE.autocast.inside(self._open)
-            self._finished = False
-        region = STATE.autocast.region
+        region = outer.region
+        if self._open is None and region is None:
+            region = self._open = Region(silent=False)
+            self._outer, self._finished = outer, False
+            STATE.autocast = outer.inside(region)
         assert region is not None, "opened above or before"
         if not torch.compiler.is_compiling() and not self._prepared:
             self._prepared = True
@@ -589,7 +619,7 @@ class _CallRegion:
             # In an enclosing region other ranks may not call this model at all.
             region.first = self._open is not None
         for recipe in self.recipes:
-            region.expect(recipe, STATE.autocast.group, calibrating=STATE.autocast.calibrating)
+            region.expect(recipe, outer.group, calibrating=outer.calibrating)
 
     def finished(self, model: nn.Module, args: Any, output: Any) -> None:
         self._finished = True
@@ -598,8 +628,7 @@ class _CallRegion:
         region = self._open
         if region is None or STATE.autocast.region is not region:
             return
-        self._open = None
-        STATE.autocast = STATE.autocast.inside(None)
+        STATE.autocast, self._open = self._outer, None
         if torch.compiler.is_compiling():
             region.close()
         else:
@@ -650,7 +679,7 @@ def to_high_precision(model: _Model) -> _Model:
     <class 'torch.nn.modules.linear.Linear'>
     """
     check_module("model", model)
-    layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear))]
+    layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear, OtherExperts))]
     for layer in layers:
         if isinstance(layer, Linear) and (layer.return_bias or layer._split is not None):
             raise NotImplementedError(
@@ -660,12 +689,13 @@ def to_high_precision(model: _Model) -> _Model:
     for module in model.modules():
         if isinstance(module, _CONVERTED):
             _dequantize_parameters(module)
-        if isinstance(module, (FusedModule, DotProductAttention)):
+        if isinstance(module, (FusedModule, GroupedLinear, ExpertMLP, DotProductAttention)):
             for _, precision in precisions(module):
                 precision.recipe, precision.pinned = None, False
     for layer in layers:
         layer.__class__ = _class_of(layer, _plain_class)
-        del layer._fp8
+        for name in [name for name, value in vars(layer).items() if isinstance(value, Precision)]:
+            delattr(layer, name)
     for module in model.modules():
         remove_hooks(module, (_CallRegion, FirstCall))
         _run_layers_of_encoder(module)

@@ -33,7 +33,7 @@ _HIGH_PRECISION = _overloads(
     "_grouped_mm",
 )  # fmt: skip
 _SCALED = _overloads("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
-_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default,))
+_FP8 = frozenset((torch.ops.float8lab.scaled_mm.default, torch.ops.float8lab.grouped_mm.default))
 GEMM_OPS = _HIGH_PRECISION | _SCALED | _FP8
 """The overloads that count as a matrix product."""
 
@@ -186,5 +186,7 @@ class _CountingMode(TorchDispatchMode):
 def _runs_in_fp8(op: Any, args: Any) -> bool:
     if op in _FP8:
         a, b = args[0], args[3]
-        return may_multiply(args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype)
+        return args[1] is not None and may_multiply(
+            args[2], args[5], a.device, a_dtype=a.dtype, b_dtype=b.dtype
+        )
     return op in _SCALED and all(x.dtype in (E4M3, E5M2) for x in args[:2])

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from float8lab.nn.handles import owner_of
 from float8lab.nn.precision import Call
-from float8lab.ops import Source, cast_op, prologue_shape, round_up
+from float8lab.ops import Groups, Source, cast_groups_op, cast_op, prologue_shape, round_up
 from float8lab.ops.declare import declare
+from float8lab.ops.grouped import outputs_of_groups
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import STATE, come_after_in_graph
@@ -42,12 +43,14 @@ def cast_in_graph(
     straight: bool = True,
     transposed: bool = False,
     column_sum: bool = False,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """FP8 data of a matrix, its scale and encode factor, FP8 data of the transpose, column sums.
 
     What is not wanted is empty. ``matrix`` is a prologue, its inputs and the dtype of its values.
+    ``offs`` are the ends of its groups, if its rows are in some; a batch is cast as one of them.
     """
-    wanted = (fp8_dtype, align, straight, transposed, column_sum)
+    wanted = (fp8_dtype, align, straight, transposed, column_sum, offs)
     q, factors, q_t, total = _cast_op(*matrix, *_identified(index, call), *wanted)
     _end_after(factors, index, call)
     return q, factors[:1], factors[1:], q_t, total
@@ -93,9 +96,18 @@ def _cast(
     straight: bool,
     transposed: bool,
     column_sum: bool,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    x = Source(prologue, inputs, dtype) if prologue else inputs[0]
     found = recipe_numbered(recipe), group_named(group)
+    if offs is not None or inputs[0].ndim == 3:
+        groups = Groups(prologue, inputs, dtype, offs)
+        factors, slot = owner_of(handle).scale_in_graph(*found, index, record, groups)
+        q, _, _, q_t, _, total = cast_groups_op(
+            *(*groups, fp8_dtype, (-1, -1), "encode", 0.0),
+            *(straight, transposed, column_sum, factors.encode, slot),
+        )
+        return q, factors.pair, q_t, total
+    x = Source(prologue, inputs, dtype) if prologue else inputs[0]
     factors, slot = owner_of(handle).scale_in_graph(*found, index, record, x)
     q, _, _, q_t, _, total = cast_op(
         *(prologue, inputs, dtype, fp8_dtype, (-1, -1), "encode", 0.0),
@@ -105,6 +117,11 @@ def _cast(
 
 
 def _outputs(of: Any) -> tuple[Tensor | None, ...]:
+    if of.offs is not None or of.inputs[0].ndim == 3:
+        of.block, of.rule = (-1, -1), "encode"
+        q, _, _, q_t, _, total = outputs_of_groups(of)
+        pair = (2,) if of.offs is not None else (2, of.inputs[0].shape[0])
+        return q, of.inputs[0].new_empty(pair, dtype=torch.float32), q_t, total
     x, (M, K) = of.inputs[0], prologue_shape(of.prologue, of.inputs)
     rows, columns = round_up(M, of.align), round_up(K, of.align)
     q = x.new_empty((rows, columns), dtype=of.fp8_dtype) if of.straight else None

@@ -34,8 +34,10 @@ __all__ = [
     "Linear",
     "default_device",
     "initialise",
+    "keep_initial_value",
     "materialize",
     "moved_in_place",
+    "normal_init",
     "reset_children",
     "sizes_of_split",
     "store_in_fp8",
@@ -60,10 +62,11 @@ def _default_device_was_set() -> bool:
 
 
 def stored_for(weight: Tensor, recipe: Recipe) -> Float8Tensor:
-    """Quantize a weight as the forward of a recipe takes it, without gradient."""
+    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient."""
     spec = recipe.linear.w
     return quantize(
-        weight.detach(), spec.fp8_dtype, block=spec.block, scale_rule=spec.scale_rule,
+        weight.detach(), spec.fp8_dtype, block=(1,) * (weight.ndim - 2) + spec.block,
+        scale_rule=spec.scale_rule,
         amax_epsilon=recipe.linear.amax_epsilon,
     )  # fmt: skip
 
@@ -80,7 +83,7 @@ def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
         value = getattr(module, name).detach()
         parameter = nn.Parameter(stored_for(value, init.recipe))
         if init.preserve_high_precision_init_val:
-            _keep_initial_value(parameter, value)
+            keep_initial_value(parameter, value)
         setattr(module, name, parameter)
     return init.preserve_high_precision_init_val
 
@@ -110,13 +113,13 @@ def initialise(
             for weight, part in zip(weights, whole.split(sizes), strict=True):
                 weight.copy_(part)
                 if keep:
-                    _keep_initial_value(weight, part.clone())
+                    keep_initial_value(weight, part.clone())
         for prefix in prefixes:
             if getattr(module, f"{prefix}bias") is not None:
                 nn.init.zeros_(getattr(module, f"{prefix}bias"))
 
 
-def _keep_initial_value(parameter: Any, value: Tensor) -> None:
+def keep_initial_value(parameter: Any, value: Tensor) -> None:
     """Keep ``value`` for ``get_high_precision_init_val``; nothing yet on the meta device."""
     if isinstance(parameter, Float8Tensor):
         parameter._high_precision_init_val = None if value.is_meta else value.detach().cpu()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
-from float8lab.ops import Source, as_matrix
+from float8lab.ops import Groups, Source, as_matrix
 from float8lab.recipes.delayed import DelayedSlots, Factors, Known
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.recording import Recording
@@ -111,7 +111,7 @@ class Call:
             return False
         return not self.slots.seeded[index]
 
-    def scale(self, index: int, x: Tensor | Source) -> Known:
+    def scale(self, index: int, x: Tensor | Source | Groups) -> Known:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
         found = self.known[index]
         if found is None:
@@ -145,7 +145,10 @@ class Precision:
         pinned: ``recipe`` wins over an enclosing autocast; pinned None means high precision.
         name: qualified name, where known.
         fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
+        experts: how many weights the module has, each with a delayed scale of its own.
     """
+
+    experts = 1
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class Precision:
         slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
         return {
             "recipe": self.recipe, "pinned": self.pinned, "name": self.name, "slots": slots,
-            "fp8_all_gather": self.fp8_all_gather, "key": self.key,
+            "fp8_all_gather": self.fp8_all_gather, "key": self.key, "experts": self.experts,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,11 +185,12 @@ class Precision:
             state["recipe"], pinned=state["pinned"], name=state["name"], key=state["key"]
         )
         self.fp8_all_gather = state["fp8_all_gather"]
+        self.experts = state.get("experts", 1)
         self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         copy = type(self)(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
-        copy.fp8_all_gather = self.fp8_all_gather
+        copy.fp8_all_gather, copy.experts = self.fp8_all_gather, self.experts
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
         copy._place(self.handle.device)
         memo[id(self)] = copy
@@ -297,10 +301,10 @@ class Precision:
         )  # fmt: skip
 
     def scale_in_graph(
-        self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source
+        self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source | Groups
     ) -> tuple[Factors, Tensor | None]:
         """When a compiled graph casts ``x``: factors of the graph's own, and the amax slot."""
-        inner = x.inputs[0] if isinstance(x, Source) else x
+        inner = x if isinstance(x, Tensor) else x.inputs[0]
         slots = self._slots(recipe, inner.device, group)
         slots.pack.keeps_previous = True
         if slots.pack.is_recorded():
@@ -351,13 +355,13 @@ class Precision:
             first_microbatch=first_microbatch, fused_weight=fused_weight,
         )  # fmt: skip
 
-    def calibrate(self, x: Tensor, weight: Tensor) -> None:
+    def calibrate(self, x: Tensor | Groups, weight: Tensor | Groups) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
         if STATE.autocast.calibrating:
             self._calibrate(x, weight)
 
     @torch._disable_dynamo  # a graph cannot hold it
-    def _calibrate(self, x: Tensor, weight: Tensor) -> None:
+    def _calibrate(self, x: Tensor | Groups, weight: Tensor | Groups) -> None:
         if STATE.autocast.enabled or in_backward():
             return
         recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
@@ -365,9 +369,9 @@ class Precision:
             recipe = self.recipe or recipe
         if not recipe.linear.delayed or x.dtype not in HIGH_PRECISION_DTYPES:
             return
-        slots = self._slots(recipe, x.device)
-        slots.observe(X, as_matrix(x.detach()))
-        slots.observe(W, weight.detach())
+        slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device)
+        slots.observe(X, as_matrix(x.detach()) if isinstance(x, Tensor) else x)
+        slots.observe(W, weight.detach() if isinstance(weight, Tensor) else weight)
         if STATE.autocast.region is not None:
             STATE.autocast.region.packs[slots.pack] = None
 
@@ -418,6 +422,7 @@ class Precision:
                 forward=forward,
                 device=device,
                 key=self.key,
+                widths=() if self.experts == 1 else (1, self.experts, 1),
             )
             self.slots[key] = slots
         elif slots.pack.scale.device != device:

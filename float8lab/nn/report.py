@@ -21,8 +21,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from float8lab.arguments import check_module
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
+from float8lab.nn.expert_mlp import ExpertMLP
 from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
+from float8lab.nn.other_experts import experts_class
 from float8lab.nn.other_linear import known_linear, sizes
 from float8lab.nn.precision import precisions
 from float8lab.ops.gemm import may_multiply
@@ -41,6 +44,7 @@ __all__ = [
     "own_matrices",
     "remember_conversion",
     "shape_of",
+    "shapes_of",
     "was_converted",
 ]
 
@@ -234,7 +238,12 @@ def was_converted(model: nn.Module) -> bool:
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that multiply by a matrix of parameters, and their names."""
     for name, module in model.named_modules():
-        if known_linear(type(module)) or isinstance(module, FusedModule) or own_matrices(module):
+        if (
+            known_linear(type(module))
+            or isinstance(module, _OWN)
+            or experts_class(module)
+            or own_matrices(module)
+        ):
             yield name, module
 
 
@@ -257,15 +266,28 @@ def _report(name: str, layer: nn.Module) -> LayerReport:
 
 def shape_of(layer: nn.Module) -> tuple[int, ...]:
     """The sizes of the (first) matrix that a candidate multiplies by."""
+    return shapes_of(layer)[0]
+
+
+def shapes_of(layer: Any) -> list[tuple[int, ...]]:
+    """The sizes of the matrices that a candidate multiplies by; of experts their number first."""
     if names := own_matrices(layer):
-        return tuple(layer.get_parameter(names[0]).shape)
-    return tuple(layer.fc1_weight.shape if isinstance(layer, LayerNormMLP) else sizes(layer))
+        return [tuple(layer.get_parameter(name).shape) for name in names]
+    if isinstance(layer, (LayerNormMLP, ExpertMLP)):
+        return [tuple(layer.fc1_weight.shape), tuple(layer.fc2_weight.shape)]
+    if isinstance(layer, GroupedLinear):
+        return [(layer.num_gemms, layer.out_features, layer.in_features)]
+    kind = experts_class(layer)
+    return [sizes(layer)] if kind is None else kind.shapes(layer)
 
 
 def _size(parameter: Tensor) -> int:
     """Number of elements; 0 for a lazy layer's parameter that has no shape yet."""
     return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel()
 
+
+_OWN = (FusedModule, GroupedLinear, ExpertMLP)
+"""Modules of this library that have no class of torch's."""
 
 _NO_MATRICES = (
     nn.Embedding,
@@ -285,7 +307,8 @@ def own_matrices(module: nn.Module) -> list[str]:
     two that are called a weight, as a router's is or those of torch.nn.MultiheadAttention. Tables
     of positions have other names and sizes.
     """
-    if known_linear(type(module)) is not None or isinstance(module, (FusedModule, *_NO_MATRICES)):
+    known = known_linear(type(module)) is not None or isinstance(module, (*_OWN, *_NO_MATRICES))
+    if known or experts_class(module):
         return []
     return [
         name

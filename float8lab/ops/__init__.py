@@ -21,7 +21,9 @@ from float8lab.ops.cast import (
 )
 from float8lab.ops.declare import announce_flops, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
+from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
     ACTIVATIONS,
     as_matrix,
@@ -32,15 +34,19 @@ from float8lab.ops.reference import (
     scale_from_amax,
 )
 from float8lab.ops.rotary import rotate_op
+from float8lab.ops.router import SCORE_FUNCTIONS, route_backward_op, route_op
 from float8lab.ops.scaling import NO_DATA, update_scales_op
 
 __all__ = [
     "ACTIVATIONS",
     "LARGEST_HEAD",
     "NO_DATA",
+    "SCORE_FUNCTIONS",
+    "Groups",
     "Source",
     "amax_op",
     "as_matrix",
+    "cast_groups_op",
     "cast_many_op",
     "cast_op",
     "compute_intensive_ops",
@@ -49,14 +55,20 @@ __all__ = [
     "factors_from_amax",
     "fp8_attention_backward_op",
     "fp8_attention_op",
+    "gather_rows_op",
+    "grouped_mm_op",
     "has_fp8_attention",
     "norm_backward_op",
     "norm_op",
     "prologue_shape",
     "rotate_op",
     "round_up",
+    "route_backward_op",
+    "route_op",
+    "row_map_op",
     "scale_from_amax",
     "scaled_mm_op",
+    "scatter_rows_op",
     "transpose_op",
     "update_scales_op",
     "value_of_op",

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from float8lab.ops import (
     NO_DATA,
+    Groups,
     Source,
     amax_op,
     encode_from_amax,
@@ -47,7 +48,7 @@ _ROWS = ("scale", "encode")
 
 
 class Factors(NamedTuple):
-    """By which a tensor is decoded, and encoded: each of shape [1]."""
+    """By which a tensor is decoded, and encoded: each of shape [1], or of the slots' width."""
 
     scale: Tensor
     encode: Tensor
@@ -56,8 +57,10 @@ class Factors(NamedTuple):
 
     @staticmethod
     def of(pair: Tensor) -> Factors:
-        """The two of a tensor ``[2]`` that nothing else has."""
-        return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
+        """The two of a tensor ``[2]``, or ``[2, width]``, that nothing else has."""
+        if pair.ndim == 1:
+            return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
+        return Factors(pair[0], pair[1], pair)
 
 
 Known = tuple[Factors, Tensor | None]
@@ -123,7 +126,7 @@ class ScalePack:
                 # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
                 copy = self._copy
                 if copy is None:
-                    copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
+                    copy = self._copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
                 self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
         return self._live
 
@@ -137,8 +140,15 @@ class ScalePack:
         """The modules' parts of the pack that still exist, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
-    def set_factors(self, slot: int, factors: Tensor) -> None:
-        """Give one slot factors, ``[2]``, from outside its history."""
+    def live_some(self, slots: slice) -> Factors:
+        """The factors of slots in a row, unchanged by later updates."""
+        if self.live() is None:
+            return Factors.of(self.factors[:, slots].clone())
+        assert self._copy is not None, "made by live()"
+        return Factors(*self._copy.view(-1, 2, 4)[slots, :, 0].unbind(1))
+
+    def set_factors(self, slot: int | slice, factors: Tensor) -> None:
+        """Give a slot factors, ``[2]``, from outside its history; some in a row, ``[2, width]``."""
         self.factors[:, slot].copy_(factors)
         self.seeded[slot].fill_(True)
         self.forget_live()
@@ -202,7 +212,7 @@ class ScalePack:
         """Forget what gradients, or forward tensors, recorded since the last update."""
         self.amax.masked_fill_(~self.forward if gradients else self.forward, NO_DATA)
         sown, self.sown = self.sown, []
-        columns = []
+        columns: list[int] = []
         for reference, index in sown:
             slots = reference()
             if slots is None or slots.pack is not self:
@@ -211,7 +221,7 @@ class ScalePack:
                 self.sown.append((reference, index))
                 continue
             slots.seeded[index] = False
-            columns.append(slots.start + index)
+            columns += slots.columns_of(index)
         if columns:
             self.seeded[columns] = False
             # Other ranks' amaxes may have made a scale before, which was kept.
@@ -281,9 +291,15 @@ def _lasting(device: torch.device) -> Iterator[None]:
 
 
 class DelayedSlots:
-    """The slots of one module under one recipe: consecutive columns of a pack."""
+    """The slots of one module under one recipe: consecutive columns of a pack.
 
-    __slots__ = ("__weakref__", "forward", "fp8_dtypes", "key", "pack", "seeded", "start")
+    A tensor has one, or as many in a row as it has parts with a scale each: its width.
+    """
+
+    __slots__ = (
+        *("__weakref__", "first", "forward", "fp8_dtypes", "key", "pack", "seeded", "start"),
+        "widths",
+    )
 
     def __init__(
         self,
@@ -294,13 +310,15 @@ class DelayedSlots:
         forward: Sequence[bool],
         device: torch.device,
         key: str = "",
+        widths: Sequence[int] = (),
     ) -> None:
         self.key = key  # names the module to other ranks
-        count = len(fp8_dtypes)
-        limits = [torch.finfo(dtype).max for dtype in fp8_dtypes]
         self.fp8_dtypes, self.forward = tuple(fp8_dtypes), tuple(forward)
+        self._lay_out(tuple(widths) or (1,) * len(fp8_dtypes))
+        count = sum(self.widths)
+        limits = self._by_column([torch.finfo(dtype).max for dtype in fp8_dtypes])
         # What is known of the pack's ``seeded`` without asking the device.
-        self.seeded = [False] * count
+        self.seeded = [False] * len(fp8_dtypes)
         with _lasting(device):
             tensors = {
                 "history": torch.zeros(
@@ -312,7 +330,7 @@ class DelayedSlots:
                 "seeded": torch.zeros(count, dtype=torch.bool, device=device),
                 "steps": torch.zeros(count, dtype=torch.int32, device=device),
                 "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
-                "forward": torch.tensor(forward, device=device),
+                "forward": torch.tensor(self._by_column(forward), device=device),
             }
             self._adopt(ScalePack(recipe, group, tensors), 0)
 
@@ -320,10 +338,27 @@ class DelayedSlots:
         self.pack, self.start = pack, start
         pack.members.append(weakref.ref(self))
 
+    def _lay_out(self, widths: tuple[int, ...]) -> None:
+        self.widths = widths
+        self.first = tuple(sum(widths[:index]) for index in range(len(widths)))
+
+    def _by_column(self, values: Sequence[Any]) -> list[Any]:
+        return [one for one, width in zip(values, self.widths, strict=True) for _ in range(width)]
+
+    def columns_of(self, index: int) -> range:
+        """The columns of the pack that a tensor has."""
+        first = self.start + self.first[index]
+        return range(first, first + self.widths[index])
+
+    def _slot(self, index: int) -> int | slice:
+        """A tensor's columns as an index of the pack's tensors."""
+        columns = self.columns_of(index)
+        return columns.start if len(columns) == 1 else slice(columns.start, columns.stop)
+
     def tensors(self) -> dict[str, Tensor]:
         """This module's columns of the pack (views), and of the rows of ``factors``."""
         self.pack.settle()
-        columns = slice(self.start, self.start + len(self.fp8_dtypes))
+        columns = slice(self.start, self.start + sum(self.widths))
         return {name: getattr(self.pack, name)[..., columns] for name in (*_TENSORS, *_ROWS)}
 
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -333,7 +368,8 @@ class DelayedSlots:
             mine[name].copy_(value)
         if "scale" in values and "encode" not in values:
             mine["encode"].copy_(1.0 / mine["scale"])
-        self.seeded = mine["seeded"].tolist()
+        of_columns = mine["seeded"].split(self.widths)
+        self.seeded = [bool(part.all()) for part in of_columns]
         self._reap()
 
     def clear(self) -> None:
@@ -349,7 +385,7 @@ class DelayedSlots:
 
     def _sow(self, index: int, factors: Tensor) -> None:
         """Give a slot its first factors."""
-        self.pack.set_factors(self.start + index, factors)
+        self.pack.set_factors(self._slot(index), factors)
         self.pack.sown.append((weakref.ref(self), index))
         self.seeded[index] = True
 
@@ -366,7 +402,7 @@ class DelayedSlots:
         if pack.factors.is_meta:
             fresh = DelayedSlots(
                 pack.recipe, pack.group, fp8_dtypes=self.fp8_dtypes, forward=self.forward,
-                device=device,
+                device=device, widths=self.widths,
             )  # fmt: skip
             self.seeded = fresh.seeded
             self._adopt(ScalePack(pack.recipe, pack.group, fresh.tensors()), 0)
@@ -382,6 +418,7 @@ class DelayedSlots:
             "forward": self.forward,
             "key": self.key,
             "seeded": list(self.seeded),
+            "widths": self.widths,
             "tensors": {name: t.clone() for name, t in self.tensors().items() if name in _TENSORS},
         }
 
@@ -389,6 +426,7 @@ class DelayedSlots:
         self.fp8_dtypes, self.forward = state["fp8_dtypes"], state["forward"]
         self.key = state["key"]
         self.seeded = state["seeded"]
+        self._lay_out(state.get("widths") or (1,) * len(self.seeded))
         tensors = state["tensors"]
         with _lasting(tensors["factors"].device):
             if tensors["factors"].is_inference():
@@ -404,29 +442,37 @@ class DelayedSlots:
 
     def known(self, *, record: bool) -> list[Known | None]:
         """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
-        pack, found = self.pack, []
+        pack, found, slot = self.pack, [], self.start
         live = pack.live()
-        for index, slot in enumerate(range(self.start, self.start + len(self.forward))):
+        for forward, seeded, width in zip(self.forward, self.seeded, self.widths, strict=True):
             one: Known | None = None
-            if self.forward[index] and self.seeded[index]:
-                if live is None:
-                    factors = Factors.of(pack.factors[:, slot].clone())
+            if forward and seeded:
+                if width > 1:
+                    part = slice(slot, slot + width)
+                    one = pack.live_some(part), pack.amax[part] if record else None
                 else:
-                    factors = Factors(live[2 * slot], live[2 * slot + 1])
-                one = factors, pack.amaxes[slot] if record else None
+                    if live is None:
+                        factors = Factors.of(pack.factors[:, slot].clone())
+                    else:
+                        factors = Factors(live[2 * slot], live[2 * slot + 1])
+                    one = factors, pack.amaxes[slot] if record else None
             found.append(one)
+            slot += width
         return found
 
     def scale_for(
-        self, index: int, x: Tensor | Source, *, record: bool, shared: bool = True
+        self, index: int, x: Tensor | Source | Groups, *, record: bool, shared: bool = True
     ) -> Known:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
-        slot = self.start + index
+        slot: Any = self.start + self.first[index]
+        width = self.widths[index]
+        if width > 1:
+            slot = slice(slot, slot + width)
         if record and not self.forward[index]:
             self.pack.await_backward()
         if not self.seeded[index]:
             # Without history there is no scale yet: this tensor's own is used, and kept if it may.
-            first = x.inputs[0] if isinstance(x, Source) else x
+            first = x if isinstance(x, Tensor) else x.inputs[0]
             # A source is looked at for its values, unless it is empty.
             own = self._own_factors(index, x if first.numel() else first)
             # Not if another rank has used this module before: then its amaxes have made a scale;
@@ -441,31 +487,38 @@ class DelayedSlots:
         live = pack.live() if shared else None
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
+        elif width > 1:
+            factors = pack.live_some(slot)
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
-        return factors, pack.amaxes[slot] if record else None
+        return factors, (pack.amax if width > 1 else pack.amaxes)[slot] if record else None
 
     def scale_again(self, index: int) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""
         factors = self.pack.previous if self.pack.advanced else self.pack.factors
-        return Factors.of(factors[:, self.start + index].clone())
+        return Factors.of(factors[:, self._slot(index)].clone())
 
-    def observe(self, index: int, x: Tensor) -> None:
+    def observe(self, index: int, x: Tensor | Groups) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""
-        if x.numel() == 0:
+        if (x if isinstance(x, Tensor) else x.inputs[0]).numel() == 0:
             return
         if not self.seeded[index]:
             self._sow(index, self._own_factors(index, x))
-        slot = self.pack.amaxes[self.start + index]
-        slot.copy_(torch.maximum(slot, amax_op("", (x,), x.dtype).view(())))
+        slot = self.pack.amax[self._slot(index)]
+        slot.copy_(torch.maximum(slot, _own_amax(x).view(slot.shape)))
 
-    def _own_factors(self, index: int, x: Tensor | Source) -> Tensor:
+    def _own_factors(self, index: int, x: Tensor | Source | Groups) -> Tensor:
         recipe = self.pack.recipe
         rule = "pow2" if recipe.power_of_2_scale else "fp32"
-        amax = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
-        scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
+        scale, encode = factors_from_amax(_own_amax(x), self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
-        return torch.cat((scale.view(1) * margin, encode.view(1) / margin))
+        both = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))
+        return both if self.widths[index] > 1 else both.view(2)
+
+
+def _own_amax(x: Tensor | Source | Groups) -> Tensor:
+    found: Tensor = amax_op("", (x,), x.dtype) if isinstance(x, Tensor) else x.amax()
+    return found
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
@@ -490,5 +543,5 @@ def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     start = 0
     for member in members:
         member._adopt(merged, start)
-        start += len(member.fp8_dtypes)
+        start += sum(member.widths)
     return merged

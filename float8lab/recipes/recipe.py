@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from float8lab.arguments import check_instance
-from float8lab.formats import Float8Spec, largest
+from float8lab.formats import Float4Spec, Float8Spec, largest
 
 __all__ = [
     "DelayedScaling",
@@ -67,6 +67,9 @@ class GemmPlan(NamedTuple):
     right: Float8Spec
     fast_accum: bool
     """Let the tensor cores accumulate with fewer bits."""
+
+
+_SIDES = ("left", "right")
 
 
 class LinearPlan(NamedTuple):
@@ -121,6 +124,8 @@ class Recipe:
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
                 self._require(isinstance(value, bool), field.name, "a bool")
+        if isinstance(self.fp8_format, Float4Spec):
+            raise _packed("fp8_format", self.fp8_format)
         self._require(isinstance(self.fp8_format, Format), "fp8_format", "a recipes.Format")
         self._check()
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
@@ -133,7 +138,14 @@ class Recipe:
         object.__setattr__(self, "_repr", f"{type(self).__name__}({', '.join(shown)})")
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
-        object.__setattr__(self, "linear", self._plan())
+        plan = self._plan()
+        casts = {"x": plan.x, "w": plan.w, "dy": plan.dy}
+        for gemm, found in plan.gemms().items():
+            casts |= {} if found is None else {f"{gemm}'s {s}": getattr(found, s) for s in _SIDES}
+        for operand, spec in casts.items():
+            if isinstance(spec, Float4Spec):
+                raise _packed(f"the cast of {operand}", spec)
+        object.__setattr__(self, "linear", plan)
         object.__setattr__(self, "number", self._numbers.setdefault(self, len(self._numbers)))
 
     # Set once on each instance by __post_init__. Declared as ClassVar to keep them from being
@@ -201,7 +213,17 @@ class Recipe:
 
 def check_recipe(name: str, value: Any) -> None:
     """Raise unless ``value`` is a recipe or None."""
+    if isinstance(value, Float4Spec):
+        raise _packed(name, value)
     check_instance(name, value, Recipe, "one of float8lab.recipes", optional=True)
+
+
+def _packed(name: str, spec: Float4Spec) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} must be made of formats that GEMMs take; got {spec.describe()}, for which there "
+        "is no kernel yet. Choose an FP8 recipe; a frozen weight stored in 4 bits is dequantized "
+        "and multiplied in high precision."
+    )
 
 
 def recipe_numbered(number: int) -> Recipe:

@@ -169,13 +169,13 @@ class Region:
 
     __slots__ = ("first", "fp8_calls", "groups", "packs", "silent", "training")
 
-    def __init__(self) -> None:
+    def __init__(self, silent: bool | None = None) -> None:
         self.packs: dict[ScalePack, None] = {}
         self.first = False  # on every rank this region is the first with certain modules
         self.groups: dict[Any, None] = {}  # over which amaxes are reduced, used here or not
         self.fp8_calls = 0
         # Recomputation in backward re-enters user code, autocast included; nothing advances then.
-        self.silent = in_backward()
+        self.silent = in_backward() if silent is None else silent
         self.training = torch.is_grad_enabled()
 
     def expect(self, recipe: Recipe | None, group: Any, *, calibrating: bool) -> None:

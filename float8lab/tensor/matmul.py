@@ -1,4 +1,5 @@
-"""Handlers of matrix products: FP8 GEMMs where the scales permit.  B, M, N, K as in ``ops.gemm``.
+"""Handlers of matrix products: FP8 GEMMs where the scales permit.  B, M, N, K as in ``ops.gemm``,
+and E experts.
 
 A GEMM contracts K, so no scale may change along it except blockwise: each operand must be scaled
 in whole rows of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is quantized
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8lab.formats import HIGH_PRECISION_DTYPES, product_of
-from float8lab.ops import cast_op, scaled_mm_op, transpose_op
+from float8lab.ops import cast_groups_op, cast_op, grouped_mm_op, scaled_mm_op, transpose_op
 from float8lab.tensor.blocks import quantize_blocks, refine_scale
 from float8lab.tensor.dispatch import implements, implements_whole, run_fallback
 from float8lab.tensor.float8_tensor import PLAIN, Float8Tensor
@@ -162,3 +163,35 @@ def _baddbmm(op: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 
     if out is None:
         return run_fallback(Float8Tensor, op, (bias, a, b), {"beta": beta, "alpha": alpha})
     return torch.add(alpha * out, bias, alpha=beta) if beta else alpha * out
+
+
+def _groups(a: Any, b: Any, offs: Tensor) -> Tensor | None:
+    """``a @ b[e]`` for the rows of each expert, in FP8, or None if that cannot be."""
+    blocks = _gemm_blocks(a, b, True)
+    if blocks is None:
+        return None
+    right = _matrices(b, blocks[1], a, True)
+    if isinstance(a, Float8Tensor):
+        left = _rows_by_k(a, blocks[0], b, False)
+    else:
+        spec = b.spec
+        q, scale, *_ = cast_groups_op(
+            "", (a,), a.dtype, offs, spec.fp8_dtype, blocks[0], spec.scale_rule
+        )
+        left = q[:, : a.shape[1]], scale, blocks[0]
+    out: Tensor = grouped_mm_op(*left, *right, None, offs, a.dtype, False)
+    return out
+
+
+if hasattr(aten, "_grouped_mm"):  # not every torch has it
+
+    @implements(aten._grouped_mm.default)
+    def _grouped_mm(
+        op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    ) -> Any:
+        by_rows = (a.ndim, b.ndim) == (2, 3) and offs is not None and bias is None
+        out = _groups(a, b, offs) if by_rows and out_dtype in (None, a.dtype) else None
+        if out is None:
+            kwargs = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
+            return run_fallback(Float8Tensor, op, (a, b), kwargs)
+        return out

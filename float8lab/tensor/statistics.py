@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor
-from float8lab.formats import E4M3, Float8Spec, largest
+from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Float4Spec, Float8Spec, largest
 from float8lab.tensor.blocks import by_block, expand_scale
 
 __all__ = [
@@ -145,14 +145,14 @@ class TensorStats(_Shares[float]):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    spec: Float8Spec
+    spec: Float8Spec | Float4Spec
     amax: float
     """Largest of the amaxes of the blocks, from before quantization."""
     scale_min: float
     """Smallest scale; NaN if there are no blocks."""
     scale_max: float
     codes: tuple[int, ...]
-    """How many elements have each of the 256 codes."""
+    """How many elements have each of the 256 codes, or 16 of packed 4 bits."""
     comparison: Comparison | None = None
     """The comparison with the original, if one was given."""
 
@@ -166,7 +166,7 @@ class TensorStats(_Shares[float]):
 
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
-        flags = _code_kinds(self.spec.fp8_dtype)[kind]
+        flags = _code_kinds(self.spec.element_dtype)[kind]
         return sum(n for n, flag in zip(self.codes, flags, strict=True) if flag)
 
     def share(self, kind: str) -> float:
@@ -176,7 +176,7 @@ class TensorStats(_Shares[float]):
     @property
     def exponents(self) -> tuple[int, int] | None:
         """Smallest and largest ``floor(log2(|code|))`` of nonzero finite codes; None if none."""
-        exponents = _code_exponents(self.spec.fp8_dtype)
+        exponents = _code_exponents(self.spec.element_dtype)
         used = [e for n, e in zip(self.codes, exponents, strict=True) if n and e is not None]
         return (min(used), max(used)) if used else None
 
@@ -203,10 +203,10 @@ class TensorStats(_Shares[float]):
     def histogram(self, by: str = "code") -> Histogram:
         """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
         _check_bins(by)
-        fp8_dtype = self.spec.fp8_dtype
+        dtype = self.spec.element_dtype
         if by == "code":
-            return Histogram(by, code_values(fp8_dtype), torch.tensor(self.codes))
-        exponents = _code_exponents(fp8_dtype)
+            return Histogram(by, code_values(dtype), torch.tensor(self.codes))
+        exponents = _code_exponents(dtype)
         known = [e for e in exponents if e is not None]
         counts = dict.fromkeys(range(min(known), max(known) + 1), 0)
         for n, e in zip(self.codes, exponents, strict=True):
@@ -440,9 +440,11 @@ def stored(x: Any) -> Any:
     return local
 
 
-def code_values(fp8_dtype: torch.dtype) -> Tensor:
-    """The value of each of the 256 codes, float32, on the CPU."""
-    return torch.arange(256, dtype=torch.uint8).view(fp8_dtype).float()
+def code_values(dtype: torch.dtype) -> Tensor:
+    """The value of each code, 256 of FP8 or 16 of ``E2M1``: float32, on the CPU."""
+    if dtype == E2M1:
+        return torch.tensor((*E2M1_VALUES, *(-v for v in E2M1_VALUES)), device="cpu")
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
 def span(low: float, high: float) -> str:
@@ -469,10 +471,12 @@ def _share(count: int, numel: int) -> float:
     return count / numel if numel else 0.0
 
 
-def _kinds(codes: Tensor, fp8_dtype: torch.dtype) -> dict[str, Tensor]:
+def _kinds(codes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """For each of ``KINDS`` a mask over codes (uint8)."""
-    body = codes & 0x7F  # without the sign
-    if fp8_dtype == E4M3:  # seven ones are NaN, there is no infinity; three bits of mantissa
+    body = codes & (0x07 if dtype == E2M1 else 0x7F)  # without the sign
+    if dtype == E2M1:  # neither NaN nor infinity; one bit of mantissa
+        top, nan, inf, low = body == 7, body > 7, body > 7, 0x02
+    elif dtype == E4M3:  # seven ones are NaN, there is no infinity; three bits of mantissa
         top, nan, inf, low = body == 0x7E, body == 0x7F, body > 0x7F, 0x08
     else:  # as IEEE: the exponent of ones is infinity and NaN; two bits of mantissa
         top, nan, inf, low = body == 0x7B, body > 0x7C, body == 0x7C, 0x04
@@ -480,17 +484,17 @@ def _kinds(codes: Tensor, fp8_dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @functools.cache
-def _code_kinds(fp8_dtype: torch.dtype) -> dict[str, list[bool]]:
-    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
-    return {kind: mask.tolist() for kind, mask in _kinds(codes, fp8_dtype).items()}
+def _code_kinds(dtype: torch.dtype) -> dict[str, list[bool]]:
+    codes = torch.arange(16 if dtype == E2M1 else 256, dtype=torch.uint8, device="cpu")
+    return {kind: mask.tolist() for kind, mask in _kinds(codes, dtype).items()}
 
 
 @functools.cache
-def _code_exponents(fp8_dtype: torch.dtype) -> list[int | None]:
+def _code_exponents(dtype: torch.dtype) -> list[int | None]:
     """``floor(log2(|code|))`` of each code; None for zero and codes that are not finite."""
     return [
         math.frexp(v)[1] - 1 if v and math.isfinite(v) else None
-        for v in code_values(fp8_dtype).tolist()
+        for v in code_values(dtype).tolist()
     ]
 
 

@@ -16,6 +16,7 @@ from benchmarks import (
     attention,
     common,
     gemm,
+    grouped,
     layer,
     linear,
     memory,
@@ -23,6 +24,7 @@ from benchmarks import (
     model,
     norm_linear,
     overhead,
+    permute,
     quantize,
     report,
 )
@@ -36,7 +38,8 @@ TINY = LinearShape("tiny", 64, 48, 32)
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 FLOORED = [name for name in RECIPES if name != "mx"]  # which has no FP8 GEMM
 GPU_SUBJECTS = (
-    advise, attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, quantize,
+    advise, attention, gemm, layer, linear, memory, mlp, model, norm_linear, overhead, permute,
+    quantize,
 )  # fmt: skip
 
 
@@ -200,6 +203,15 @@ def test_train_step_replaces_gradients_and_renews_weights():
     assert layer.weight._version > version
 
 
+@pytest.mark.parametrize("jagged", [False, True], ids=["balanced", "jagged"])
+def test_grouped(setting, jagged):
+    shape = grouped.Experts(96, 3, 64, 48, jagged)
+    assert sum(shape.sizes()) == 96
+    rows = list(grouped.rows(setting, [shape]))
+    check(grouped.SUBJECT, rows)
+    assert names(rows) >= {"bfloat16, torch._grouped_mm", "delayed, eager", "block, eager"}
+
+
 def test_norm_linear(setting):
     rows = list(norm_linear.rows(setting, [TINY]))
     check(norm_linear.SUBJECT, rows)
@@ -296,6 +308,13 @@ def test_model(few):
     for row in rows:
         assert row.values["last loss"] < row.values["first loss"]
         assert row.values["tokens/s"] == pytest.approx(64 / row.median * 1e3)
+
+
+def test_permute(setting):
+    rows = list(permute.rows(setting, "tiny", permute.MoeShape(24, 8, 2, 128, "sigmoid", 4, 2)))
+    check(permute.SUBJECT, rows)
+    assert names(rows) >= {"copy", "permute, FP8 1x128", "unpermute", "route backward"}
+    assert {"moe_permute, mask", "torch: index_select"} < names(rows)
 
 
 @pytest.mark.parametrize(

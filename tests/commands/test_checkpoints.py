@@ -81,6 +81,8 @@ def test_statuses(path, capsys):
     torch.save({"norm": torch.ones(4)}, "b.pt")
     assert command.main(["diff", path, "b.pt"]) == 1
     assert command.main(["diff", path, "b.pt", "--layer", "norm"]) == 0
+    torch.save({"norm": torch.ones(4, dtype=torch.bfloat16)}, "e.pt")  # equal values
+    assert command.main(["diff", path, "e.pt", "--layer", "norm"]) == 0
     assert command.main(["diff", path, "c.pt"]) == 2
     assert "error: c.pt: No such file or directory" in capsys.readouterr().err
 

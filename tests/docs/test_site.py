@@ -23,6 +23,7 @@ MODULES = (
     "float8lab",
     "float8lab.recipes",
     "float8lab.nn",
+    "float8lab.router",
     "float8lab.inspect",
     "float8lab.optim",
     "float8lab.integrations",

@@ -274,3 +274,14 @@ def test_export_changes_no_state(path):
     assert before == after
     for y, expected in zip(eager(model, (x,), recipe), eager(twin, (x,), recipe), strict=True):
         assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_grouped_linear(name, path):
+    """Every expert applied to all rows, for a graph has no sizes of groups."""
+    module = float8lab.GroupedLinear(3, HIDDEN, 96, device="cpu")
+    for bias in (module.bias0, module.bias1, module.bias2):
+        nn.init.normal_(bias)
+    x, splits = torch.randn(20, HIDDEN), torch.tensor([7, 0, 9])
+    casts = 4 * (name != "high")
+    check(module, (x, splits), RECIPES[name], path, casts=casts, least=SAME_DB)

@@ -16,10 +16,20 @@ from triton.runtime import interpreter
 
 from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import Source, reference
-from float8lab.ops.kernels import attention, cast_many, norm, prologue, rotary, scaling
+from float8lab.ops.kernels import (
+    attention,
+    cast_many,
+    grouped_cast,
+    norm,
+    permute,
+    prologue,
+    rotary,
+    router,
+    scaling,
+)
 from float8lab.ops.kernels.cast import amax_of, cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
-from tests.ops import forms
+from tests.ops import forms, groups
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -259,6 +269,85 @@ def check_rotary() -> None:
                 )
 
 
+def row_map(tokens: int, places: int, rows: int, filled: int) -> Tensor:
+    """Rows below ``filled`` at random places; among the numbers for nowhere, some out of range."""
+    nowhere = torch.tensor([-1, -7, rows, 2**31 - 1], dtype=torch.int32)
+    to = nowhere[torch.randint(0, 4, (tokens * places,))]
+    to[torch.randperm(tokens * places)[:filled]] = torch.randperm(filled).int()
+    return torch.cat([to.view(tokens, places), to.new_full((tokens, 1), filled)], 1)
+
+
+def check_permute() -> None:
+    """Tokens, places, rows, filled rows, features, blocks of a row."""
+    for T, S, R, F, H, B in (
+        (9, 4, 20, 13, 70, 3), (5, 1, 5, 5, 2100, 1), (1, 130, 8, 8, 5, 40), (3, 2, 0, 0, 8, 1),
+        (0, 3, 4, 0, 8, 2), (4, 3, 40, 0, 8, 2), (6, 8, 4, 4, 0, 1),
+    ):  # fmt: skip
+        places, probs = row_map(T, S, R, F), torch.rand(T, S)
+        x, merged = torch.randn(T, H), torch.randn(R, H)
+        scale, amax = torch.rand(B, T).t(), torch.rand(T, B)
+        codes = torch.randint(0, 256, (H, T), dtype=torch.uint8).t()
+        for arguments in (
+            (x, places, R), (x.bfloat16(), places, R, probs), (x.double(), places, R, probs),
+            (codes, places, R, probs.bfloat16(), None, scale, amax),
+        ):  # fmt: skip
+            got, want = permute.scatter_rows(*arguments), permute.reference.scatter_rows(*arguments)
+            all_same_or_none(got, want)
+        arguments = (x, places, R, probs, merged)
+        y, dots, *_ = permute.scatter_rows(*arguments)
+        y_wanted, dots_wanted, *_ = permute.reference.scatter_rows(*arguments)
+        same(y, y_wanted)
+        torch.testing.assert_close(dots, dots_wanted)
+        for arguments in (
+            (merged, places), (merged, places, probs), (merged.double(), places),
+            (torch.randn(H, R).t(), places, probs, torch.rand(R).half()),
+        ):  # fmt: skip
+            got, want = permute.gather_rows(*arguments), permute.reference.gather_rows(*arguments)
+            all_same_or_none(got, want)
+
+    for T, S in ((0, 3), (5, 0), (300, 130), (70, 3), (1, 1)):
+        for mask in (torch.rand(T, S) < 0.4, (torch.rand(S, T) < 0.1).int().t() * 7):
+            same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+
+
+def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
+    for one, other in zip(got, want, strict=True):
+        same(one, other)
+
+
+def check_router() -> None:
+    """Tokens, experts, topk, groups and how many of them; infinities, NaN, equal logits."""
+    for T, E, topk, parts, best in (
+        (7, 12, 3, 4, 2), (1, 1, 1, 1, 0), (5, 130, 8, 1, 0), (6, 36, 6, 9, 2), (0, 4, 2, 1, 0),
+    ):  # fmt: skip
+        logits = torch.randn(T, E) * 4
+        logits[:1, :1], logits[-1:, -1:], logits[1:2, E // 2 :] = torch.nan, -40, -torch.inf
+        equal = logits.round().div(4)
+        for name, pre, z in (
+            ("softmax", False, equal), ("softmax", True, logits), ("sigmoid", False, logits),
+            ("sqrtsoftplus", False, logits),
+        ):  # fmt: skip
+            bias = None if name == "softmax" else torch.randn(E)
+            for how in (
+                (topk, name, pre, parts, best, 2.5, False), (topk, name, pre, 1, 0, 1.0, True),
+            ):  # fmt: skip
+                z = logits if how[-1] else z
+                (got, chosen), (want, wanted) = (
+                    of.route(z, bias, *how) for of in (router, router.reference)
+                )
+                torch.testing.assert_close(got, want, equal_nan=True)
+                assert torch.equal(chosen, wanted)
+                gradient = (
+                    torch.randn(T, E),
+                    z.nan_to_num(neginf=-9.0),
+                    wanted,
+                    *how[:3],
+                    *how[5:],
+                )
+                got, want = (of.route_backward(*gradient) for of in (router, router.reference))
+                torch.testing.assert_close(got, want)
+
+
 def check_transpose_and_dequantize() -> None:
     q = torch.randint(0, 127, (70, 135), dtype=torch.uint8).clamp(max=120).view(E4M3)
     for one in (q, q.t(), q[:, ::2], q[:0]):
@@ -311,6 +400,56 @@ def check_update_scales() -> None:
                 all_same((*state, got), (*other, want))
                 state[1].copy_(torch.rand(slots))
                 other[1].copy_(state[1])
+
+
+def check_groups() -> None:
+    """Casts of groups and of batches; rows that belong to nobody hold NaN."""
+    sizes = [0, 1, 130, 0, 15]
+    for index, (block, w_block, rule) in enumerate(groups.CASTS.values()):
+        fp8_dtype = (E4M3, E5M2)[index % 2]
+        offs = groups.ends(sizes, dtype=(torch.int32, torch.int64)[index % 2])
+        x = groups.rows(sizes, 70, dtype=BF16)
+        batch = (torch.randn(2, 40, 140), torch.randn(2, 140, 40, dtype=BF16).mT)
+        for wanted in ((True, True, True), (True, False, False), (False, True, False)):
+            if index % 2 and not all(wanted):
+                continue
+            # Of values that the interpreter rounds to bfloat16 nothing could be told.
+            for kind, one in (("", x), ("reglu", x.float()), ("relu_backward", x.float())):
+                if kind and not (all(wanted) and rule == "pow2"):
+                    continue
+                inputs = [one, one] if kind == "relu_backward" else [one]
+                arguments = (kind, inputs, one.dtype, offs, fp8_dtype, block, rule, 0.0, *wanted)
+                same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
+            for w in batch if all(wanted) else batch[:1]:
+                arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *wanted[:2])
+                same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
+    how = (E4M3, (-1, -1))
+    for given, rule in ((torch.full((1, 1), 700.0), "fp32"), (torch.full((1,), 0.3), "encode")):
+        slots = [torch.full((1,), -1.0) if rule == "encode" else None for _ in range(2)]
+        rest = (offs, *how, rule, 0.0, True, True, False, given)
+        same_casts(
+            grouped_cast.cast_groups("", [x], BF16, *rest, slots[0]),
+            reference.cast_groups("", [x], BF16, *rest, slots[1]),
+        )
+        same(*slots)
+    factors = torch.rand(2, 8)[:, 0]
+    slots = [torch.full((2,), -1.0) for _ in range(2)]
+    rest = (None, *how, "encode", 0.0, True, True, False, factors)
+    same_casts(
+        grouped_cast.cast_groups("", batch[:1], FP32, *rest, slots[0]),
+        reference.cast_groups("", batch[:1], FP32, *rest, slots[1]),
+    )
+    same(*slots)
+
+
+def same_casts(got: Sequence[Any], want: Sequence[Any]) -> None:
+    *got, sums = got
+    *want, sums_wanted = want
+    for one, other in zip(got, want, strict=True):
+        same(one, other)
+        assert one is None or one.stride() == other.stride() or 1 in one.shape
+    if sums_wanted is not None:
+        sums_close(sums, sums_wanted)
 
 
 def check_norm() -> None:
@@ -465,8 +604,11 @@ if __name__ == "__main__":
     check_transpose_and_dequantize()
     check_turned_values()
     check_rotary()
+    check_permute()
+    check_router()
     check_update_scales()
     check_norm()
     check_fp8_norm()
     check_sources()
     check_activations()
+    check_groups()

@@ -36,9 +36,13 @@ from float8lab.ops.kernels import (
     block_gemm,
     cast_hopper,
     cast_many,
+    grouped_cast,
+    grouped_gemm,
     norm,
+    permute,
     prologue,
     rotary,
+    router,
     scaling,
 )
 from float8lab.ops.kernels._launch import Launched
@@ -215,7 +219,74 @@ def rotated(R: int, interleaved: bool, back: bool) -> Any:
     return lambda: rotary.rotate(t, angles, angles, interleaved, back)
 
 
+def scattered(with_probs: bool = False, scales: int = 0, merged: bool = False) -> Any:
+    """32 tokens of 4096 features to 64 rows; in bytes with ``scales`` blocks of a row."""
+    to = torch.zeros((32, 9), dtype=torch.int32)
+    probs = torch.zeros(32, 8) if with_probs else None
+    scale = torch.zeros(scales, 32).t() if scales else None
+    rows = x.view(32, -1).to(E4M3).view(torch.uint8) if scales else x.view(32, -1)
+    y = x.view(64, -1).repeat(1, 2) if merged else None
+    return lambda: permute.scatter_rows(rows, to, 64, probs, y, scale, scale)
+
+
+def gathered(with_probs: bool) -> Any:
+    to, probs = torch.zeros((32, 129), dtype=torch.int32), torch.zeros(32, 128)
+    beside = None if with_probs else torch.zeros(64)
+    y = x.view(64, -1)
+    return lambda: permute.gather_rows(y, to, probs if with_probs else None, beside)
+
+
+def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
+    logits, bias = torch.zeros(64, experts), None if name == "softmax" else torch.zeros(experts)
+    if back:
+        arguments = (logits, logits, logits.bool(), 8, name, *how)
+        return lambda: router.route_backward(*arguments)
+    return lambda: router.route(logits, bias, 8, name, *how)
+
+
+def groups(
+    block: tuple[int, int],
+    rule: str = "fp32",
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    prologue: str = "",
+    batch: bool = False,
+    given: torch.Tensor | None = None,
+) -> Any:
+    ends = None if batch else torch.tensor([100, 256], dtype=torch.int32)
+    y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
+    inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
+    inputs = inputs[::-1] if prologue.endswith("_backward") else inputs
+    slot = None if given is None else slots[: given.numel()]
+    rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
+    rest = (*rest, *[False] * batch, given, slot)
+    return lambda: grouped_cast.cast_groups(prologue, inputs, *rest)
+
+
 LAUNCHES: dict[str, Callable[[], Any]] = {
+    "groups-tensor": groups((-1, -1)),
+    "groups-row": groups((1, -1)),
+    "groups-1x128": groups((1, 128)),
+    "groups-1x32-e8m0": groups((1, 32), "e8m0", (True, True, False)),
+    "groups-of-swiglu": groups((1, 128), prologue="swiglu"),
+    "groups-of-swiglu-backward": groups((-1, -1), prologue="swiglu_backward"),
+    "groups-given": groups((-1, -1), "encode", given=one),
+    "batch-128x128": groups((128, 128), wanted=(True, False, False), batch=True),
+    "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),
+    "batch-row": groups((1, -1), batch=True),
+    "clear-rows": lambda: grouped_gemm.clear_nobodys(x, torch.tensor([3, 7])),
+    "clear-products": lambda: grouped_gemm.clear_nobodys(x.view(2, 128, 512), torch.tensor([3, 7])),
+    "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
+    "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
+    "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
+    "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
+    "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
+    "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
+    "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
+    "permute": scattered(),
+    "permute-1x128-with-probs": scattered(True, scales=32),
+    "permute-backward": gathered(with_probs=False),
+    "unpermute-with-probs": gathered(with_probs=True),
+    "unpermute-with-probs-backward": scattered(True, merged=True),
     "rotary": rotated(128, interleaved=False, back=False),
     "rotary-part-interleaved-back": rotated(48, interleaved=True, back=True),
     "tensor": quantized((-1, -1)),
@@ -336,7 +407,43 @@ def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype
     return lambda: block_gemm.multiply_blocks(a, scales[0], b, scales[1], out_dtype)
 
 
+def product_of_groups(
+    mode: str,
+    out_dtype: torch.dtype = torch.bfloat16,
+    contracts: bool = False,
+    bias: bool = False,
+    a_dtype: torch.dtype = E4M3,
+) -> Any:
+    """Of 2 experts, 512 by 384; or of a contraction in 2 groups."""
+    E, M, N, K = 2, 256, 512, 384
+    a = torch.zeros(M, K).to(a_dtype)
+    b = torch.zeros((N, K) if contracts else (E, N, K)).to(E4M3)
+    scale = {"fast": (1, 1), "precise": (E, M, 1) if contracts else (M, 1)}
+    a_scale = torch.ones(scale.get(mode, (3, M)))
+    a_scale = a_scale if mode in scale else a_scale.t()
+    b_scale = torch.ones(
+        {"fast": (E, 1, 1), "precise": (E, N, 1), "block": (E, 4, 3)}.get(mode, (N, 3))
+    )
+    added = torch.zeros(E, N, dtype=torch.bfloat16) if bias else None
+    offs = torch.tensor([100, 200], dtype=torch.int32)
+    return lambda: grouped_gemm.multiply_groups(
+        mode, a, a_scale, b, b_scale, added, offs, out_dtype
+    )
+
+
 PRODUCTS: dict[str, Callable[[], Any]] = {
+    "groups-fast": product_of_groups("fast"),
+    "groups-fast-bias": product_of_groups("fast", bias=True),
+    "groups-precise": product_of_groups("precise", a_dtype=E5M2),
+    "groups-precise-bias": product_of_groups("precise", bias=True),
+    "groups-precise-contraction": product_of_groups("precise", contracts=True),
+    "groups-precise-contraction-float32": product_of_groups(
+        "precise", torch.float32, contracts=True
+    ),
+    "groups-block": product_of_groups("block"),
+    "groups-block-bias-float32": product_of_groups("block", torch.float32, bias=True),
+    "groups-rows-contraction": product_of_groups("rows", contracts=True),
+    "groups-rows-contraction-float32": product_of_groups("rows", torch.float32, contracts=True),
     "1x128-by-1x128": product_of_blocks(torch.bfloat16, 1),
     "1x128-by-1x128-e5m2": product_of_blocks(torch.float16, 1, E5M2),
     "1x128-by-1x128-float32": product_of_blocks(torch.float32, 1),
@@ -361,7 +468,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for module in (attention, block_gemm):
+        for module in (attention, block_gemm, grouped_gemm):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded
@@ -495,7 +602,7 @@ def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
     """Each product is waited for once; of registers a few spill, constants of the loop."""
-    (launch,) = launches(PRODUCTS[name])
+    *_, launch = launches(PRODUCTS[name])  # of groups, after the plan
     compiled = compile_launch(launch, 90)
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= 32
@@ -504,7 +611,9 @@ def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
     assembly = subprocess.run(
         [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
-    assert assembly.count("QGMMA") == 4 * assembly.count("WARPGROUP.DEPBAR")
+    # Four to a product of 128; where the tensor cores sum, a wait after the last step as well.
+    products = 2 if "fast" in name else 4
+    assert assembly.count("QGMMA") == products * assembly.count("WARPGROUP.DEPBAR")
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -529,6 +638,14 @@ def test_pointers_from_a_table_allow_wide_accesses(name: str) -> None:
         assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) != odd
         if not odd:
             assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if "permute" in name])
+def test_rows_move_by_16_bytes(name: str) -> None:
+    for launch in launches(LAUNCHES[name]):
+        ptx = compile_launch(launch, 90).asm["ptx"]
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
+        assert re.search(r"st\.global\S*\.v4\.b32", ptx)
 
 
 BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {

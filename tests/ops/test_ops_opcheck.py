@@ -159,6 +159,31 @@ def test_update_scales(most_recent: bool, device: torch.device) -> None:
     check(ops.update_scales_op, *state, 0, 1, most_recent, True)
 
 
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_permute(tokens: int, device: torch.device) -> None:
+    x, probs = torch.randn(tokens, 70, device=device), torch.rand(tokens, 3, device=device)
+    row_map = torch.tensor([[-1, 0, 9, 3], [2, 9, 1, 3]], dtype=torch.int32, device=device)
+    row_map = torch.cat([row_map, torch.full_like(row_map, -1)])[:tokens]
+    scale, rows = torch.rand(2, tokens, device=device).t(), torch.randn(5, 70, device=device)
+    check(ops.row_map_op, probs > 0.5)
+    check(ops.scatter_rows_op, x, row_map, 5)
+    check(ops.scatter_rows_op, x, row_map, 5, probs, rows)
+    check(ops.scatter_rows_op, x.byte(), row_map, 5, probs, None, scale, scale)
+    check(ops.gather_rows_op, rows, row_map)
+    check(ops.gather_rows_op, rows.bfloat16(), row_map, probs, rows[:, 0].half())
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+@pytest.mark.parametrize("name", ops.SCORE_FUNCTIONS)
+def test_route(name: str, tokens: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, 12, device=device, dtype=torch.bfloat16)
+    bias = torch.randn(12, device=device)
+    for how in ((4, name, False, 4, 2, 2.5, False), (1, name, True, 1, 0, 1.0, True)):
+        check(ops.route_op, logits, bias, *how)
+        _, routing_map = ops.route_op(logits, bias, *how)
+        check(ops.route_backward_op, logits.float(), logits, routing_map, *how[:3], *how[5:])
+
+
 def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
     """Inputs of a source."""
     x = torch.randn(rows, 36, device=device, dtype=torch.bfloat16)
@@ -226,3 +251,29 @@ def test_fp8_norms(
     dy = torch.randn(shape, device=device, dtype=torch.bfloat16)
     arguments = (dy, q, weight, mean, rstd, center, torch.bfloat16, scale, block)
     check(ops.norm_backward_op, *arguments)
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=str)
+def test_groups(block: tuple[int, int], device: torch.device) -> None:
+    x, w = torch.randn(20, 48, device=device), torch.randn(3, 32, 48, device=device)
+    offs = torch.tensor([3, 3, 17], device=device, dtype=torch.int32)
+    how = (E4M3, block, "fp32", 0.0)
+    for wanted in ((True, True, True), (True, False, False), (False, True, False)):
+        check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, *wanted)
+        check(ops.cast_groups_op, "", [w], w.dtype, None, *how, *wanted[:2])
+    q, scale, _, q_t, scale_t, _ = ops.cast_groups_op("", [x], x.dtype, offs, *how, True, True)
+    w_q, w_scale, *_ = ops.cast_groups_op("", [w], w.dtype, None, *how)
+    rest = (offs, torch.bfloat16, False)
+    bias = torch.randn(3, 32, device=device)
+    check(ops.grouped_mm_op, q, scale, block, w_q, w_scale, block, bias, *rest)
+    check(ops.grouped_mm_op, q_t, scale_t, block, q_t, scale_t, block, None, *rest)
+
+
+def test_groups_by_what_is_given(device: torch.device) -> None:
+    x, offs = torch.randn(20, 48, device=device), torch.tensor([3, 17], device=device)
+    slot, how = torch.full((1,), ops.NO_DATA, device=device), (E4M3, (-1, -1))
+    one, wanted = torch.ones(1, device=device), (0.0, True, True, False)
+    check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, "encode", *wanted, one, slot)
+    check(ops.cast_groups_op, "swiglu", [x], x.dtype, offs, *how, "pow2", *wanted, one.view(1, 1))
+    check(ops.grouped_mm_op, x, None, (), torch.randn(2, 8, 48, device=device), None, (), None,
+          offs, x.dtype, False)  # fmt: skip

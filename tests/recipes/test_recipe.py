@@ -7,7 +7,9 @@ import pickle
 import pytest
 import torch
 
+import float8lab
 from float8lab import recipes
+from float8lab.formats import MXFP4, NVFP4
 from float8lab.recipes import Format
 
 ALL = [
@@ -98,6 +100,22 @@ def test_bad_values_name_field_requirement_and_value(cls, field, value, requirem
         cls(**{field: value})
     assert requirement in str(error.value)
     assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
+def test_formats_of_4_bits_have_no_kernels(spec):
+    class Packed(recipes.Float8CurrentScaling):
+        def _plan(self):
+            return super()._plan()._replace(w=spec)
+
+    for name, make in {
+        "fp8_format": lambda: recipes.Float8BlockScaling(fp8_format=spec),
+        "the cast of w": Packed,
+        "recipe": lambda: float8lab.convert_to_float8(torch.nn.Linear(32, 32), spec),
+        "fp8_recipe": lambda: float8lab.fp8_autocast(fp8_recipe=spec),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"^{name} must .* there is no kernel yet"):
+            make()
 
 
 def test_repr_is_short_and_evaluates_to_an_equal_recipe():

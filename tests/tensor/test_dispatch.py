@@ -384,6 +384,30 @@ def test_products_of_an_empty_batch():
     assert torch.bmm(a, torch.randn(0, 16, 4)).shape == (0, 8, 4)
 
 
+GROUPED = [(-1, -1, -1), (1, -1, -1), (1, 1, -1), (1, 128, 128), (1, 1, 32)]
+
+
+@pytest.mark.parametrize("block", GROUPED, ids=str)
+@pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "high"])
+def test_products_of_groups(block, quantized):
+    """The rows of each expert by its matrix, which is given turned; rows beyond are zeros."""
+    offs = torch.tensor([10, 10, 40], dtype=torch.int32)
+    x, w = torch.randn(50, 160), quantize(torch.randn(3, 48, 160), block=block)
+    rows = (1, *block[2:]) if block[2] != -1 or block[1] == 1 else (-1, -1)
+    inner = quantize(x, block=rows)
+    y = torch._grouped_mm(inner if quantized else x, w.mT, offs=offs)
+    assert type(y) is torch.Tensor
+    assert not y[40:].any()
+    if not quantized and rows == (-1, -1):  # the rows beyond are in no scale
+        inner = torch.cat([quantize(x[:40]).dequantize(), x[40:]])
+    else:
+        inner = inner.dequantize()
+    for start, end, one in ((0, 10, w[0]), (10, 40, w[1:].chunk(2)[1][0])):
+        assert isinstance(one, Float8Tensor)
+        expected = inner[start:end] @ one.dequantize().t()
+        torch.testing.assert_close(y[start:end], expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1, -1), (1, 1, -1), (2, 4, -1)], ids=str)
 def test_gradients_of_batched_products(block):
     def products(a, b):

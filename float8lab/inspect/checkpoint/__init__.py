@@ -4,7 +4,7 @@
 and ``difference`` show the result.
 """
 
-from float8lab.checkpoints.layouts import Finding
+from float8lab.checkpoints.item import Finding
 from float8lab.checkpoints.source import CheckpointError
 from float8lab.inspect.checkpoint.difference import CheckpointDiff, DiffRow, diff
 from float8lab.inspect.checkpoint.page import page

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_callables, check_names, check_path, printable
-from float8lab.checkpoints.layouts import Item, recognize, sizes
+from float8lab.checkpoints.experts import stack_experts
+from float8lab.checkpoints.item import Item, sizes
+from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.source import Box, CheckpointError, Source, boxes
+from float8lab.checkpoints.source import Box, CheckpointError, boxes
 from float8lab.inspect.checkpoint.report import Progress, counted, finite, named, stepping
 from float8lab.inspect.text import Grid, Printed
 from float8lab.tensor.statistics import decibels
@@ -40,14 +42,14 @@ class DiffRow:
     b_shape: tuple[int, ...] | None = None
     numel: int = 0
     changed: int | None = None
-    """FP8 codes or elements whose bits differ; None if the two formats differ."""
+    """Codes or elements whose bits differ; None if the two formats differ."""
     changed_scales: int | None = None
-    """Scales whose bits differ; None unless both are FP8 weights with the same blocks."""
+    """Scales whose bits differ; None unless both are quantized weights with the same blocks."""
     unlike: int = 0
     """Elements that are finite on one side alone, or not finite and different. Errors leave them
     out."""
     signal: float = 0.0
-    """Sum of the squares of the reference, which is the side that is not in FP8, or else A."""
+    """Sum of the squares of the reference, which is the side that is not quantized, or else A."""
     noise: float = 0.0
     max_error: float = 0.0
     element_noise: float = 0.0
@@ -91,6 +93,11 @@ class CheckpointDiff(Printed):
         return all(row.status == "same" for row in self.rows)
 
     @property
+    def equal(self) -> bool:
+        """Whether all tensors have the same values, in whatever format each side stores them."""
+        return all(row.status in ("same", "equal") for row in self.rows)
+
+    @property
     def counts(self) -> dict[str, int]:
         """How many tensors have each status."""
         found = Counter(row.status for row in self.rows)
@@ -108,6 +115,8 @@ class CheckpointDiff(Printed):
         lines.append(f"{counted(len(self.rows), 'tensor')}: " + ", ".join(counts))
         if any(row.status in ("differs", "equal", "same") for row in self.rows):
             lines.append(f"SQNR of all: {_decibels(self.sqnr)}")
+        if self.equal and not self.identical:
+            lines.append("all values are equal; some are stored in another format")
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
@@ -137,6 +146,7 @@ class CheckpointDiff(Printed):
             "a": self.a,
             "b": self.b,
             "identical": self.identical,
+            "equal": self.equal,
             "counts": self.counts,
             "sqnr": finite(self.sqnr),
             "notes": list(self.notes),
@@ -153,9 +163,10 @@ def diff(
 ) -> CheckpointDiff:
     """Compare two checkpoints tensor by tensor, reading both piece by piece.
 
-    Tensors are matched by name, FP8 weights with their scales folded in; so the two may be of
-    different kinds, and one may be the high-precision source of the other. If they have no name in
-    common, a prefix that one of them puts before its names is left out.
+    Tensors are matched by name, quantized weights with their scales folded in; so the two may be of
+    different kinds, and one may be the high-precision source of the other. Experts' matrices that
+    lie one by one are compared with a stack of them. If they have no name in common, a prefix that
+    one of them puts before its names is left out.
 
     Args:
         a: a path as in ``checkpoint``, or a state dict.
@@ -172,7 +183,11 @@ def diff(
     globs = check_names("layer", layer)
     check_callables(progress=progress)
     first, second = open_checkpoint(a), open_checkpoint(b)
-    left, right = _by_name(first), _by_name(second)
+    both_sides = [recognize(source) for source in (first, second)]
+    left, right = (
+        {item.name: item for item in stack_experts(items, {item.name for item in others})}
+        for items, others in (both_sides, both_sides[::-1])
+    )
     notes = []
     if not left.keys() & right.keys():
         for side, names, others in (("A", left, right), ("B", right, left)):
@@ -199,10 +214,6 @@ def diff(
         )
     )
     return CheckpointDiff(first.path, second.path, tuple(rows), tuple(notes))
-
-
-def _by_name(source: Source) -> dict[str, Item]:
-    return {item.name: item for item in recognize(source)}
 
 
 def _prefix(names: dict[str, Item], others: dict[str, Item]) -> str:
@@ -232,14 +243,14 @@ def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float],
     if a is None or b is None or a.entry.shape != b.entry.shape:
         return row
     if a.entry.dtype is None or b.entry.dtype is None:
-        return replace(row, status="differs" if row.a_format != row.b_format else "equal")
+        return replace(row, status="differs")  # which torch cannot read, so nobody knows
     alike = _bits(a) == _bits(b)
     # A box starts at whole blocks of both; -1 is no constraint.
     align = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
     same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
     changed, changed_scales, unlike = 0, 0, 0
     signal = noise = worst = element_noise = 0.0
-    reference_is_b = a.fp8 and not b.fp8
+    reference_is_b = a.quantized and not b.quantized
     share = row.nbytes / max(row.numel, 1)
     for box in boxes(a.entry.shape, align):
         if alike:
@@ -262,7 +273,7 @@ def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float],
             element_noise += _square((error / reference.abs()).nan_to_num_(0.0).clamp_(max=1.0))
         step(name, share * error.numel())
     values = noise == 0 and worst == 0 and not unlike
-    same_format = alike and (same_blocks or not a.fp8) and (a.scale is None) == (b.scale is None)
+    same_format = alike and (same_blocks or not a.quantized) and _same_levels(a, b)
     same = values and same_format and not changed and not changed_scales
     return replace(
         row,
@@ -279,11 +290,18 @@ def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float],
 
 def _bits(item: Item) -> torch.dtype | None:
     """The format of an element."""
-    return item.entry.dtype if item.spec is None else item.spec.fp8_dtype
+    return item.entry.dtype if item.spec is None else item.spec.element_dtype
+
+
+def _same_levels(a: Item, b: Item) -> bool:
+    """Whether both have scales of blocks, or none, and the same scale of the tensor, or none."""
+    x, y = a.whole_scale(), b.whole_scale()
+    same_whole = x is y if x is None or y is None else torch.equal(x, y)
+    return same_whole and (a.scale is None) == (b.scale is None)
 
 
 def _raw(item: Item, box: Box) -> Tensor:
-    return item.codes(box) if item.fp8 else item.entry.read(box)
+    return item.codes(box) if item.quantized else item.entry.read(box)
 
 
 def _changed(x: Tensor, y: Tensor) -> int:

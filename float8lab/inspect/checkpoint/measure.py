@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from float8lab.checkpoints.layouts import Finding, Item, place_of
-from float8lab.checkpoints.source import boxes
-from float8lab.formats import E4M3, Float8Spec, scale_shape
+from float8lab.checkpoints.item import Finding, Item, place_of
+from float8lab.checkpoints.source import Box, boxes
+from float8lab.formats import E2M1, E4M3, E5M2, Float4Spec, Float8Spec, scale_shape
 from float8lab.tensor.statistics import TensorStats, code_values
 
 __all__ = ["Measured", "PlainStats", "ScaleStats", "measure"]
@@ -33,7 +33,7 @@ IDLE = 1 / 16
 
 @dataclass(frozen=True)
 class PlainStats:
-    """Statistics of a tensor that is not in FP8; for a complex tensor, of its absolute values."""
+    """Statistics of a tensor that is not quantized; of a complex one's absolute values."""
 
     numel: int
     amax: float
@@ -48,7 +48,7 @@ class PlainStats:
 
 @dataclass(frozen=True)
 class ScaleStats:
-    """The scales of an FP8 weight."""
+    """The scales of a quantized weight."""
 
     name: str
     dtype: str
@@ -64,7 +64,7 @@ class Measured:
     """The result of ``measure`` for one tensor."""
 
     stats: TensorStats | None = None
-    """Statistics of the codes of an FP8 weight; None for any other tensor."""
+    """Statistics of the codes of a quantized weight; None for any other tensor."""
     scale: ScaleStats | None = None
     plain: PlainStats | None = None
     blocks: int = 0
@@ -79,8 +79,8 @@ Step = Callable[[int], None]
 
 def measure(item: Item, step: Step) -> Measured:
     """Read a tensor once, with its scales."""
-    if item.fp8:
-        return _fp8(item, step)
+    if item.quantized:
+        return _codes(item, step)
     if item.entry.dtype is None:
         step(item.entry.nbytes)
         return Measured()
@@ -90,10 +90,10 @@ def measure(item: Item, step: Step) -> Measured:
 class _Blocks:
     """Counts over the blocks of a tensor, to which blocks are added once they were read whole."""
 
-    def __init__(self, spec: Float8Spec) -> None:
+    def __init__(self, spec: Float8Spec | Float4Spec) -> None:
         self.spec = spec
-        self.top = 0x7E if spec.fp8_dtype == E4M3 else 0x7B
-        self.sizes = code_values(spec.fp8_dtype).abs()
+        self.top = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x07}[spec.element_dtype]
+        self.sizes = code_values(spec.element_dtype).abs()
         self.blocks = self.saturated = self.idle = self.zero_lost = self.bad = 0
         self.zero_scales = 0
         self.amax = 0.0
@@ -130,19 +130,20 @@ class _Blocks:
             self.pow2 = self.pow2 and bool(((good.view(torch.int32) & 0x7FFFFF) == 0).all())
 
 
-def _fp8(item: Item, step: Step) -> Measured:
+def _codes(item: Item, step: Step) -> Measured:
     spec, entry = item.spec, item.entry
     assert spec is not None
     shape, block = entry.shape, item.block
     found = _Blocks(spec)
-    counts = torch.zeros(256, dtype=torch.int64)
+    count = found.sizes.numel()
+    counts = torch.zeros(count, dtype=torch.int64)
     whole = scale_shape(shape, block)
     kept: list[Tensor] | None = None  # of blocks that boxes cut
     nbytes = item.nbytes / max(math.prod(shape), 1)
     for box in boxes(shape, block):
         codes = item.codes(box)
-        counts += torch.bincount(codes.reshape(-1), minlength=256)
-        body = codes & 0x7F
+        counts += torch.bincount(codes.reshape(-1), minlength=count)
+        body = codes & (count // 2 - 1)
         top, below = (
             _each_block((body == code).view(torch.uint8), block, _count)
             for code in (found.top, found.top - 1)
@@ -162,15 +163,16 @@ def _fp8(item: Item, step: Step) -> Measured:
             kept[1][place] += top
             kept[2][place] += below
         else:
-            found.add(largest, top, below, item.scales(box))
+            found.add(largest, top, below, _factors(item, box))
         step(round(nbytes * codes.numel()))
     if kept is not None:
-        found.add(kept[0], kept[1], kept[2], item.scales())
-    if found.pow2 and spec.scale_rule == "fp32" and item.scale is not None and found.blocks > 1:
+        found.add(kept[0], kept[1], kept[2], _factors(item, None))
+    several = item.scale is not None and found.blocks > 1
+    if isinstance(spec, Float8Spec) and spec.scale_rule == "fp32" and found.pow2 and several:
         spec = replace(spec, scale_rule="pow2")
     stats = TensorStats(
         shape=shape,
-        dtype=spec.fp8_dtype,
+        dtype=spec.element_dtype,
         spec=spec,
         amax=found.amax,
         scale_min=found.low if found.low <= found.high else math.nan,
@@ -187,11 +189,17 @@ def _fp8(item: Item, step: Step) -> Measured:
         blocks=found.blocks,
         saturated_blocks=found.saturated,
         idle_blocks=found.idle if item.scale is not None else 0,
-        findings=tuple(_fp8_findings(stats, found, item.scale is not None)),
+        findings=tuple(_code_findings(stats, found, item.scale is not None)),
     )
 
 
-def _fp8_findings(stats: TensorStats, found: _Blocks, scaled: bool) -> list[Finding]:
+def _factors(item: Item, box: Box | None) -> Tensor:
+    """The decode factor of each block of a box: both levels of scales."""
+    whole = item.whole_scale(box)
+    return item.scales(box) if whole is None else item.scales(box) * whole
+
+
+def _code_findings(stats: TensorStats, found: _Blocks, scaled: bool) -> list[Finding]:
     result = []
     for kind, label in (("nan", "NaN"), ("inf", "infinite")):
         if stats.count(kind):

@@ -12,7 +12,7 @@ from float8lab.inspect.text import Grid
 __all__ = ["page"]
 
 PICTURES = 100
-"""Tensors in FP8 with a histogram: the first ones, as the report sorts them."""
+"""Quantized tensors with a histogram: the first ones, as the report sorts them."""
 
 _STYLE = """\
 body { font-family: sans-serif; margin: 2em; color: #222; background: #fff }
@@ -44,7 +44,7 @@ def page(report: CheckpointReport) -> str:
         pictures.append(f"<figure>{drawn}{caption}</figure>")
     if pictures:
         count = f"the first {PICTURES} of {len(weights)}" if len(weights) > PICTURES else "all"
-        parts += [f"<h2>Codes by exponent, {count} in FP8</h2>", *pictures]
+        parts += [f"<h2>Codes by exponent, {count} of the quantized</h2>", *pictures]
     return page_of(title, "".join(parts), css=_STYLE)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from float8lab.arguments import check_callables, check_names, check_path, printable
-from float8lab.checkpoints.layouts import Finding, Item, recognize, sizes
+from float8lab.checkpoints.item import Finding, Item, sizes
+from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError, Source
 from float8lab.inspect.checkpoint.measure import Measured, measure
@@ -37,7 +38,7 @@ ROWS = 20
 """Rows of a table, unless all are asked for."""
 
 
-_TOLD = ("name", "fp8", "convention", "format", "shape", "nbytes", "file", "severity")
+_TOLD = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
 _TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
 _TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
 _KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
@@ -45,15 +46,15 @@ _KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One tensor of a checkpoint; the scales of an FP8 weight are in its row."""
+    """One tensor of a checkpoint; the scales of a quantized weight are in its row."""
 
     name: str
     fp8: bool
     convention: str
-    """The convention of an FP8 weight: ``"DeepSeek"``, ``"compressed-tensors"``, ``"float8lab"``
-    ..."""
+    """The convention of a quantized weight: ``"DeepSeek"``, ``"compressed-tensors"``, ...; else
+    empty."""
     format: str
-    """``"e4m3 128x128 fp32"``, ``"e4m3, no scale"``, or a dtype."""
+    """``"e4m3 128x128 fp32"``, ``"e4m3, no scale"``, ``"e2m1 1x32 e8m0"``, or a dtype."""
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the tensor, with those of its scales."""
@@ -61,6 +62,11 @@ class CheckpointRow:
     measured: Measured
     findings: tuple[Finding, ...]
     """Why it is suspicious; empty if it is not."""
+
+    @property
+    def fp4(self) -> bool:
+        """Whether it is a weight in packed 4 bits."""
+        return not self.fp8 and self.measured.stats is not None
 
     @property
     def severity(self) -> int:
@@ -116,26 +122,25 @@ class CheckpointReport(Printed):
 
     def summary(self) -> str:
         """The result in a few lines."""
-        weights = [row for row in self.rows if row.fp8]
-        kinds = " and ".join(dict.fromkeys(row.convention for row in weights if row.convention))
+        kept = {"FP8": [r for r in self.rows if r.fp8], "4 bits": [r for r in self.rows if r.fp4]}
         lines = [
             f"{self.path}: {self.container}",
             f"{counted(len(self.rows), 'tensor')}, {size(self.nbytes)}"
             + (f"; {self.left_out} left out" if self.left_out else ""),
-            f"{len(weights)} in FP8, {size(sum(row.nbytes for row in weights))}"
-            + (f", as by {kinds}" if kinds else ""),
+            *(_stored_in(kind, rows) for kind, rows in kept.items() if rows or kind == "FP8"),
             f"{len(self.suspicious)} suspicious" if self.suspicious else "none suspicious",
         ]
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = ROWS) -> list[Grid]:
-        """The suspicious tensors and why; statistics of the FP8 ones; the others.
+        """The suspicious tensors and why; statistics of the quantized ones; the others.
 
         Args:
             limit: rows of each table; None for all.
         """
         suspicious = [(row.name, row.why) for row in self.suspicious]
-        weights, others = [], []
+        weights: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
+        others = []
         for row in self.rows:
             stats, plain = row.measured.stats, row.measured.plain
             shape = sizes(row.shape)
@@ -143,7 +148,7 @@ class CheckpointReport(Printed):
                 shares = [_percent(stats.share(k)) for k in ("saturated", "zero", "subnormal")]
                 scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
                 rest = (shares[0], shares[1], scale, f"{stats.amax:.3g}", shares[2])
-                weights.append((row.name, shape, row.format, *rest))
+                weights[row.fp8].append((row.name, shape, row.format, *rest))
             else:
                 numbers = (f"{plain.amax:.3g}", f"{plain.rms:.3g}") if plain else ("-", "-")
                 zero = _percent(plain.zero_count / plain.numel if plain and plain.numel else 0.0)
@@ -152,7 +157,8 @@ class CheckpointReport(Printed):
         names = ("tensor", "shape", "format", "sat%", "zero%", "scale", "amax", "sub%")
         found = (
             Grid("Suspicious", ("tensor", "why"), suspicious, wrong),
-            Grid("In FP8", names, weights),
+            Grid("In FP8", names, weights[True]),
+            Grid("In 4 bits", names, weights[False]),
             Grid("Others", ("tensor", "shape", "dtype", "amax", "rms", "zero%"), others),
         )
         return [grid.first(limit) for grid in found if grid.rows]
@@ -289,6 +295,12 @@ def size(nbytes: int) -> str:
 def counted(count: int, what: str) -> str:
     """``1 tensor``, ``2 tensors``."""
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _stored_in(kind: str, rows: Sequence[CheckpointRow]) -> str:
+    conventions = " and ".join(dict.fromkeys(row.convention for row in rows if row.convention))
+    text = f"{len(rows)} in {kind}, {size(sum(row.nbytes for row in rows))}"
+    return f"{text}, as by {conventions}" if conventions else text
 
 
 def _percent(share: float) -> str:

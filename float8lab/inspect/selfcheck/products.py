@@ -22,7 +22,7 @@ from float8lab.inspect.selfcheck.grid import format_of, granularity, name_of
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.ops import reference
 
-__all__: list[str] = []
+__all__ = ["GEMM_BOUND", "Product"]
 
 
 _BLOCKS: tuple[tuple[int, int], ...] = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32))
@@ -31,13 +31,13 @@ _SURE = 7.0
 probability of 2 exp(-7**2 / 2), 5e-11, by Hoeffding's inequality. It takes the place of the factor
 sqrt(K) of a certain bound."""
 
-_GEMM_BOUND = (
+GEMM_BOUND = (
     "dequantize and matmul in float64; bound: K float32 additions and, in FP8 or where bfloat16 "
     "emulates it, operands rounded to bfloat16"
 )
 
 
-class _Product:
+class Product:
     """``left @ right.mT`` in float64, and the unit in which its error is measured."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
@@ -98,7 +98,7 @@ class _Pair:
             q, scale, _ = reference.quantize(x, fp8_dtype, block, "fp32", 0.0, 1)
             self.operands.append((q.to(cases.device), scale.to(cases.device)))  # strides stay
             wide.append(reference.dequantize(q, scale, block, torch.float64).to(cases.device))
-        self.product = _Product(*wide)
+        self.product = Product(*wide)
         kinds = (
             f"{format_of(one)} {granularity(block)}"
             for one, block in zip(formats, blocks, strict=True)
@@ -125,7 +125,7 @@ class _Pair:
         self.product.within(self.cases, got, bias, out_dtype, not self.why)
 
 
-@checks("products", _GEMM_BOUND, "scaled_mm_op")
+@checks("products", GEMM_BOUND, "scaled_mm_op")
 def _check_scaled_mm(cases: Cases) -> None:
     for blocks in itertools.product(_BLOCKS, _BLOCKS):
         for formats in itertools.product(FP8_DTYPES, FP8_DTYPES):
@@ -188,7 +188,7 @@ def _special_rows(cases: Cases) -> dict[str, Tensor]:
     return rows
 
 
-@checks("products", _GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")
+@checks("products", GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")
 def _check_scaled_bmm(cases: Cases) -> None:
     for blocks in itertools.product(_BLOCKS, _BLOCKS):
         kinds = " by ".join(map(granularity, blocks))
@@ -204,7 +204,7 @@ def _check_scaled_bmm(cases: Cases) -> None:
                 each = [reference.dequantize(*part[:2], block, torch.float64) for part in parts]
                 operands.append((q.to(cases.device), scale.to(cases.device)))
                 wide.append(torch.stack(each).to(cases.device))
-            product = _Product(*wide)
+            product = Product(*wide)
             (a, a_scale), (b, b_scale) = operands
             by_column = b.view(torch.uint8).mT.contiguous().mT.view(b.dtype)
             for out_dtype in HIGH_PRECISION_DTYPES:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from float8lab.inspect.environment import why_casts_are_missing
-from float8lab.inspect.selfcheck import attention, casts, norms, products, sources
+from float8lab.inspect.selfcheck import attention, casts, experts, grouped, norms, products, sources
 from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
 
 __all__ = ["CHECKS", "run_checks", "selfcheck"]
 
 CHECKS = tuple(
     found
-    for module in (casts, attention, norms, products, sources)
+    for module in (casts, attention, norms, products, grouped, sources, experts)
     for found in vars(module).values()
     if isinstance(found, Check)
 )

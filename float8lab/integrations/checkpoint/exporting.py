@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from float8lab.checkpoints.safetensors import (
 )
 from float8lab.integrations.checkpoint.weights import find_weights, products
 from float8lab.recipes.recipe import Recipe, check_recipe
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.statistics import is_sharded
 
 __all__ = ["ExportReport", "export"]
@@ -150,7 +150,12 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         share_scales=share_scales,
         unseen=unseen,
     )
-    weights = [weight for weight in weights if all(name in state for name in weight.names)]
+    weights = [
+        taken
+        for weight in weights
+        if all(name in state for name in weight.sources)
+        for taken in found.taken(weight)
+    ]
     if not weights:
         raise ValueError(
             "model must have a linear layer to store in FP8; got none that is not excluded. "
@@ -158,7 +163,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         )
     for weight in weights:
         found.check(weight)
-    in_fp8 = {name for weight in weights for name in weight.names}
+    in_fp8 = {name for weight in weights for name in weight.sources}
     stray = [n for n, v in state.items() if isinstance(v, Float8Tensor) and n not in in_fp8]
     if stray:
         raise ValueError(
@@ -166,12 +171,8 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
             f"{', '.join(stray[:5])}. Dequantize them, or do not exclude them."
         )
     others = [product.name for product in products(model) if not in_fp8.intersection(product.paths)]
-    # Experts whose weights are one tensor: readers that know them would look for scales.
-    others += [
-        name
-        for name, module in model.named_modules()
-        if any(p is not None and p.ndim > 2 for p in module._parameters.values())
-    ]
+    linear = {path for product in products(model) for path in product.paths}
+    others += _without_scales(model, in_fp8 | linear)
     groups = _groups(state, weights, found)
     config = {
         **_config_of(model, state),
@@ -190,11 +191,29 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         format=format,
         files=tuple(files),
         nbytes=sum(group.nbytes for group in groups),
-        fp8={name: weight.spec.describe() for weight in weights for name in weight.names},
+        fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
         high_precision=tuple(others),
         nonfinite=nonfinite,
-        notes=tuple(_notes(weights, found)),
+        notes=(*_packed_notes(state), *_notes(weights, found)),
     )
+
+
+def _without_scales(model: nn.Module, known: Collection[str]) -> list[str]:
+    """Modules in which readers that know them would look for scales: none are in the checkpoint.
+
+    These are experts whose weights are one tensor in high precision, and routers beside experts in
+    FP8. Linear layers are among the ``known``.
+    """
+    experts, beside, routers = [], set(), []
+    for name, module in model.named_modules():
+        own = {local: p for local, p in module._parameters.items() if p is not None}
+        inside = any((f"{name}.{local}" if name else local) in known for local in own)
+        if any(p.ndim > 2 for p in own.values()):
+            experts += [] if inside else [name]
+            beside |= {name.rpartition(".")[0]} if inside else set()
+        elif not inside and "weight" in own and own["weight"].ndim == 2:
+            routers.append(name)
+    return experts + [name for name in routers if name.rpartition(".")[0] in beside]
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -242,15 +261,17 @@ def _counts(nonfinite: Mapping[str, int]) -> str:
 
 def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> list[Group]:
     """All tensors, in the order of the model."""
-    by_name = {weight.names[0]: weight for weight in weights}
-    in_fp8 = {name for weight in weights for name in weight.names}
-    groups = []
+    by_name: dict[str, list[Weight]] = {}
+    for weight in weights:
+        by_name.setdefault(weight.sources[0], []).append(weight)
+    in_fp8 = {name for weight in weights for name in weight.sources}
+    groups: list[Group] = []
     for name, value in state.items():
         if name in by_name:
-            groups.append(format.group(by_name[name]))
+            groups += map(format.group, by_name[name])
         elif name not in in_fp8:
             part = Part(name, value.dtype, tuple(value.shape))
-            groups.append(Group((part,), functools.partial(list, (value,))))
+            groups.append(Group((part,), functools.partial(_values, value)))
     names = [part.name for group in groups for part in group.parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -259,6 +280,10 @@ def _groups(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Form
             "its own. Rename it."
         )
     return groups
+
+
+def _values(value: Tensor) -> list[Tensor]:
+    return [value.dequantize() if isinstance(value, Float4Tensor) else value]
 
 
 def _config_of(model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -280,6 +305,14 @@ def _config_of(model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _packed_notes(state: Mapping[str, Tensor]) -> list[str]:
+    names = [name for name, value in state.items() if isinstance(value, Float4Tensor)]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"{names[0]}{more}: stored in 4 bits, written in high precision"]
 
 
 def _notes(weights: Sequence[Weight], format: Format) -> list[str]:

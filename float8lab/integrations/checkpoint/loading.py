@@ -1,4 +1,4 @@
-"""``load_fp8``: load a checkpoint with FP8 weights into a model, as FP8 or dequantized.
+"""``load_fp8``: load a checkpoint with FP8 or 4-bit weights into a model, as such or dequantized.
 
 All that can be known without reading weights is checked before the model changes: names, shapes,
 dtypes, and the scales. Weights are then read one at a time, in pieces.
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_path, printable
-from float8lab.checkpoints.layouts import Item, recognize
+from float8lab.checkpoints.experts import Stack, is_stack, stack_experts
+from float8lab.checkpoints.item import Item
+from float8lab.checkpoints.layouts import recognize
 from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.source import CheckpointError, Source, boxes
-from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.precision import Precision, W, X
@@ -32,7 +34,8 @@ from float8lab.recipes.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
+from float8lab.tensor.float4_tensor import pack
 from float8lab.tensor.statistics import is_sharded
 
 __all__ = ["LoadReport", "load_fp8"]
@@ -48,7 +51,7 @@ _STATIC = DelayedScaling()
 """Recipe of layers for which the checkpoint has a scale of activations: in evaluation it stays as
 it is."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
-_COMPUTED = ("rotary_emb.inv_freq", "_extra_state")
+_COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
 """Ends of the names of tensors in checkpoints that models compute, or that other libraries keep."""
 _SHOWN = 8
 
@@ -67,11 +70,14 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    fp4: Mapping[str, str] = field(default_factory=dict)
+    """How each parameter that is now stored in packed 4 bits is stored."""
 
     def __str__(self) -> str:
+        packed = f"{len(self.fp4)} in 4 bits, " if self.fp4 else ""
         lines = [
-            f"{self.path}: {len(self.fp8)} weights in FP8, {len(self.dequantized)} dequantized, "
-            f"{len(self.plain)} other tensors"
+            f"{self.path}: {len(self.fp8)} weights in FP8, {packed}{len(self.dequantized)} "
+            f"dequantized, {len(self.plain)} other tensors"
         ]
         for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
@@ -88,13 +94,19 @@ def load_fp8(
     dequantize: bool = False,
     strict: bool = True,
 ) -> LoadReport:
-    """Load a checkpoint with FP8 weights into a model.
+    """Load a checkpoint with weights in FP8 or packed 4 bits into a model.
 
     Weights of linear layers become FP8-stored, one byte an element: the bytes and scales of the
     checkpoint, ``requires_grad`` False, for inference or as the frozen base of adapters. Their
     layers run in FP8 by the recipe whose blocks those are, unless they have one already; backward
     gives the gradient of the input. A scale of activations in the checkpoint becomes the layer's
     delayed scale, which evaluation does not change.
+
+    Experts are loaded as the model has them: one by one, or stacked ``[experts, rows, columns]``,
+    as ``gate_up_proj`` and ``down_proj`` of Transformers 5 are. A stack is FP8-stored, too.
+
+    Weights in NVFP4 or MXFP4 become ``Float4Tensor``s: the packed bytes of the checkpoint, frozen,
+    which are dequantized where they are used. Their layers run in high precision.
 
     Names are the model's. What is known without reading weights is checked first, and the model
     is unchanged if that fails.
@@ -132,7 +144,7 @@ def load_fp8(
     targets = _Targets(model)
     plan = _plan(opened, targets, dequantize=dequantize, strict=strict)
     with torch.no_grad():
-        for item, names in plan.fp8:
+        for item, names in plan.stored:
             target = targets.state[names[0]]
             targets.replace(target, _stored(item, target))
         for item, name in plan.values:
@@ -140,12 +152,13 @@ def load_fp8(
     notes = [] if dequantize else _run_in_fp8(model, plan)
     return LoadReport(
         path=opened.path,
-        fp8={names[0]: item.describe() for item, names in plan.fp8},
-        dequantized=tuple(name for item, name in plan.values if item.fp8),
-        plain=tuple(name for item, name in plan.values if not item.fp8),
+        fp8={names[0]: item.describe() for item, names in plan.stored if item.fp8},
+        dequantized=tuple(name for item, name in plan.values if _is_quantized(item)),
+        plain=tuple(name for item, name in plan.values if not _is_quantized(item)),
         missing=tuple(plan.missing),
         unexpected=tuple(plan.unexpected),
         notes=(*plan.notes, *notes),
+        fp4={names[0]: item.describe() for item, names in plan.stored if not item.fp8},
     )
 
 
@@ -203,6 +216,10 @@ class _Targets:
         found = {id(self.products[n].module) for n in names if n in self.products}
         return bool(users) and users == found
 
+    def multiplies(self, name: str) -> bool:
+        """Whether a parameter is the weight of linear layers alone, or a stack of experts'."""
+        return self.linear(name) or is_stack(name, self.state[name])
+
     def replace(self, target: Tensor, value: Tensor) -> None:
         """Put a tensor in every place of another."""
         for module, local in self.places[id(target)]:
@@ -213,11 +230,14 @@ class _Targets:
 class _Plan:
     """The tensors to load, and those that have no counterpart."""
 
-    fp8: list[tuple[Item, list[str]]] = field(default_factory=list)
+    stored: list[tuple[Item, list[str]]] = field(default_factory=list)
+    """Weights that stay as the checkpoint stores them, with all their names in the model."""
     values: list[tuple[Item, str]] = field(default_factory=list)
     input_scales: dict[str, float] = field(default_factory=dict)
     """Scales of activations by the part of the name before ``input_scale``, such as
     ``"model.layers.0.mlp.up_proj."``."""
+    unused: list[str] = field(default_factory=list)
+    """Scales of activations of stacked experts."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -227,9 +247,14 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
     """Match a checkpoint and a model; raise if they do not fit."""
     plan, problems, damage = _Plan(), [], []
     loaded: set[int] = set()
-    for item in recognize(source):
+    items = stack_experts(recognize(source), targets.state)
+    experts = {part.name for item in items if isinstance(item, Stack) for part in item.each}
+    for item in items:
         name = item.name
         damage += _damage(item)
+        if item.is_scale and f"{name.rpartition('.')[0]}.weight" in experts:
+            plan.unused.append(name)
+            continue
         if name.endswith("input_scale"):
             stem = name.removesuffix("input_scale")
             plan.input_scales[stem] = _input_scale(item, damage)
@@ -246,11 +271,13 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
             problems.append(problem)
         elif id(target) in loaded:
             continue  # another name of a tied parameter
-        elif item.fp8 and not dequantize and targets.linear(name):
-            plan.fp8.append((item, targets.names[id(target)]))
+        elif item.quantized and not dequantize and targets.multiplies(name):
+            plan.stored.append((item, targets.names[id(target)]))
         else:
             plan.values.append((item, name))
-            if item.fp8 and not dequantize:
+            if isinstance(item, Stack) and item.mixed and not dequantize:
+                plan.notes.append(f"{name} is dequantized: its experts' blocks make no one weight")
+            elif item.quantized and not dequantize:
                 plan.notes.append(f"{name} is dequantized: it is not a linear layer's weight alone")
         loaded.add(id(target))
     plan.missing += [name for name, value in targets.state.items() if id(value) not in loaded]
@@ -272,16 +299,22 @@ def _plan(source: Source, targets: _Targets, *, dequantize: bool, strict: bool) 
 
 
 def _damage(item: Item) -> list[str]:
-    """Sentences about damage to an FP8 weight and its scales; empty if there is none."""
+    """Sentences about damage to a quantized weight and its scales; empty if there is none."""
     found = [f"{item.name}: {finding.text}" for finding in item.findings if finding.wrong]
-    if not item.fp8 or found:
-        return found if item.fp8 else []
+    if not item.quantized or found:
+        return found if _is_quantized(item) else []
     assert item.spec is not None
-    if item.entry.dtype not in (torch.uint8, item.spec.fp8_dtype):
+    if item.entry.dtype not in (torch.uint8, item.spec.element_dtype):
         return [f"{item.name} is {item.entry.dtype_name}, and said to be {item.spec.describe()}"]
-    scale = item.scales()
+    whole = item.whole_scale()
+    scale = item.scales() if whole is None else item.scales() * whole
     bad = int((~scale.isfinite() | (scale < 0)).sum())
     return [f"{item.name}: {bad} scales NaN, infinite or negative"] if bad else []
+
+
+def _is_quantized(item: Item) -> bool:
+    """Whether it is a weight in FP8 or 4 bits, or made of such."""
+    return item.quantized or (isinstance(item, Stack) and item.mixed)
 
 
 def _input_scale(item: Item, damage: list[str]) -> float:
@@ -300,10 +333,11 @@ def _problem(item: Item, target: Tensor) -> str | None:
         return f"{item.name} is sharded in the model (load before sharding)"
     if entry.shape != tuple(target.shape):
         return f"{item.name} is {list(entry.shape)} there and {list(target.shape)} in the model"
-    if item.fp8:
+    if item.quantized:
         if target.dtype in HIGH_PRECISION_DTYPES and target.ndim >= 1:
             return None
-        return f"{item.name} is FP8 there and {target.dtype} in the model"
+        kind = "FP8" if item.fp8 else "4 bits"
+        return f"{item.name} is {kind} there and {target.dtype} in the model"
     if entry.dtype is None:
         return f"{item.name} is {entry.dtype_name}, which torch cannot read"
     if entry.dtype.is_floating_point != target.dtype.is_floating_point:
@@ -325,6 +359,8 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     """The weight as the checkpoint stores it, frozen."""
     spec, device = item.spec, _place_of(target)
     assert spec is not None
+    if isinstance(spec, Float4Spec):
+        return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
     for box in boxes(item.entry.shape, item.block):
         data[box] = item.codes(box).to(device)
@@ -336,10 +372,27 @@ def _stored(item: Item, target: Tensor) -> nn.Parameter:
     return nn.Parameter(stored, requires_grad=False)
 
 
+def _packed(item: Item, spec: Float4Spec, dtype: torch.dtype, device: torch.device) -> Float4Tensor:
+    """The bytes of a weight in 4 bits; in memory the packed dimension comes last."""
+    dim = spec.packed_dim
+    shape = [n // 2 if d == dim else n for d, n in enumerate(item.entry.shape)]
+    shape[dim], shape[-1] = shape[-1], shape[dim]
+    packed = torch.empty(shape, dtype=torch.uint8, device=device).transpose(dim, -1)
+    for box in boxes(item.entry.shape, item.block):
+        place = list(box)
+        place[dim] = slice(box[dim].start // 2, box[dim].stop // 2)
+        packed[tuple(place)] = pack(item.codes(box), dim).to(device)
+    scale = item.scales().to(spec.scale_dtype)  # which they were read from
+    whole = item.whole_scale()
+    return Float4Tensor(
+        packed, scale.to(device), None if whole is None else whole.to(device), spec, dtype
+    )
+
+
 def _load_values(item: Item, name: str, targets: _Targets) -> None:
     """Load the values of a tensor, in the dtype that the model has."""
     target = targets.state[name]
-    if target.is_meta:
+    if target.is_meta or isinstance(target, Float4Tensor):  # which cannot be written to
         made = torch.empty(target.shape, dtype=target.dtype, device=_place_of(target))
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
@@ -350,7 +403,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
         into.requantize_(item.values().to(into.device))
         return
     dtype = item.entry.dtype
-    exact = dtype is not None and not dtype.is_floating_point and not item.fp8
+    exact = dtype is not None and not dtype.is_floating_point and not item.quantized
     for box in boxes(item.entry.shape, item.block):
         value = item.entry.read(box) if exact else item.values(box)
         into[box] = value.to(into.device)
@@ -358,7 +411,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
 
 def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     """Give the layers of FP8 weights recipes that use their bytes; return notes on exceptions."""
-    by_name = {name: item for item, names in plan.fp8 for name in names}
+    by_name = {name: item for item, names in plan.stored for name in names}
     chosen: dict[str, Recipe] = {}
     kept, notes = [], []
     for product in products(model):
@@ -369,9 +422,12 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
         recipe = _recipe_for(specs)
         own = product.precision.recipe if product.precision is not None else None
         pinned = product.precision is not None and product.precision.pinned
+        packed = any(isinstance(spec, Float4Spec) for spec in specs)
         if own is not None or pinned:
-            if own is None or own.linear.w.block not in {s.block for s in specs if s}:
+            if own is None or packed or own.linear.w.block not in {s.block for s in specs if s}:
                 kept.append(product.name)
+        elif packed:
+            continue  # it runs in high precision
         elif recipe is None:
             notes.append(f"{product.name} runs without a recipe: none has its blocks")
         else:
@@ -390,6 +446,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
             if _set_input_scale(product.precision, names, by_name, plan.input_scales):
                 used |= {_stem(name) for name in names}
     unused = [f"{stem}input_scale" for stem in plan.input_scales if stem not in used]
+    unused += plan.unused
     if unused:
         notes.append(f"{_some(unused)}: not used, for the recipe scales activations itself")
     if kept:
@@ -403,9 +460,9 @@ def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 
 
-def _recipe_for(specs: Iterable[Float8Spec | None]) -> Recipe | None:
+def _recipe_for(specs: Iterable[Float8Spec | Float4Spec | None]) -> Recipe | None:
     """The recipe that uses weights stored in this way as they are; None if there is none."""
-    blocks = {spec.block for spec in specs if spec is not None and spec.fp8_dtype == E4M3}
+    blocks = {spec.block for spec in specs if spec is not None and spec.element_dtype == E4M3}
     return _RECIPES.get(blocks.pop()) if len(blocks) == 1 else None
 
 

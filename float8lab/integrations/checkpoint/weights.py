@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from float8lab.checkpoints.experts import PARTS
 from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import cast
@@ -24,7 +25,7 @@ from float8lab.nn.report import is_unseen
 from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, Recipe
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
 
 __all__ = ["Product", "find_weights", "products"]
@@ -97,7 +98,8 @@ def find_weights(
         ValueError: siblings that cannot share a scale.
     """
     found = products(model)
-    converted = any(p.precision is not None for p in found)
+    stacks = _stacks(model, exclude)
+    converted = bool(stacks) or any(p.precision is not None for p in found)
     plain = _shared_with_others(model, found)
     weights = []
     for product in found:
@@ -109,12 +111,82 @@ def find_weights(
             continue
         chosen = _recipe(product.precision, recipe, default)
         passed_over = product.precision is None and converted
+        passed_over |= any(isinstance(parameter, Float4Tensor) for parameter in parameters)
         passed_over |= is_unseen(product.module) and not unseen
         if chosen is None or passed_over or any(id(p) in plain for p in parameters):
             continue
         if chosen.linear.fprop:
             weights.append(_as_cast(product, chosen))
-    return _tie(weights, share_scales)
+    return [*_tie(weights, share_scales), *stacks]
+
+
+def _stacks(model: nn.Module, exclude: Sequence[str]) -> list[Weight]:
+    """Experts that are stored in FP8 as one tensor ``[E, N, K]``."""
+    weights = []
+    for name, module in model.named_modules():
+        if any(matches(name, pattern) for pattern in exclude):
+            continue
+        prefix = f"{name}." if name else ""
+        for local, kinds in PARTS.items():
+            parameter = module._parameters.get(local)
+            if isinstance(parameter, Float8Tensor) and parameter.ndim == 3:
+                parts = functools.partial(_matrices, module, prefix, local, kinds)
+                weights.append(_whole(f"{prefix}{local}", parameter, experts=parts))
+    return weights
+
+
+def _whole(path: str, weight: Float8Tensor, **more: Any) -> Weight:
+    def make(*, amax: bool = False) -> list[Stored]:
+        own: Any = weight.detach()
+        return [Stored(own.qdata, own.scale, own.amax)]
+
+    what = (path,), (tuple(weight.shape),), path.removesuffix(".weight"), weight.spec
+    return Weight(*what, None, make, stored=True, **more)
+
+
+def _matrices(
+    module: nn.Module, prefix: str, local: str, kinds: Sequence[str]
+) -> tuple[Weight, ...]:
+    """Each expert's matrices of a stacked parameter, as Transformers saves them.
+
+    None where the module's parameters are not of its usual shapes, as in models that have them
+    transposed, or whose rows alternate between ``kinds``: no other library knows them by name.
+    """
+    up, down = (module._parameters.get(each) for each in PARTS)
+    usual = up is not None and down is not None and up.ndim == down.ndim == 3
+    usual = usual and up.shape[1:] == (2 * down.shape[2], down.shape[1])  # type: ignore[union-attr]
+    whole: Any = module._parameters[local]
+    if not usual or any(each.endswith("_bias") for each in module._parameters):
+        return ()
+    rows = whole.shape[1] // len(kinds)
+    height, width = whole.spec.block[1:]
+    height = -1 if width == -1 and height in (-1, rows) else height
+    if len(kinds) > 1 and height > 1 and rows % height:
+        raise ValueError(
+            f"{prefix}{local} must have a multiple of {height} rows for each of "
+            f"{' and '.join(kinds)}, or blocks would lie across them; got {rows}. Exclude it, or "
+            "export it in format='float8lab'."
+        )
+    spec = replace(whole.spec, block=(height, width))
+
+    def make(expert: int, first: int, *, amax: bool = False) -> list[Stored]:
+        part: Any = getattr(module, local).detach()[expert, first : first + rows]
+        return [Stored(part.qdata, part.scale, part.amax)]
+
+    return tuple(
+        Weight(
+            (f"{prefix}{expert}.{kind}.weight",),
+            ((rows, whole.shape[2]),),
+            f"{prefix}{expert}.{kind}",
+            spec,
+            None,
+            functools.partial(make, expert, index * rows),
+            stored=True,
+            parameters=(f"{prefix}{local}",),
+        )
+        for expert in range(whole.shape[0])
+        for index, kind in enumerate(kinds)
+    )
 
 
 def _shared_with_others(model: nn.Module, found: Sequence[Product]) -> set[int]:

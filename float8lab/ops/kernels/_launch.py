@@ -167,7 +167,8 @@ def _key_of(
     """All that Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
 
     A kernel differs for an integer that is 1, divisible by 16, or above 32 bits: hence its value.
-    Of tensors it knows the dtype and whether the address is divisible by 16, of others the type.
+    Of tensors it knows the dtype and whether the address is divisible by 16, of descriptors for the
+    copy engine the dtype and what is copied at a time, of others the type.
     """
     key = [device, len(constants), *constants, *constants.values()]
     for arg in args:
@@ -180,6 +181,9 @@ def _key_of(
                 key.append("unaligned")
         elif kind is float or kind is bool or arg is None:
             key.append(kind)
+        elif hasattr(arg, "block_shape"):  # a descriptor: Triton knows neither sizes nor strides
+            layout = getattr(arg, "layout", None)
+            key.append((kind, arg.base.dtype, *arg.block_shape, layout, arg.padding))
         else:
             return None
     return tuple(key)

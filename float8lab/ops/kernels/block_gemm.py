@@ -28,7 +28,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from float8lab.ops.kernels._common import ceil_div, multiprocessors, on_device_of_first
 from float8lab.ops.kernels._copy_engine import async_load, async_store
 
-__all__ = ["load_tiles", "multiply_blocks", "place", "store_part"]
+__all__ = [
+    "HALF",
+    "PART",
+    "STEP",
+    "add_part",
+    "descriptor",
+    "load_tiles",
+    "multiply_blocks",
+    "place",
+    "product",
+    "store_part",
+]
 
 _ROWS = 128
 _COLUMNS = 256
@@ -76,7 +87,7 @@ def load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _product(
+def product(
     a_tile, b_tile, part, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
 ):
     """To the registers of ``part``, whose values do not count."""
@@ -86,11 +97,20 @@ def _product(
 
 
 @gluon.jit
-def _add(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr):
+def add_part(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: gl.constexpr = True):
     """``b_scale``, of each column, only if ``B_BY_ROW``; else ``a_scale`` is times b's."""
     # As volatile assembly, because LLVM moves its own behind the next product, whose results would
     # then be there at the same time, and spill.
-    if B_BY_ROW:
+    if not SCALED:
+        sums = gl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, $2;",
+            "=f,f,f",
+            [part, sums],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    elif B_BY_ROW:
         a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
         b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), part)
         sums = gl.inline_asm_elementwise(
@@ -182,16 +202,16 @@ def _multiply(  # noqa: PLR0915
             next_a0 = gl.load(a_scale_ptr + (ahead * a_stride + a0))
             next_b0 = gl.load(b_scale_ptr + (ahead * b_stride + b0))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 0, group, B_BY_ROW)
+            part = product(a_tiles.index(stage), b_tiles.index(stage), part, 0, group, B_BY_ROW)
             if B_BY_ROW:
                 scales.index(group).store(b_scale)
                 b_scale = scales.index(group).load(gl.SliceLayout(0, LAYOUT))
             part = warpgroup_mma_wait(0, (part,))
-            sums0 = _add(sums0, part, scale0, b_scale, B_BY_ROW)
-            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 1, group, B_BY_ROW)
+            sums0 = add_part(sums0, part, scale0, b_scale, B_BY_ROW)
+            part = product(a_tiles.index(stage), b_tiles.index(stage), part, 1, group, B_BY_ROW)
             part = warpgroup_mma_wait(0, (part,))
             mbarrier.arrive(empty.index(stage), count=1)
-            sums1 = _add(sums1, part, scale1, b_scale, B_BY_ROW)
+            sums1 = add_part(sums1, part, scale1, b_scale, B_BY_ROW)
             count += 1
         store_part(sums0, y_desc, y_tiles.index(group), m + row0, n + column0)
         store_part(sums1, y_desc, y_tiles.index(group), m + row1, n + column1)
@@ -241,7 +261,7 @@ def _multiply_blocks_kernel(
     )
 
 
-def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2
     )
@@ -261,7 +281,7 @@ def multiply_blocks(
     y = a.new_empty((M, N), dtype=out_dtype)
     programs = min(multiprocessors(a.device), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS))
     _multiply_blocks_kernel[(programs,)](
-        _descriptor(a, _ROWS, 128), _descriptor(b, _COLUMNS, 128), _descriptor(y, 64, 128),
+        descriptor(a, _ROWS, 128), descriptor(b, _COLUMNS, 128), descriptor(y, 64, 128),
         a_scale, b_scale, M, N, K, a_scale.stride(1), b_scale.stride(1), b_scale.stride(0),
         B_BY_ROW=b_scale.shape[0] == N, BAND=_BAND,
         STAGES=_STAGES_OF_FLOAT32 if out_dtype == torch.float32 else _STAGES,

@@ -22,25 +22,31 @@ from float8lab.ops.reference.cast import (
     transpose,
 )
 from float8lab.ops.reference.gemm import scaled_mm
+from float8lab.ops.reference.grouped import ALIGN, SPAN, cast_groups, grouped_mm, padded_rows
 from float8lab.ops.reference.norm import norm, norm_backward
 from float8lab.ops.reference.prologue import ACTIVATIONS, prologue_shape, value_of
 from float8lab.ops.reference.scaling import NO_DATA, update_scales_
 
 __all__ = [
     "ACTIVATIONS",
+    "ALIGN",
     "NO_DATA",
+    "SPAN",
     "amax",
     "amax_of",
     "as_matrix",
     "cast",
+    "cast_groups",
     "cast_many_",
     "dequantize",
     "encode",
     "encode_from_amax",
     "factors_from_amax",
+    "grouped_mm",
     "has_amax",
     "norm",
     "norm_backward",
+    "padded_rows",
     "prologue_shape",
     "quantize",
     "round_up",

@@ -16,6 +16,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.integrations import export, load_fp8
 from float8lab.tensor import Float8Tensor
+from tests.integrations.checkpoint.test_experts import block_fp8, checkpoint_of, nvfp4
 
 # Libraries of other releases warn of their own parts as they are imported and used.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -273,3 +274,150 @@ def test_share_scales_as_readers_fuse(tmp_path):
         for group in TIES:
             part = "self_attn" if "q_proj" in group else "mlp"
             assert len({scales[f"model.layers.{layer}.{part}.{n}.weight"] for n in group}) == 1
+
+
+MOE = {
+    "hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 64, "max_position_embeddings": 64, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def mixture(name, seed=0, **more):
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**MOE, **more)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+MIXTURES = {
+    "qwen3": ("Qwen3Moe", {"num_experts": 3}),
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+            "q_lora_rank": 128, "kv_lora_rank": 96, "qk_rope_head_dim": 32, "v_head_dim": 64,
+            "qk_nope_head_dim": 32, "n_shared_experts": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_experts_go_to_transformers_and_back(tmp_path, name):
+    family, more = MIXTURES[name]
+    model, again = (mixture(family, seed, **more) for seed in range(2))
+    recipe = recipes.Float8BlockScaling()
+    for module in model.modules():
+        for local in ("gate_up_proj", "down_proj"):
+            parameter = module._parameters.get(local)
+            if parameter is not None and parameter.ndim == 3:
+                stored = float8lab.quantize(parameter.detach(), block=(128, 128))
+                module.register_parameter(local, nn.Parameter(stored, requires_grad=False))
+    float8lab.convert_to_float8(model, recipe, exclude=["lm_head", "*.gate"])
+    report = export(model, tmp_path / "out", "block-fp8")
+    assert {name for name in report.high_precision if "gate" in name} == {
+        name for name, module in model.named_modules() if name.endswith("mlp.gate")
+    }
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert_same(theirs.state_dict(), dequantized(tmp_path / "out", mixture(family, 2, **more)))
+    loaded = load_fp8(tmp_path / "out", again)
+    assert loaded.fp8.keys() == report.fp8.keys()
+    for path in loaded.fp8:
+        stored = model.get_parameter(path)
+        if isinstance(stored, Float8Tensor):
+            kept = again.get_parameter(path)
+            assert torch.equal(kept.qdata.view(torch.uint8), stored.qdata.view(torch.uint8))
+            assert torch.equal(kept.scale, stored.scale)
+
+
+def test_transformers_and_this_library_decode_gpt_oss_alike(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    arguments = MOE | {"num_local_experts": 3, "layer_types": ["full_attention"] * 2}
+    del arguments["moe_intermediate_size"]
+    config = transformers.GptOssConfig(**arguments)
+    torch.manual_seed(0)
+    model, packed = (transformers.GptOssForCausalLM(config) for _ in range(2))
+    state = {}
+    for name, value in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            state[name] = value
+            continue
+        experts, columns, rows = value.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 123, blocks.shape[:-1], dtype=torch.uint8)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        model.get_parameter(name).data.copy_(expected)
+    report = load_fp8(state, packed)
+    assert len(report.fp4) == 4
+    assert float8lab.inspect.diff(state, model.state_dict()).equal
+    assert float8lab.inspect.diff(state, packed.state_dict()).identical
+    tokens = torch.randint(64, (2, 16))
+    for way in ("eager", "grouped_mm"):
+        losses, gradients = [], []
+        for one in (model, packed):
+            one.set_experts_implementation(way)
+            one.requires_grad_(False)
+            one.model.embed_tokens.weight.requires_grad_(True)
+            one.zero_grad()
+            loss = one(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            losses.append(loss)
+            gradients.append(one.model.embed_tokens.weight.grad)
+        assert torch.equal(*losses)
+        assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "MXFP4"])
+def test_files_of_compressed_tensors_in_4_bits_load_here(kind):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+
+    scheme: QuantizationScheme = preset_name_to_scheme(kind, ["Linear"])
+    compressor = NVFP4PackedCompressor if kind == "NVFP4" else MXFP4PackedCompressor
+    torch.manual_seed(0)
+    weight, size = torch.randn(64, 128), 16 if kind == "NVFP4" else 32
+    amax = weight.unflatten(1, (-1, size)).abs().amax(-1)
+    state = {"weight": weight, "weight_scale": (amax.log2().floor() - 2).exp2()}
+    if kind == "NVFP4":
+        # A power of two, so that all orders of multiplication give the same.
+        state["weight_global_scale"] = torch.tensor([256.0])
+        state["weight_scale"] = (amax / 6 * 256).to(torch.float8_e4m3fn).float()
+    packed = compressor.compress(state, scheme)
+    expected = compressor.decompress(packed, scheme)["weight"]
+    layer = nn.Linear(128, 64, bias=False)
+    assert load_fp8(packed, layer).fp4
+    assert torch.equal(layer.weight.dequantize(), expected.float())
+
+
+@pytest.mark.parametrize("store", [nvfp4, block_fp8])
+def test_adapters_by_peft_on_the_parameters_of_stacked_experts(store):
+    peft = pytest.importorskip("peft", minversion="0.17")
+    state = checkpoint_of(mixture("Qwen3Moe", num_experts=3), store)
+    stored, plain = (mixture("Qwen3Moe", 1, num_experts=3) for _ in range(2))
+    load_fp8(state, stored)
+    load_fp8(state, plain, dequantize=True)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(
+        r=4, target_modules=[], target_parameters=experts, init_lora_weights=False
+    )
+    tokens = torch.randint(64, (2, 16))
+    losses, gradients = [], []
+    for model in (stored, plain):
+        torch.manual_seed(2)
+        tuned = peft.get_peft_model(model, config)
+        loss = tuned(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss)
+        gradients.append([p.grad for p in tuned.parameters() if p.grad is not None])
+    # PEFT adds an adapter to the values of the weight, so nothing of the experts runs in FP8.
+    assert torch.equal(*losses)
+    assert len(gradients[0]) == 8
+    assert all(map(torch.equal, *gradients))

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["FAMILIES", "build", "emulated", "flat_gradients"]
+__all__ = ["FAMILIES", "MIXTURES", "build", "emulated", "flat_gradients"]
 
 TEXT = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {
@@ -95,10 +95,63 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
 }  # fmt: skip
 """Config, model, arguments of the config, and a maker of a batch."""
 
+_LOCAL = {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _LOCAL, _tokens),
+    "olmoe": (
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
+        _tokens,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **DECODER, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+            "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 12, "head_dim": 8, "num_key_value_heads": 4,
+        },
+        _tokens,
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_LOCAL, "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        _tokens,
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            **_LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 40,
+            "interleave_moe_layer_step": 1,
+        },
+        _tokens,
+    ),
+    "dbrx": (
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        {
+            **TEXT, "d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {
+                "ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 48,
+            },
+        },
+        _tokens,
+    ),
+}  # fmt: skip
+"""The same of mixtures of experts, whose experts lie in different ways."""
+
 
 def build(family: str, **changed: Any) -> tuple[Any, dict[str, Tensor]]:
     """A model in training mode, without dropout, and a batch with labels."""
-    config, model, arguments, batch = FAMILIES[family]
+    config, model, arguments, batch = {**FAMILIES, **MIXTURES}[family]
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(**{**arguments, **changed}))
     return made.train(), batch()
@@ -137,11 +190,45 @@ class _EmulatedLinear(torch.autograd.Function):
         return (dy_q @ w_q).view(ctx.x_shape), dy_q.t() @ x_q, db
 
 
+class _EmulatedGroups(torch.autograd.Function):
+    """Rows in groups have one scale, each expert's weight its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        x_q = _rounded(x, torch.float8_e4m3fn)
+        w_q = torch.stack([_rounded(w, torch.float8_e4m3fn) for w in weight])
+        ctx.save_for_backward(x_q, w_q, expert)
+        return (x_q[:, None] @ w_q[expert].mT)[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_q, w_q, expert = ctx.saved_tensors
+        dy_q = _rounded(dy, torch.float8_e5m2)
+        own = expert == torch.arange(len(w_q))[:, None]
+        dw = (dy_q.t() * own[:, None]) @ x_q
+        return (dy_q[:, None] @ w_q[expert])[:, 0], dw, None
+
+
+def _emulated_experts(layer: Any) -> Callable[..., Tensor]:
+    def forward(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        expert, order = index.flatten().sort(stable=True)
+        rows = x[order // index.shape[1]]
+        h = layer._apply_gate(_EmulatedGroups.apply(rows, layer.gate_up_proj, expert))
+        y = _EmulatedGroups.apply(h, layer.down_proj, expert)
+        y = y.new_zeros(y.shape).index_copy(0, order, y).view(*index.shape, -1)
+        return (y * weights[..., None]).sum(1)
+
+    return forward
+
+
 def emulated(model: Any, names: list[str]) -> Any:
     """A copy of a model whose named layers compute on tensors that are rounded to FP8."""
     made = copy.deepcopy(model)
     for name in names:
         layer = made.get_submodule(name)
+        if hasattr(layer, "gate_up_proj"):
+            layer.forward = _emulated_experts(layer)
+            continue
         assert isinstance(layer, (nn.Linear, Conv1D))
 
         def forward(x: Tensor, layer: Any = layer) -> Tensor:

@@ -1,0 +1,151 @@
+"""A tensor of a checkpoint to look at: a weight in FP8 or 4 bits with its scales, or any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from float8lab.checkpoints.source import Box, Entry
+from float8lab.formats import Float4Spec, Float8Spec
+from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.float4_tensor import decode_codes
+
+__all__ = ["Finding", "Item", "place_of", "reach", "sizes"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why a tensor is suspicious."""
+
+    kind: str
+    """A short name for programs, such as ``"missing-scale"``."""
+    text: str
+    """A phrase for people."""
+    wrong: bool = True
+    """Whether values are lost or wrong for certain; False if the tensor is odd, but may be meant
+    so."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor to look at: a weight in FP8 or 4 bits with its scales, or any other."""
+
+    name: str
+    entry: Entry
+    """The tensor as it lies in the file: for a quantized weight, its codes. Those of 4 bits come as
+    bytes of their own, so the shape is the weight's."""
+    convention: str = ""
+    """The convention that a quantized weight follows; empty for one without a scale, and for any
+    other tensor."""
+    scale: Entry | None = None
+    spec: Float8Spec | Float4Spec | None = None
+    """Format, blocks and scales of a quantized weight; of one in FP8 with one block for all if no
+    scale can be used. None for any other tensor."""
+    tensor_scale: Entry | None = None
+    """The second level of a weight in 4 bits: a decode factor, float32."""
+    others: tuple[Entry, ...] = ()
+    """Amaxes, and a scale that cannot be used."""
+    is_scale: bool = False
+    """Whether it is a scale without an FP8 weight of its own, such as one of activations."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def fp8(self) -> bool:
+        """Whether it is a weight in FP8."""
+        return isinstance(self.spec, Float8Spec)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is a weight in FP8 or 4 bits."""
+        return self.spec is not None
+
+    def describe(self, spec: Float8Spec | Float4Spec | None = None) -> str:
+        """Describe the format in words, by ``spec`` if more is known than the names say."""
+        spec = spec or self.spec
+        if spec is None:
+            return self.entry.dtype_name
+        if self.scale is not None:
+            return spec.describe()
+        missing = any(finding.kind == "missing-scale" for finding in self.findings)
+        return f"{spec.describe().split()[0]}, {'no' if missing else 'unusable'} scale"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and amaxes."""
+        parts = (self.entry, *filter(None, (self.scale, self.tensor_scale, *self.others)))
+        return sum(part.nbytes for part in parts)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Sizes of blocks, none larger than its dimension: a spec may name any."""
+        if self.spec is None:
+            return (1,) * len(self.entry.shape)
+        pairs = zip(self.spec.block, self.entry.shape, strict=True)
+        return tuple(min(block, max(size, 1)) for block, size in pairs)
+
+    def codes(self, box: Box) -> Tensor:
+        """The bytes of the codes of a box, uint8."""
+        codes = self.entry.read(box)
+        return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
+
+    def scales(self, box: Box | None = None) -> Tensor:
+        """The scales of a box that starts at whole blocks, or all of them, float32.
+
+        They have one size per dimension, and are 1 if the tensor has no scales. They are those of
+        the blocks: ``tensor_scale`` comes on top.
+        """
+        assert self.spec is not None
+        box = box or tuple(slice(0, n) for n in self.entry.shape)
+        if self.scale is None:
+            return torch.ones(self.spec.scale_shape(tuple(s.stop - s.start for s in box)))
+        if self.spec.per_tensor:
+            return _as_scale(self.scale.read()).reshape((1,) * len(self.entry.shape))
+        place = place_of(box, self.block)
+        found = _as_scale(self.scale.read(place[: len(self.scale.shape)]))
+        return found.reshape([s.stop - s.start for s in place])
+
+    def whole_scale(self, box: Box | None = None) -> Tensor | None:
+        """``tensor_scale`` as it broadcasts against a box of codes; None if there is none."""
+        if self.tensor_scale is None:
+            return None
+        sizes = self.tensor_scale.shape
+        place = None if box is None else reach(box, sizes)
+        return self.tensor_scale.read(place)
+
+    def values(self, box: Box | None = None) -> Tensor:
+        """The values of a box, or all, in float32 (float64 of a float64 tensor), not rounded."""
+        if self.spec is None:
+            value = self.entry.read(box)
+            return value if value.dtype in (torch.float64, torch.complex128) else value.float()
+        box = box or tuple(slice(0, n) for n in self.entry.shape)
+        if isinstance(self.spec, Float4Spec):
+            scales = self.codes(box), self.block, self.scales(box), self.whole_scale(box)
+            return decode_codes(*scales)
+        codes = self.codes(box).view(self.spec.fp8_dtype)
+        return codes.float() * expand_scale(self.scales(box), self.block, codes.shape)
+
+
+def place_of(box: Box, block: Sequence[int]) -> Box:
+    """The range of blocks that a box covers, in each dimension."""
+    return tuple(
+        slice(0, 1) if size == -1 else slice(s.start // size, -(-s.stop // size))
+        for s, size in zip(box, block, strict=True)
+    )
+
+
+def _as_scale(values: Tensor) -> Tensor:
+    return (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
+
+
+def reach(box: Box, sizes: Sequence[int]) -> Box:
+    """The box of a tensor that broadcasts: its single elements are in every box."""
+    pairs = zip(box, sizes, strict=True)
+    return tuple(slice(0, 1) if size == 1 else s for s, size in pairs)
+
+
+def sizes(shape: Sequence[int]) -> str:
+    """``(300, 200)`` -> ``300x200``."""
+    return "x".join(map(str, shape)) or "()"

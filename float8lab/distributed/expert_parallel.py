@@ -1,0 +1,209 @@
+"""Tokens sent to the ranks that hold their experts, and back.
+
+T tokens of this rank, E experts of all ranks, R rows that this rank's experts get, H features. The
+experts lie on the ranks of a group in order, equally many on each: sharded along their dimension,
+as ``fully_shard`` or a DTensor with ``Shard(0)`` puts stacked weights.
+
+One rank with all tokens would compute the same bytes: rows reach an expert in the order of the
+ranks and their tokens, what is cast to FP8 has a scale for each row or part of one, and a token's
+rows are added up in the order of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8lab.arguments import check_group, check_instance, check_tensor
+from float8lab.distributed.ranks import rank_and_size
+from float8lab.formats import Float8Spec
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.blocks import quantize_blocks
+from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.permute import (
+    check_integers,
+    check_probs,
+    check_tokens,
+    gather_rows,
+    map_of_chunks,
+    moe_permute_with_probs,
+    scatter_rows,
+)
+
+__all__ = ["DispatchHandle", "moe_combine", "moe_dispatch"]
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """Where ``moe_dispatch`` sent rows and from where it got them, for ``moe_combine``."""
+
+    row_map: Tensor
+    """Of this rank's tokens, by expert."""
+    order: Tensor | None
+    """Row map from the order in which rows come, by rank, to that of the experts; None is as is."""
+    sent: tuple[int, ...]
+    """Rows for each rank."""
+    received: tuple[int, ...]
+    """Rows of each rank."""
+    group: Any
+    gradient: Float8Spec | None
+
+
+def moe_dispatch(
+    inp: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    group: Any = None,
+    *,
+    gradient: Float8Spec | None = None,
+) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
+    """Send each token, and its probabilities, to the ranks of its experts.
+
+    All ranks of the group call it, also those without tokens. The CPU waits for the GPU once: the
+    numbers of rows that ranks exchange are arguments of a collective.
+
+    Args:
+        inp: ``[T, H]``: plain, or a Float8Tensor, of which codes and scales are sent. What arrives
+            has a scale for each row or part of one; one for the whole tensor is repeated.
+        probs: ``[T, E]``, any float.
+        routing_map: ``[T, E]`` of bools or integers, not 0 where an expert gets the token.
+        group: process group that the experts are spread over; None is the default one, or this
+            process alone if there is none.
+        gradient: format in which gradients are sent, here and by ``moe_combine``, whose blocks have
+            one row; None sends them as they are.
+
+    Returns:
+        - ``[R, H]``: the rows of this rank's experts, ordered by expert; of the kind of ``inp``.
+        - ``[R]``: their probabilities.
+        - ``[E / ranks]`` int64: how many rows each expert of this rank has.
+        - the handle for ``moe_combine``.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together, experts that the ranks cannot share equally, a
+            gradient format with blocks of several rows.
+
+    >>> x, routing_map = torch.eye(2), torch.tensor([[True, True], [False, True]])
+    >>> rows, probs, counts, handle = moe_dispatch(x, routing_map / 2, routing_map)
+    >>> counts
+    tensor([1, 2])
+    >>> moe_combine(rows * probs[:, None], handle)
+    tensor([[1.0000, 0.0000],
+            [0.0000, 0.5000]])
+    """
+    check_group("group", group)
+    check_instance("gradient", gradient, Float8Spec, "a Float8Spec", optional=True)
+    if gradient is not None and (len(gradient.block) != 2 or gradient.block[0] != 1):
+        raise ValueError(
+            f"gradient must have blocks of one row; got {gradient.block}. Use (1, -1), (1, 128) or "
+            "(1, 32)."
+        )
+    check_tokens("inp", inp)
+    check_integers("routing_map", routing_map, 2)
+    check_probs("probs", probs, (inp.shape[0], routing_map.shape[1]))
+    rank, size = rank_and_size(group)
+    if routing_map.shape[0] != inp.shape[0] or rank < 0 or routing_map.shape[1] % size:
+        raise ValueError(
+            f"routing_map must have a row for each token of inp, and as columns a multiple of the "
+            f"{size} ranks of group, this one among them; got shape {tuple(routing_map.shape)} on "
+            f"rank {rank}. Spread the experts equally, or choose another group."
+        )
+    counts = (routing_map != 0).sum(0).view(size, routing_map.shape[1] // size)
+    arriving = counts if size == 1 else _exchanged(counts, [1] * size, [1] * size, group)
+    sent, received = map(tuple, torch.stack([counts, arriving]).sum(2).tolist())  # the one wait
+    y, beside, row_map = moe_permute_with_probs(inp, probs, routing_map, sum(sent))
+    order = None
+    if size > 1:
+        y = _Exchange.run(y, sent, received, group)
+        beside = _Exchange.run(beside[:, None], sent, received, group)
+    y = _Gradient.run(y, gradient) if gradient is not None else y
+    if size > 1:
+        chunks = torch.arange(arriving.numel(), device=arriving.device).view_as(arriving)
+        order = map_of_chunks(sum(received), arriving.flatten(), chunks.t().flatten())
+        y, beside = scatter_rows(y, order, sum(received), beside)
+    handle = DispatchHandle(row_map, order, sent, received, group, gradient)
+    return y, beside, arriving.sum(0), handle
+
+
+def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
+    """Send the rows of this rank's experts back, and add up those of each token.
+
+    All ranks of the group call it. Rows that a probability belongs to are multiplied before, by the
+    experts, where probabilities can be fused with an activation.
+
+    Args:
+        out: ``[R, H]``: a row for each that ``moe_dispatch`` gave, in the same order; H may differ.
+            A Float8Tensor is dequantized.
+        handle: what ``moe_dispatch`` returned last.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``out``: sums in float32; 0 for a token without experts.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: another number of rows.
+
+    >>> routing_map = torch.ones(1, 3, dtype=torch.bool)
+    >>> rows, _, _, handle = moe_dispatch(torch.ones(1, 2), routing_map / 3, routing_map)
+    >>> moe_combine(rows, handle)
+    tensor([[3., 3.]])
+    """
+    check_tensor("out", out)
+    check_instance("handle", handle, DispatchHandle, "the handle of moe_dispatch")
+    rows = sum(handle.received)
+    if out.ndim != 2 or out.shape[0] != rows:
+        raise ValueError(
+            f"out must have 2 dimensions and the {rows} rows that moe_dispatch gave; got shape "
+            f"{tuple(out.shape)}. Pass the rows in the order in which they came."
+        )
+    if isinstance(out, Float8Tensor):
+        out = out.dequantize()
+    if handle.gradient is not None:
+        out = _Gradient.run(out, None)
+    if handle.order is not None:
+        out = gather_rows(out, handle.order)
+        out = _Exchange.run(out, handle.received, handle.sent, handle.group)
+    x = gather_rows(out, handle.row_map)
+    return x if handle.gradient is None else _Gradient.run(x, handle.gradient)
+
+
+def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """Rows of other ranks for those of this one; sent as bytes, since gloo lacks some dtypes."""
+    data = x if isinstance(x, Float8Tensor) else x.contiguous().view(torch.uint8)
+    group = dist.group.WORLD if group is None else group
+    ops, splits = torch.ops._c10d_functional, ([*received], [*sent])
+    result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, group.group_name))
+    return result if isinstance(x, Float8Tensor) else result.view(x.dtype)
+
+
+class _Exchange(Float8Function):
+    """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Any, received: Any, group: Any) -> Tensor:
+        ctx.back = received, sent, group
+        return _exchanged(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _exchanged(grad, *ctx.back), None, None, None
+
+
+class _Gradient(Float8Function):
+    """The tensor itself, whose gradient becomes an FP8 one, or a plain one for None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: Float8Spec | None) -> Tensor:
+        ctx.spec = spec
+        return x.map(lambda t: t) if isinstance(x, Float8Tensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        if ctx.spec is None or isinstance(grad, Float8Tensor):
+            return grad.dequantize() if isinstance(grad, Float8Tensor) else grad, None
+        return Float8Tensor(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None

@@ -1,0 +1,136 @@
+"""Checks of routing and permutation of a mixture of experts.
+
+T tokens, S places that a token may go to, R rows that tokens go to, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, name_of
+from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases, checks
+from float8lab.ops.reference import permute, router
+
+__all__: list[str] = []
+
+
+def _row_map(cases: Cases, T: int, S: int, R: int, filled: int) -> Tensor:
+    """Rows below ``filled`` at random places; other numbers are out of range on either side."""
+    to = torch.where(cases.uniform(T * S) < 0.5, -1, R + 3).int()
+    places = cases.uniform(T * S).argsort()[:filled]
+    to[places] = cases.uniform(filled).argsort().int()
+    return torch.cat((to.view(T, S), to.new_full((T, 1), filled)), 1)
+
+
+def _there(outputs: Sequence[Tensor | None]) -> list[Tensor]:
+    return [one for one in outputs if one is not None and one.numel()]
+
+
+@checks("experts", f"{REFERENCE}; sums of products: float64", "scatter_rows_op", "gather_rows_op")
+def _check_permute(cases: Cases) -> None:
+    for number, (T, S, R, filled, H) in enumerate(
+        ((70, 5, 200, 190, 1040), (33, 1, 33, 33, 130), (9, 130, 40, 40, 64), (4, 2, 3, 0, 8),
+         (0, 2, 5, 0, 8), (3, 4, 0, 0, 8))
+    ):  # fmt: skip
+        dtype = (BF16, FP32, FP16)[number % 3]
+        row_map, probs = _row_map(cases, T, S, R, filled), cases.uniform(T, S)
+        x, rows = cases.normal(T, H).to(dtype), cases.normal(R, H).to(dtype)
+        scale, amax = cases.uniform(3, T).t(), cases.uniform(T, 3)
+        codes = cases.bytes(T, H)
+        name = f"{T} tokens {S} places {filled} of {R} rows {H} features {name_of(dtype)}"
+        moved: list[tuple[str, tuple[Any, ...]]] = [
+            ("", (x, row_map, R)),
+            (" probabilities", (x.t().contiguous().t(), row_map, R, probs)),
+            (" codes and scales", (codes, row_map, R, probs, None, scale, amax)),
+        ]
+        for what, arguments in moved:
+            cases.begin(name + what)
+            want = permute.scatter_rows(*arguments)
+            cases.same(_there(ops.scatter_rows_op(*_to(cases, arguments))), _there(want))
+        for what, arguments in (
+            ("", (rows, row_map)),
+            (" sums", (rows, row_map, probs, rows[:, 0])),
+        ):
+            cases.begin(name + what)
+            sums = permute.gather_rows(*arguments)
+            cases.same(_there(ops.gather_rows_op(*_to(cases, arguments))), _there(sums))
+        cases.begin(f"{name} products")
+        arguments = (x, row_map, R, probs, rows)
+        got, dots, *_ = ops.scatter_rows_op(*_to(cases, arguments))
+        cases.same(got, permute.scatter_rows(*arguments)[0])
+        exact, size = (
+            permute.scatter_rows(a.double(), row_map, R, probs.double(), b.double())[1]
+            for a, b in ((x, rows), (x.abs(), rows.abs()))
+        )
+        cases.within(dots, exact, size * (2.0**-24 * (H + 1)))  # a term is rounded H times at most
+
+
+def _to(cases: Cases, arguments: Sequence[Any]) -> list[Any]:
+    return [all_to(cases, [a])[0] if isinstance(a, Tensor) else a for a in arguments]
+
+
+def _allowed(z: Tensor) -> float:
+    """How much a score may be off, relative to it, and what it is divided by.
+
+    ``ex2.approx`` is right to 2**-22, and a rounding of its argument, which is rounded twice, is
+    one of the result times the argument. Sums add a rounding for each expert, polynomials some.
+    """
+    argument = 2 * z.abs().max().item() if z.numel() else 0.0
+    return 2 * (2.0**-22 + argument * 2.0**-23) + (z.shape[1] + 32) * 2.0**-24
+
+
+@checks("experts", REFERENCE, "row_map_op")
+def _check_row_map(cases: Cases) -> None:
+    for T, S in ((300, 128), (1000, 7), (33, 260), (1, 1), (0, 4)):
+        for dtype in (torch.bool, torch.int32, torch.int64):
+            cases.begin(f"{T} tokens {S} places {name_of(dtype)}")
+            mask = (cases.uniform(S, T) < 0.1).to(dtype).t()
+            mask = mask if dtype == torch.int64 else mask.contiguous()
+            cases.same(ops.row_map_op(mask.to(cases.device)), permute.row_map_of(mask))
+
+
+@checks("experts", "float64; choices: the reference on the CPU", "route_op", "route_backward_op")
+def _check_route(cases: Cases) -> None:
+    for T, E, topk, groups, best in ((40, 36, 4, 6, 2), (9, 128, 8, 1, 0), (70, 7, 1, 1, 0)):
+        z = (cases.normal(T, E) * 48).round() / 16  # with equal ones, and none that are nearly so
+        for name, before in (
+            ("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False),
+        ):  # fmt: skip
+            bias = None if name == "softmax" else (cases.uniform(E) * 16).round() / 8
+            for dense in (False, True):
+                cases.begin(f"{T} tokens {E} experts {name} {before} {dense}")
+                how: Any = (topk, name, before, groups, best, 2.5, dense)
+                dense_or = (topk, name, before, 1.0 if dense else 2.5, dense)
+                got, chosen = ops.route_op(*all_to(cases, (z, bias)), *how)
+                wanted = router.route(z, bias, *how)[1]
+                cases.same(chosen, wanted)
+                exact = router.route(z.double(), bias, *how)[0]
+                allowed = _allowed(z)
+                cases.within(got, exact, exact.abs() * allowed)
+                grad = cases.normal(T, E)
+                got = ops.route_backward_op(*all_to(cases, (grad, z, wanted)), *dense_or)
+                exact = router.route_backward(grad.double(), z.double(), wanted, *dense_or)
+                cases.within(got, exact, _terms(grad, z, wanted, *dense_or) * (4 * allowed))
+
+
+def _terms(
+    grad: Tensor, z: Tensor, chosen: Tensor, topk: int, name: str, before: bool, scaling: float,
+    dense: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits, had every term the same sign."""
+    if dense:
+        chosen, topk, before = torch.ones_like(chosen), 2, True
+    z = z.double()
+    scores, total = router.shares(z, chosen, topk, name, before)
+    size = torch.where(chosen, grad.double().abs() * scaling, 0)
+    if name == "softmax":
+        return scores * (size + (scores * size).sum(-1, keepdim=True))
+    if topk > 1:
+        size = (size + (scores / total * size).sum(-1, keepdim=True)) / total
+    slope = z.sigmoid() * ((-z).sigmoid() if name == "sigmoid" else 1 / (2 * scores))
+    return torch.where(chosen, size * slope, 0)

@@ -1,0 +1,205 @@
+"""Checks of the ops of a mixture of experts.  M rows in E groups, N and K features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from float8lab import ops
+from float8lab.formats import E4M3, E5M2, FP8_DTYPES
+from float8lab.inspect.environment import why_gemm_is_emulated
+from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, format_of, name_of
+from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
+from float8lab.inspect.selfcheck.products import GEMM_BOUND, Product
+from float8lab.ops import reference
+from float8lab.ops.reference import SPAN, round_up
+
+__all__: list[str] = []
+
+_SIZES = {
+    "ragged groups": (0, 1, 15, 17, 128, 0, 130),
+    "one group": (37,),
+    "all rows in the second": (0, 200, 0),
+    "nobody": (0, 0),
+}
+_CASTS: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
+    "per tensor": ((-1, -1), (-1, -1), "fp32"),
+    "per row": ((1, -1), (1, -1), "fp32"),
+    "blocks": ((1, 128), (128, 128), "pow2"),
+    "1x32": ((1, 32), (1, 32), "e8m0"),
+}
+"""Blocks of the rows and of the weights, and the rule."""
+_WANTED = {"both": (True, True), "rows": (True, False), "transpose": (False, True)}
+
+
+def _rows(cases: Cases, sizes: tuple[int, ...], columns: int, dtype: torch.dtype) -> Tensor:
+    """Rows in groups, and rows of NaN that belong to nobody."""
+    x = cases.matrix((sum(sizes) + 9, columns), dtype)
+    x[sum(sizes) :] = torch.nan
+    return x
+
+
+def _ends(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(sizes, device="cpu").cumsum(0).to(dtype)
+
+
+def _groups(cases: Cases) -> Iterator[tuple[str, tuple[int, ...], Tensor, Tensor]]:
+    for turn, (name, sizes) in enumerate(_SIZES.items()):
+        dtype = (BF16, FP32)[turn % 2]
+        offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
+        yield f"{name} {name_of(dtype)}", sizes, _rows(cases, sizes, 200 + turn, dtype), offs
+
+
+@checks("casts", REFERENCE, "cast_groups_op")
+def _check_cast_groups(cases: Cases) -> None:
+    for turn, (how, (block, w_block, rule)) in enumerate(_CASTS.items()):
+        fp8_dtype = FP8_DTYPES[turn % 2]
+        for orientation, wanted in _WANTED.items():
+            for name, _, x, offs in _groups(cases):
+                cases.begin(f"{name} {how} {format_of(fp8_dtype)} {orientation}")
+                arguments = (fp8_dtype, block, rule, 0.0, *wanted)
+                got = ops.cast_groups_op(
+                    "", [x.to(cases.device)], x.dtype, offs.to(cases.device), *arguments
+                )
+                want = reference.cast_groups("", [x], x.dtype, offs, *arguments)
+                _compare(cases, got, want)
+            for name, w in (
+                ("3x40x140", cases.normal(3, 40, 140)),
+                ("2x130x48 turned", cases.normal(2, 48, 130).to(BF16).mT),
+            ):
+                cases.begin(f"batch {name} {how} {format_of(fp8_dtype)} {orientation}")
+                arguments = (fp8_dtype, w_block, rule, 0.0, *wanted)
+                got = ops.cast_groups_op("", [w.to(cases.device)], w.dtype, None, *arguments)
+                _compare(cases, got, reference.cast_groups("", [w], w.dtype, None, *arguments))
+    _check_what_is_given(cases)
+
+
+def _check_what_is_given(cases: Cases) -> None:
+    """A factor with a slot; an activation."""
+    for name, _, x, offs in _groups(cases):
+        cases.begin(f"{name} by a factor, with a slot")
+        slots = [torch.full((1,), -1.0, device=at) for at in (cases.device, "cpu")]
+        factor = torch.full((1,), 0.3, device="cpu")
+        arguments = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
+        got = ops.cast_groups_op(
+            "", [x.to(cases.device)], x.dtype, offs.to(cases.device), *arguments,
+            factor.to(cases.device), slots[0],
+        )  # fmt: skip
+        _compare(
+            cases, got,
+            reference.cast_groups("", [x], x.dtype, offs, *arguments, given=factor, slot=slots[1]),
+        )  # fmt: skip
+        cases.same(slots[0], slots[1])
+        cases.begin(f"{name} of an activation, as of its written values, with sums")
+        h, ends = x.to(cases.device), offs.to(cases.device)
+        h = h[:, : h.shape[1] // 2 * 2]
+        value = ops.value_of_op("swiglu", [h], h.dtype)
+        arguments = (E4M3, (1, 128), "fp32", 0.0, True, True, True)
+        *one, sums = ops.cast_groups_op("swiglu", [h], h.dtype, ends, *arguments)
+        *other, wanted_sums = ops.cast_groups_op("", [value], h.dtype, ends, *arguments)
+        _compare(cases, one, [None if t is None else t.cpu() for t in other])
+        exact = value.double().cpu()
+        total = torch.stack([part.sum(0) for part in _split(exact, offs)])
+        size = torch.stack([part.abs().sum(0) for part in _split(exact, offs)])
+        cases.within(sums, total, size * 2.0**-16)
+        cases.same(sums, wanted_sums.cpu())
+
+
+def _split(x: Tensor, offs: Tensor) -> list[Tensor]:
+    """The rows of each group."""
+    ends = offs.tolist()
+    return [x[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _compare(cases: Cases, got: object, want: object) -> None:
+    """All results that are there; of strides of length 1 nothing is said."""
+    for one, other in zip(got, want, strict=True):  # type: ignore[call-overload]
+        if other is not None and other.numel():
+            cases.same(one, other)
+
+
+@checks("products", GEMM_BOUND, "grouped_mm_op")
+def _check_grouped_mm(cases: Cases) -> None:
+    for how, (block, w_block, rule) in _CASTS.items():
+        for turn, (name, sizes) in enumerate(_SIZES.items()):
+            offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
+            x, dy = (_rows(cases, sizes, columns, FP32) for columns in (144, 272))
+            w = cases.normal(len(sizes), 272, 144)
+            operands = {
+                "x": reference.cast_groups("", [x], FP32, offs, E4M3, block, rule, 0.0, True, True),
+                "dy": reference.cast_groups(
+                    "", [dy], FP32, offs, FP8_DTYPES[turn % 2], block, rule, 0.0, True, True
+                ),
+                "w": reference.cast_groups(
+                    "", [w], FP32, None, E4M3, w_block, rule, 0.0, True, True
+                ),
+            }
+            bias = cases.normal(len(sizes), 272)
+            for out_dtype, fast in ((BF16, False), (BF16, True), (FP32, False)):
+                kind = f"{name} {how} {name_of(out_dtype)}{' fast_accum' * fast}"
+                formats = {key: one[0].dtype for key, one in operands.items()}  # type: ignore[union-attr]
+                for left, right, blocks, added in (
+                    ("x", "w", (block, w_block), None if turn % 2 else bias),
+                    ("dy", "w'", (block, w_block), None),
+                    ("dy'", "x'", (block, block), None),
+                ):
+                    pair = [formats[key.rstrip("'")] for key in (left, right)]
+                    why = why_gemm_is_emulated(*blocks, cases.device, *pair)
+                    cases.begin(f"{left} by {right} {kind}", why)
+                    how_it_runs = out_dtype, fast, not why
+                    _multiply(cases, operands, (left, right), blocks, offs, added, how_it_runs)
+
+
+def _multiply(
+    cases: Cases,
+    operands: Mapping[str, tuple[Tensor | None, ...]],
+    names: tuple[str, str],
+    blocks: tuple[tuple[int, int], tuple[int, int]],
+    offs: Tensor,
+    bias: Tensor | None,
+    how: tuple[torch.dtype, bool, bool],
+) -> None:
+    """A product, compared group by group; ``how`` is the output, if fast, and if in FP8."""
+    out_dtype, fast_accum, native = how
+    (a, a_scale), (b, b_scale) = (
+        operands[name.rstrip("'")][3:5] if name.endswith("'") else operands[name][:2]
+        for name in names
+    )
+    assert a is not None, "cast"
+    assert b is not None, "cast"
+    (a_d, a_s), (b_d, b_s) = all_to(cases, (a, a_scale)), all_to(cases, (b, b_scale))
+    added = None if bias is None else bias.to(cases.device)
+    got = ops.grouped_mm_op(
+        a_d, a_s, blocks[0], b_d, b_s, blocks[1], added, offs.to(cases.device), out_dtype,
+        fast_accum,
+    )  # fmt: skip
+    start = place = 0
+    for index, end in enumerate(offs.tolist()):
+        columns = slice(place, place + round_up(end - start, SPAN))
+        if b.ndim == 3:
+            own = a_scale if a_scale.numel() == 1 else a_scale[start:end]  # type: ignore
+            left = reference.dequantize(a[start:end], own, blocks[0], torch.float64)  # type: ignore
+            right = reference.dequantize(b[index], b_scale[index], blocks[1], torch.float64)  # type: ignore
+            part = got[start:end]
+        else:
+            left, right = (
+                reference.dequantize(
+                    q[:, columns], _of_group(scale, block, index, columns), block, torch.float64
+                )
+                for q, scale, block in ((a, a_scale, blocks[0]), (b, b_scale, blocks[1]))
+            )
+            part = got[index]
+        one = None if bias is None else bias[index]
+        Product(left, right).within(cases, part.cpu(), one, out_dtype, native)
+        start, place = end, columns.stop
+    if b.ndim == 3:
+        cases.same(got[start:], torch.zeros_like(got[start:], device="cpu"))
+
+
+def _of_group(scale: Tensor | None, block: tuple[int, int], index: int, columns: slice) -> Tensor:
+    assert scale is not None, "cast"
+    if block[1] != -1:
+        return scale[:, columns.start // block[1] : columns.stop // block[1]]
+    return scale[index] if scale.ndim == 3 else scale

@@ -1,0 +1,306 @@
+"""ExpertMLP: the MLPs of all experts of a mixture, from a router's choice to the tokens' sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.arguments import (
+    check_callables,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_input,
+    check_size,
+)
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.activation_function import activate, check_activation
+from float8lab.nn.expert_function import Layer, expert_mlp
+from float8lab.nn.gemm import fused_weight, plain_weight
+from float8lab.nn.grouped_function import GroupedFunction
+from float8lab.nn.grouped_linear import ends_of
+from float8lab.nn.linear import (
+    default_device,
+    keep_initial_value,
+    materialize,
+    moved_in_place,
+    normal_init,
+    store_in_fp8,
+)
+from float8lab.nn.precision import Call, Precision, place_precisions
+from float8lab.ops import Groups, as_matrix
+from float8lab.tensor import Float8Tensor, moe_permute, moe_unpermute
+
+__all__ = ["ExpertMLP", "ExpertsBase", "routed"]
+
+
+def routed(x: Tensor, index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens in the order of their experts; where each went; the ends of the experts' rows.
+
+    Nothing waits for the GPU.
+
+    Args:
+        x: ``[T, H]``.
+        index: ``[T, K]`` of integers, the experts of each token. Whatever is none of
+            ``range(experts)`` names none.
+        experts: E.
+
+    Returns:
+        ``[T * K, H]``, with those of no expert at the end; the row map of ``moe_permute``; ``[E]``.
+    """
+    rows, row_map = moe_permute(x, index, index.numel(), map_type="index")
+    own = torch.where((index < 0) | (index >= experts), experts, index).reshape(-1).long()
+    counts = own.new_zeros(experts + 1).scatter_add_(0, own, torch.ones_like(own))
+    return rows, row_map, counts[:experts].cumsum(0)
+
+
+class ExpertsBase(nn.Module):
+    """A module that holds the MLPs of all experts, and how each of their two layers is cast."""
+
+    fuse_wgrad_accumulation = False
+    _fp8_fc1: Precision
+    _fp8_fc2: Precision
+
+    parts: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
+    """The layers, each with FP8 state of its own."""
+
+    def _set_up_precisions(self, experts: int, key: str = "") -> None:
+        """Give each layer its FP8 state; ranks know it by ``key`` if there is one."""
+        for part in self.parts:
+            precision = Precision(key=f"{key} {part}" if key else None)
+            precision.experts = experts
+            setattr(self, f"_fp8_{part}", precision)
+
+    def _run_experts(
+        self,
+        x: Tensor,
+        offs: Tensor,
+        layers: tuple[Layer, Layer],
+        activation: str | Callable[[Tensor], Tensor],
+        first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
+
+        An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not.
+        """
+        both = self._fp8_fc1, self._fp8_fc2
+        calls = [
+            self._begin_layer(precision, x, weight, first_microbatch)
+            for precision, (weight, _) in zip(both, layers, strict=True)
+        ]
+        first, second = calls
+        if isinstance(activation, str) and first is not None and second is not None:
+            y = expert_mlp(x, offs, *layers, activation, (first, second))
+        else:
+            h = self._apply_experts(both[0], x, offs, layers[0], first, first_microbatch)
+            a = activate(h, activation) if isinstance(activation, str) else activation(h)
+            y = self._apply_experts(both[1], a, offs, layers[1], second, first_microbatch)
+        for precision, call in zip(both, calls, strict=True):
+            if call is not None and call.record:
+                precision.end(call)
+        return y
+
+    def _begin_layer(
+        self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
+    ) -> Call | None:
+        fused = fused_weight(self, weight)
+        call = precision.begin(
+            x, training=self.training, first_microbatch=first_microbatch,
+            fused_weight=None if fused is None else (fused,),
+        )  # fmt: skip
+        return call if weight.dtype in HIGH_PRECISION_DTYPES else None
+
+    def _apply_experts(
+        self,
+        precision: Precision,
+        x: Tensor,
+        offs: Tensor,
+        layer: Layer,
+        call: Call | None,
+        first_microbatch: bool | None,
+    ) -> Tensor:
+        weight, bias = layer
+        if call is None:
+            weight = plain_weight(self, weight, first_microbatch)
+            precision.calibrate(
+                Groups("", (x.detach(),), x.dtype, offs),
+                Groups("", (weight.detach(),), weight.dtype, None),
+            )
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+        return y
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with moved_in_place(self, fn):
+            return super()._apply(fn, recurse)
+
+
+class ExpertMLP(ExpertsBase):
+    """The MLPs of all experts of a mixture, with their GEMMs in FP8 inside ``autocast``.
+
+    ``y[t] = sum over e of probs[t, e] * (activation(x[t] @ fc1_weight[e].T + fc1_bias[e]) @
+    fc2_weight[e].T + fc2_bias[e])``, over the experts e that the router chose for token t.
+
+    Shape: input and output ``[..., hidden_size]`` of any leading dimensions. An expert may have any
+    number of tokens, 0 included; nothing is padded, and the host waits for nothing. A gated
+    activation takes ``2 * ffn_hidden_size`` features from the first layer: the first half goes
+    through the function, the second half multiplies it.
+
+    Numerics: those of ``moe_permute``, ``GroupedLinear``, the activation, ``GroupedLinear`` and
+    ``moe_unpermute`` one after the other, bit for bit. In FP8 neither the activation's output nor
+    the gradient between it and the first layer is ever written.
+
+    Args:
+        num_experts: number of experts.
+        hidden_size: size of the last dimension of input and output.
+        ffn_hidden_size: number of features between activation and second layer.
+        bias: learn additive biases, initialised to 0.
+        activation: as in ``LayerNormMLP``.
+        init_method: ``init_method(weight)`` initialises each expert's first weight in place; None
+            is normal, mean 0, standard deviation 0.023.
+        output_layer_init_method: the same of the second weight.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU. ``"meta"`` works.
+        params_dtype: dtype of the parameters; None is the default dtype.
+        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``, which the
+            caller allocates, instead of producing their ``grad``.
+
+    Raises:
+        ValueError: an unknown activation.
+
+    >>> experts = float8lab.ExpertMLP(4, 64, 32, device="cpu")
+    >>> x, logits = torch.randn(10, 64), torch.randn(10, 4)
+    >>> probs, routing_map = float8lab.router.fused_topk_with_score_function(logits, 2)
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     experts(x, probs, routing_map, 20).shape
+    torch.Size([10, 64])
+    """
+
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        bias: bool = False,
+        activation: str = "swiglu",
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str | None = None,
+        params_dtype: torch.dtype | None = None,
+        fuse_wgrad_accumulation: bool = False,
+    ) -> None:
+        gated = check_activation(activation)
+        check_flags(bias=bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_dtype("params_dtype", params_dtype)
+        super().__init__()
+        self.num_experts = E = check_size("num_experts", num_experts, minimum=1)
+        self.hidden_size = H = check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = F = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.activation = activation
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._init_methods = {"fc1": init_method, "fc2": output_layer_init_method}
+        self._set_up_precisions(E)
+        where = check_device("device", device) or default_device()
+        dtype = params_dtype or torch.get_default_dtype()
+        for name, (N, K) in {"fc1": (2 * F if gated else F, H), "fc2": (H, F)}.items():
+            weight = nn.Parameter(torch.zeros(E, N, K, device=where, dtype=dtype))
+            added = nn.Parameter(torch.zeros(E, N, device=where, dtype=dtype)) if bias else None
+            self.register_parameter(f"{name}_weight", weight)
+            self.register_parameter(f"{name}_bias", added)
+        if where.type != "meta":
+            self.reset_parameters()
+        self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
+        place_precisions(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise each expert's weights by the init methods, and the biases to 0.
+
+        Parameters on the meta device get memory on the default one, as in a new module.
+        """
+        materialize(self)
+        with torch.no_grad():
+            for name, init in self._init_methods.items():
+                weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")
+                value = torch.empty(weight.shape, device=weight.device, dtype=weight.dtype)
+                for one in value:
+                    (init or normal_init)(one)
+                weight.copy_(value)
+                if getattr(self, "_keeps_initial_values", False):
+                    keep_initial_value(weight, value)
+                if bias is not None:
+                    nn.init.zeros_(bias)
+
+    def forward(
+        self,
+        inp: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        num_out_tokens: int | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """Send each token through its experts, and add up what these give, times ``probs``.
+
+        Args:
+            inp: ``[..., hidden_size]``, T tokens.
+            probs: ``[T, num_experts]``, or ``[T, K]`` if ``routing_map`` has indices; any float.
+            routing_map: ``[T, num_experts]`` of bools, where an expert gets the token; or ``[T,
+                K]`` of integers, the experts of each token, of which one outside of
+                ``range(num_experts)`` is none.
+            num_out_tokens: with a mask, how many rows all experts have together, tokens times
+                experts of each: tokens beyond are dropped. None counts them, for which a mask on a
+                GPU makes the CPU wait.
+            is_first_microbatch: as in ``GroupedLinear.forward``, of both weights.
+
+        Returns:
+            ``[..., hidden_size]``.
+        """
+        check_input("inp", inp, (self.hidden_size,), "hidden_size")
+        x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
+        if isinstance(routing_map, Tensor) and routing_map.dtype != torch.bool:
+            rows, row_map, offs = routed(x, routing_map, self.num_experts)
+        else:
+            rows, row_map = moe_permute(x, routing_map, num_out_tokens)
+            offs = routing_map.sum(0).cumsum(0).clamp(max=rows.shape[0])
+        y = self._run_experts(rows, offs, self._layers(), self.activation, is_first_microbatch)
+        y = moe_unpermute(y, row_map, probs)
+        return y.view(inp.shape)
+
+    def run_rows(
+        self,
+        rows: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """Apply each expert to its rows: what is between ``moe_dispatch`` and ``moe_combine``.
+
+        Args:
+            rows: ``[M, hidden_size]``; those of an expert follow those of the expert before.
+            m_splits: as in ``GroupedLinear.forward``.
+            is_first_microbatch: as in ``GroupedLinear.forward``, of both weights.
+
+        Returns:
+            ``[M, hidden_size]``, with zeros in rows beyond those of the last expert.
+        """
+        check_input("rows", rows, (self.hidden_size,), "hidden_size")
+        x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
+        offs = ends_of(m_splits, x, self.num_experts, "num_experts")
+        y = self._run_experts(x, offs, self._layers(), self.activation, is_first_microbatch)
+        return y.view(rows.shape)
+
+    def _layers(self) -> tuple[Layer, Layer]:
+        return (self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}"
+        )

@@ -1,0 +1,355 @@
+"""GroupedLinear: the linear layers of all experts of a mixture as one module."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_callables,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_input,
+    check_size,
+    check_tensor,
+    shown,
+)
+from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.gemm import fused_weight, plain_weight
+from float8lab.nn.grouped_function import GroupedFunction, into_buffer, stacked
+from float8lab.nn.linear import (
+    default_device,
+    keep_initial_value,
+    materialize,
+    moved_in_place,
+    normal_init,
+    store_in_fp8,
+)
+from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
+from float8lab.nn.precision import Precision, place_precisions
+from float8lab.ops import Groups, as_matrix
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["GroupedLinear", "ends_of"]
+
+
+class GroupedLinear(nn.Module, TensorParallelGroup):
+    """``y = x @ weight[e].T + bias[e]`` for the rows of each expert e, in FP8 inside ``autocast``.
+
+    The rows of an expert follow those of the expert before. How many each has is read on the
+    device, so nothing waits for it, and a CUDA graph may hold the call.
+
+    Shape: input ``[..., in_features]`` of any leading dimensions, whose rows are those of all
+    experts; output ``[..., out_features]``. An expert may have any number of rows, 0 included.
+    Rows beyond those of the last expert give zeros, whatever they hold, and have no gradient.
+
+    Numerics: each expert's rows are cast as if they were alone, and so is each weight; under a
+    recipe of one scale per tensor the input has one scale for all of its rows, and each weight its
+    own. Otherwise as ``Linear``.
+
+    Parameters: ``weight0`` to ``weight<num_gemms - 1>``, ``[out_features, in_features]``, and
+    ``bias0`` ..., ``[out_features]``; or, for less work for the host, ``weight``,
+    ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of either kind loads into
+    the other.
+
+    Args:
+        num_gemms: number of experts.
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+        bias: learn additive biases, initialised to 0.
+        init_method: ``init_method(weight)`` initialises each expert's weight in place; None is
+            normal, mean 0, standard deviation 0.023.
+        device: None is the default device if one was set, else the current CUDA device if there is
+            one, else the CPU. ``"meta"`` works.
+        params_dtype: dtype of the parameters; None is the default dtype.
+        return_bias: do not add the biases; return ``(output, biases)``.
+        fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``, which the
+            caller allocates, instead of producing their ``grad``.
+        single_grouped_weight: one parameter for all weights.
+        single_grouped_bias: one parameter for all biases.
+        sequence_parallel: no effect on a single rank.
+        tp_group: must be None or of one rank.
+        tp_size: must be 1.
+        parallel_mode: None, "column" or "row"; no effect on a single rank.
+
+    Raises:
+        NotImplementedError: more than one tensor-parallel rank.
+
+    >>> experts = float8lab.GroupedLinear(2, 64, 32, device="cpu")
+    >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
+    ...     experts(torch.ones(5, 64), [3, 2]).shape
+    torch.Size([5, 32])
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(  # the signature is the interface that users' code is written for
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+    ) -> None:
+        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        check_flags(
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            sequence_parallel=sequence_parallel,
+        )
+        check_callables(init_method=init_method)
+        check_dtype("params_dtype", params_dtype)
+        super().__init__()
+        self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
+        self.in_features = in_features = check_size("in_features", in_features)
+        self.out_features = out_features = check_size("out_features", out_features)
+        self.use_bias = bool(bias)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.single_grouped_weight = bool(single_grouped_weight)
+        self.single_grouped_bias = bool(single_grouped_bias)
+        self.sequence_parallel = sequence_parallel
+        self._init_method = init_method
+        self._fp8 = Precision()
+        self._fp8.experts = E
+        where = check_device("device", device) or default_device()
+        dtype = params_dtype or torch.get_default_dtype()
+        sizes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
+        if bias:
+            sizes["bias"] = (out_features,)
+        for kind, size in sizes.items():
+            whole = torch.zeros(E, *size, device=where, dtype=dtype)
+            if self._is_single(kind):
+                self.register_parameter(kind, nn.Parameter(whole))
+                continue
+            for index, part in enumerate(whole):
+                self.register_parameter(f"{kind}{index}", nn.Parameter(part))
+        if where.type != "meta":
+            self.reset_parameters()
+        self._keeps_initial_values = store_in_fp8(self, list(self._names("weight")))
+        place_precisions(self)
+
+    def _is_single(self, kind: str) -> bool:
+        return self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
+
+    def _names(self, kind: str) -> Iterator[str]:
+        if self._is_single(kind):
+            return iter((kind,))
+        return (f"{kind}{index}" for index in range(self.num_gemms))
+
+    def _parameters_of(self, kind: str) -> list[Tensor]:
+        found: dict[str, Any] = self._parameters
+        return [found[name] for name in self._names(kind)]
+
+    def reset_parameters(self) -> None:
+        """Initialise each weight by ``init_method``, and the biases to 0.
+
+        Parameters on the meta device get memory on the default one, as in a new module.
+        """
+        materialize(self)
+        init = self._init_method or normal_init
+        keep = getattr(self, "_keeps_initial_values", False)
+        with torch.no_grad():
+            for weight in self._parameters_of("weight"):
+                value = torch.empty(weight.shape, device=weight.device, dtype=weight.dtype)
+                for one in value if self.single_grouped_weight else (value,):
+                    init(one)
+                weight.copy_(value)
+                if keep:
+                    keep_initial_value(weight, value)
+            for one in self._parameters_of("bias") if self.use_bias else ():
+                nn.init.zeros_(one)
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor] | Tensor | None]:
+        """Apply each expert to its rows.
+
+        Args:
+            inp: ``[..., in_features]``.
+            m_splits: the number of rows of each expert; a list, or a tensor of integers on the
+                input's device, whose values the host does not read.
+            is_first_microbatch: True casts the weights and keeps the casts, False uses the kept
+                ones: say so only if the weights did not change in between. True also makes
+                ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
+                casts the weights every time.
+            out: what the output is written to, and returned as.
+            dgrad_out: what the gradient of the input is written to, and given as.
+
+        Returns:
+            ``[..., out_features]``; with ``return_bias``, a tuple of the output without biases, and
+            a list of the biases, or the one parameter of all.
+
+        Raises:
+            TypeError: ``m_splits`` are no integers.
+            ValueError: ``m_splits`` are not ``num_gemms`` numbers, or a list's sum is too large.
+        """
+        check_input("inp", inp, (self.in_features,), "in_features")
+        x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
+        offs = ends_of(m_splits, x, self.num_gemms, "num_gemms")
+        for name, buffer, size in (
+            ("out", out, self.out_features),
+            ("dgrad_out", dgrad_out, self.in_features),
+        ):
+            self._check_buffer(name, buffer, (*inp.shape[:-1], size))
+        if dgrad_out is not None:
+            x = into_buffer(x, dgrad_out.view_as(x))
+        weights = self._parameters_of("weight")
+        biases = self._parameters_of("bias") if self.use_bias else None
+        call = self._fp8.begin(
+            x, training=self.training, first_microbatch=is_first_microbatch,
+            fused_weight=self._fused(weights),
+        )  # fmt: skip
+        if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
+            call = None
+        if call is None:
+            weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
+        weight = weights[0] if self.single_grouped_weight else stacked(weights)
+        if call is None:
+            self._fp8.calibrate(
+                Groups("", (x.detach(),), x.dtype, offs),
+                Groups("", (weight.detach(),), weight.dtype, None),
+            )
+        bias = None
+        if biases is not None and not self.return_bias:
+            bias = biases[0] if self.single_grouped_bias else stacked(biases)
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+        if call is not None and call.record:
+            self._fp8.end(call)
+        if inp.ndim != 2:
+            y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], self.out_features))
+        if out is not None:
+            y = out.copy_(y)
+        if not self.return_bias:
+            return y
+        return y, biases[0] if biases and self.single_grouped_bias else biases
+
+    def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """The weights, if their gradients are to go into ``main_grad``."""
+        if not self.fuse_wgrad_accumulation:
+            return None
+        found = tuple(w for w in weights if fused_weight(self, w) is not None)
+        return found if len(found) == len(weights) else None
+
+    def _check_buffer(self, name: str, buffer: Any, shape: tuple[int, ...]) -> None:
+        check_tensor(name, buffer, optional=True)
+        if buffer is not None and (buffer.shape != shape or buffer.dtype not in PARAMETER_DTYPES):
+            raise ValueError(
+                f"{name} must be a floating-point tensor of shape {shape}; got {shown(buffer)}. "
+                "Allocate it so, or leave it out."
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.use_bias}"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with moved_in_place(self, fn):
+            result = super()._apply(fn, recurse)
+        self._lie_together()
+        return result
+
+    def _lie_together(self) -> None:
+        """Have the weights follow each other in memory again, wherever they were moved."""
+        weights = self._parameters_of("weight")
+        if len(weights) == 1 or any(type(w) is not nn.Parameter for w in weights):
+            return
+        first = weights[0]
+        like = {(w.shape, w.dtype, w.device) for w in weights}
+        if (
+            first.is_meta
+            or len(like) > 1
+            or not first.numel()
+            or not first.untyped_storage().size()
+        ):
+            return
+        size = first.numel() * first.element_size()
+        if all(w.data_ptr() == first.data_ptr() + i * size for i, w in enumerate(weights)):
+            return
+        with torch.no_grad():
+            whole = torch.stack([w.data for w in weights])
+        for weight, part in zip(weights, whole, strict=True):
+            weight.data = part
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for kind in ("weight", "bias"):
+            self._rename(state_dict, prefix, kind)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _rename(self, state: dict[str, Any], prefix: str, kind: str) -> None:
+        """Make the parameters of a state dict those that the module has: one, or one an expert."""
+        whole = f"{prefix}{kind}"
+        each = [f"{whole}{index}" for index in range(self.num_gemms)]
+        if self._is_single(kind):
+            if whole not in state and all(key in state for key in each):
+                state[whole] = torch.stack([state.pop(key) for key in each])
+        elif whole in state and not any(key in state for key in each):
+            value = state[whole]
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == self.num_gemms:
+                del state[whole]
+                state.update(zip(each, value.unbind(), strict=True))
+
+
+def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
+    """Ends of the rows of so many experts, on the device of ``x``, which has the rows.
+
+    ``argument`` is what the caller has called the number of experts.
+    """
+    E, rows = experts, x.shape[0]
+    if isinstance(m_splits, Tensor):
+        if m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype == torch.bool:
+            raise TypeError(
+                f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
+                "each expert."
+            )
+        if m_splits.shape != (E,):
+            raise ValueError(
+                f"m_splits must be {E} numbers ({argument}); got {shown(m_splits)}. Pass the "
+                "number of rows of each expert."
+            )
+        return m_splits.to(x.device).cumsum(0)
+    try:
+        sizes = [operator.index(size) for size in m_splits]
+    except TypeError:
+        raise TypeError(
+            f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
+            "each expert, as a list or a tensor."
+        ) from None
+    ends = list(itertools.accumulate(sizes))
+    if len(sizes) != E or min(sizes) < 0 or ends[-1] > rows:
+        raise ValueError(
+            f"m_splits must be {E} numbers ({argument}), none negative, of at most {rows} rows; "
+            f"got {shown(m_splits)}. Pass the number of rows of each expert."
+        )
+    return torch.tensor(ends, dtype=torch.int32, device=x.device)

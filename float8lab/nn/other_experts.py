@@ -1,0 +1,366 @@
+"""Other libraries' modules of stacked experts, and their FP8 classes.  E experts, T tokens.
+
+``convert_to_float8`` recognises such a module by what it has, so that nobody imports the library
+for it: parameters of known names and shapes, and the arguments of its forward. Its FP8 class comes
+after its own in the order of methods; only the methods in ``replaces`` are new. The parameters stay
+as they are. A matrix that is stored transposed is read as a view.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from float8lab.nn.expert_function import Layer
+from float8lab.nn.expert_mlp import ExpertsBase, routed
+from float8lab.ops import as_matrix
+from float8lab.tensor import Float8Tensor, moe_unpermute
+
+__all__ = ["OtherExperts", "experts_class", "routers"]
+
+
+class OtherExperts(ExpertsBase):
+    """Base of the FP8 class of another library's module of stacked experts.
+
+    Attributes:
+        original: the library's class, which ``to_high_precision`` gives back.
+        replaces: the methods of it that are replaced.
+    """
+
+    original: ClassVar[type]
+    replaces: ClassVar[tuple[str, ...]] = ("forward",)
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        """Whether a module is of this kind, converted or not."""
+        raise NotImplementedError
+
+    @staticmethod
+    def shapes(module: Any) -> list[tuple[int, ...]]:
+        """``[E, out, in]`` of the weights."""
+        raise NotImplementedError
+
+    @staticmethod
+    def obstacle(module: Any) -> str | None:
+        """Why a module of this kind cannot be converted, or None."""
+        return None
+
+
+_FUNCTIONS = {
+    "SiLU": "silu", "SiLUActivation": "silu", "silu": "silu", "swish": "silu",
+    "NewGELUActivation": "gelu", "GELUTanh": "gelu", "PytorchGELUTanh": "gelu",
+    "QuickGELUActivation": "qgelu", "ReLU": "relu", "relu": "relu",
+    "ReLUSquaredActivation": "srelu",
+}  # fmt: skip
+_GATED = {
+    "silu": "swiglu", "gelu": "geglu", "qgelu": "qgeglu", "relu": "reglu", "srelu": "sreglu"
+}  # fmt: skip
+
+
+def _named(function: Any, *, gated: bool) -> str | None:
+    """The activation of ``ACTIVATIONS`` that a library's function is."""
+    if isinstance(function, nn.GELU):
+        found = "gelu" if function.approximate == "tanh" else None
+    else:
+        found = _FUNCTIONS.get(getattr(function, "__name__", type(function).__name__))
+    return _GATED[found] if found and gated else found
+
+
+def _gated_by(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], Tensor]:
+    """``function(gate) * up`` of ``[gate, up]``."""
+
+    def apply(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return _named(function, gated=True) or apply
+
+
+def _has(module: Any, *names: str, ndim: int = 3) -> bool:
+    """Whether a module has parameters of these names and dimensions, parametrized or not."""
+    found = [getattr(module, name, None) for name in names]
+    return all(
+        isinstance(p, Tensor) and not isinstance(p, UninitializedParameter) and p.ndim == ndim
+        for p in found
+    )
+
+
+def _takes(module: Any, *names: str) -> bool:
+    """Whether the first arguments of a module's forward are called so."""
+    found = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    return found[: len(names)] == list(names)
+
+
+class TransformersExperts(OtherExperts):
+    """Experts of Transformers 5: of every class decorated by ``use_experts_implementation``.
+
+    That decorator says how the weights lie: ``gate_up_proj`` or ``up_proj``, and ``down_proj``,
+    transposed or not, with biases or not. A gate of the model's own runs as it is, between the two
+    layers. ``config._experts_implementation`` is for the experts that are not converted.
+    """
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return (
+            all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+            and hasattr(type(module), "_apply_gate")
+            and _has(module, "gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        )
+
+    @staticmethod
+    def layers(module: Any) -> tuple[Layer, Layer]:
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        weights = getattr(module, first), module.down_proj
+        biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        if module.has_bias:
+            biases = getattr(module, f"{first}_bias"), module.down_proj_bias
+        if module.is_transposed:
+            weights = weights[0].mT, weights[1].mT
+        return (weights[0], biases[0]), (weights[1], biases[1])
+
+    @staticmethod
+    def shapes(module: Any) -> list[tuple[int, ...]]:
+        return [tuple(weight.shape) for weight, _ in TransformersExperts.layers(module)]
+
+    @staticmethod
+    def obstacle(module: Any) -> str | None:
+        if not hasattr(type(module).forward, "__wrapped__"):
+            return f"{type(module).__name__} has a forward of its own"
+        return None
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any) -> Tensor:
+        """Apply to each token ``[..., H]`` its experts, ``[T, K]``, and add up, times weights."""
+        if not self.has_gate:
+            activation = _named(self.act_fn, gated=False) or self.act_fn
+        elif type(self)._apply_gate.__name__ == "_default_apply_gate":
+            activation = _gated_by(self.act_fn)
+        else:
+            activation = self._apply_gate
+        after = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
+        layers = TransformersExperts.layers(self)
+        return _route(self, hidden_states, top_k_index, top_k_weights, layers, activation, after)
+
+
+def _route(
+    self: Any,
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    layers: tuple[Layer, Layer],
+    activation: str | Callable[[Tensor], Tensor],
+    after: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Permute, run the experts, add up each token's, times its weights."""
+    x = as_matrix(_plain(hidden_states))
+    rows, row_map, offs = routed(x, index, layers[0][0].shape[0])
+    y = self._run_experts(rows, offs, layers, activation)
+    y = y if after is None else after(y)
+    y = moe_unpermute(y, row_map, weights)
+    return y.to(hidden_states.dtype).view(hidden_states.shape)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, Float8Tensor) else x
+
+
+class LlamaExperts(OtherExperts):
+    """Llama 4's experts, each of which is given as many rows as the others."""
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return (
+            hasattr(module, "act_fn")
+            and not hasattr(module, "is_transposed")
+            and _has(module, "gate_up_proj", "down_proj")
+            and module.gate_up_proj.shape[2] == 2 * module.down_proj.shape[1]
+            and len(inspect.signature(type(module).forward).parameters) == 2
+        )
+
+    @staticmethod
+    def layers(module: Any) -> tuple[Layer, Layer]:
+        return (module.gate_up_proj.mT, None), (module.down_proj.mT, None)
+
+    @staticmethod
+    def shapes(module: Any) -> list[tuple[int, ...]]:
+        return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """Apply to each of E equal parts of the rows its expert."""
+        layers = LlamaExperts.layers(self)
+        experts, _, features = layers[0][0].shape
+        x = _plain(hidden_states).reshape(-1, features)
+        share = x.shape[0] // experts
+        offs = torch.arange(1, experts + 1, device=x.device) * share
+        y: Tensor = self._run_experts(x, offs, layers, _gated_by(self.act_fn))
+        return y
+
+
+class DbrxExperts(OtherExperts):
+    """DBRX's experts, whose weights lie in a module below as matrices of all experts."""
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        inner = getattr(module, "mlp", None)
+        return (
+            inner is not None
+            and hasattr(inner, "moe_num_experts")
+            and hasattr(inner, "activation_fn")
+            and _has(inner, "w1", "v1", "w2", ndim=2)
+            and _takes(module, "hidden_states", "top_k_index", "top_k_weights")
+        )
+
+    @staticmethod
+    def layers(module: Any) -> tuple[Layer, Layer]:
+        inner = module.mlp
+        w1, v1, w2 = (
+            w.view(inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size)
+            for w in (inner.w1, inner.v1, inner.w2)
+        )
+        return (torch.cat((w1, v1), 1), None), (w2.mT, None)
+
+    @staticmethod
+    def shapes(module: Any) -> list[tuple[int, ...]]:
+        inner = module.mlp
+        E, F, H = inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size
+        return [(E, 2 * F, H), (E, H, F)]
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any) -> Tensor:
+        """Apply to each token ``[B, S, H]`` its experts, ``[T, K]``, and add up, times weights."""
+        layers = DbrxExperts.layers(self)
+        activation = _gated_by(self.mlp.activation_fn)
+        return _route(self, hidden_states, top_k_index, top_k_weights, layers, activation)
+
+
+_W = ("w1", "w2", "w3")
+_W_OF_DIMENSIONS = ("w1_EFD", "w2_EDF", "w3_EFD")
+
+
+class TitanExperts(OtherExperts):
+    """torchtitan's ``GroupedExperts`` of versions that have no method for one grouped product."""
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        names = _names_of_titan(module)
+        return (
+            names is not None
+            and not hasattr(module, "_grouped_mm")
+            and _takes(module, "x", "num_tokens_per_expert")
+        )
+
+    @staticmethod
+    def layers(module: Any) -> tuple[Layer, Layer]:
+        w1, w2, w3 = (getattr(module, name) for name in _names_of_titan(module) or ())
+        return (torch.cat((w1, w3), 1), None), (w2, None)
+
+    @staticmethod
+    def shapes(module: Any) -> list[tuple[int, ...]]:
+        E, F, D = getattr(module, (_names_of_titan(module) or _W)[0]).shape
+        return [(E, 2 * F, D), (E, D, F)]
+
+    def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Apply to each row, ``[M, D]``, its expert, of which each has as many rows as it says."""
+        offs = num_tokens_per_expert.to(device=x.device, dtype=torch.int64).cumsum(0)
+        y: Tensor = self._run_experts(_plain(x), offs, TitanExperts.layers(self), "swiglu")
+        return y.to(x.dtype)
+
+
+def _names_of_titan(module: Any) -> tuple[str, ...] | None:
+    return next((names for names in (_W_OF_DIMENSIONS, _W) if _has(module, *names)), None)
+
+
+class TitanGroupedMM(OtherExperts):
+    """torchtitan's ``GroupedExperts``, whose ``_grouped_mm`` alone is replaced.
+
+    What it does around the three products, and between them, stays its own. They run in the order
+    w1, w3, w2.
+    """
+
+    replaces = ("forward", "_grouped_mm")
+    parts = ("w1", "w3", "w2")
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return hasattr(module, "_grouped_mm") and _names_of_titan(module) is not None
+
+    shapes = TitanExperts.shapes
+
+    @staticmethod
+    def obstacle(module: Any) -> str | None:
+        if getattr(module, "use_grouped_mm", True) is False:
+            return "use_grouped_mm is False, and it multiplies expert by expert; set it to True"
+        return None
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the original's."""
+        self._products = 0
+        return self.original.forward(self, *args, **kwargs)
+
+    def _grouped_mm(
+        self: Any,
+        A: Tensor,
+        B_t: Tensor | None = None,
+        offs: Any = None,
+        *,
+        weight_EOI: Tensor | None = None,
+    ) -> Tensor:
+        """``A @ B_t[e]``, or ``A @ weight_EOI[e].T``, for the rows of each expert."""
+        weight: Any = weight_EOI if B_t is None else B_t.mT
+        precision = getattr(self, f"_fp8_{TitanGroupedMM.parts[self._products % 3]}")
+        self._products += 1
+        return self._multiply(precision, _plain(A), offs, weight)
+
+    def _multiply(self, precision: Any, x: Tensor, offs: Tensor, weight: Tensor) -> Tensor:
+        call = self._begin_layer(precision, x, weight, None)
+        y: Tensor = self._apply_experts(precision, x, offs, (weight, None), call, None)
+        if call is not None and call.record:
+            precision.end(call)
+        return y
+
+
+_KINDS: tuple[type[OtherExperts], ...] = (
+    TransformersExperts,
+    LlamaExperts,
+    DbrxExperts,
+    TitanGroupedMM,
+    TitanExperts,
+)
+
+
+def experts_class(module: nn.Module) -> type[OtherExperts] | None:
+    """The FP8 class of modules like this one, converted or not; None if it has no experts."""
+    return next((kind for kind in _KINDS if kind.fits(module)), None)
+
+
+def _number_of_experts(module: Any) -> int | None:
+    """How many experts a module holds, if it does: a list of them, or stacked parameters."""
+    if isinstance(module, nn.ModuleList):
+        return len(module)
+    counts = (getattr(module, name, None) for name in ("num_experts", "num_gemms"))
+    found = next((count for count in counts if isinstance(count, int)), None)
+    if found is None:
+        stacked = (p for p in module.parameters() if p.ndim == 3)
+        found = next((p.shape[0] for p in stacked), None)
+    return found
+
+
+def routers(model: nn.Module) -> set[nn.Module]:
+    """The modules that choose experts, and those below them.
+
+    They are called ``router``, or ``gate`` beside ``experts``, as many of which the gate scores.
+    """
+    found: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "router":
+            found.update(module.modules())
+        gate, experts = (module._modules.get(key) for key in ("gate", "experts"))
+        if gate is None or experts is None:
+            continue
+        scores = {p.shape[0] for p in gate.parameters() if p.ndim == 2}
+        if _number_of_experts(experts) in scores:
+            found.update(gate.modules())
+    return found

@@ -1,0 +1,534 @@
+"""Cast a matrix whose rows are in groups, or a batch of matrices, on the GPU.
+
+M rows, K columns of what is cast, E groups or matrices; ROWS, COLUMNS the same after padding, and
+ACROSS the columns of a transpose. A program has a tile of 128 rows and 128 columns, and no tile has
+rows of two groups: it finds out from the ends of the groups, on the device, where its rows are. In
+a transpose tile i has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. Behind
+the groups come the tiles of the rows that belong to nobody, which read nothing and write zeros.
+
+Tiles are read by words, as ``prologue.load_words`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.formats import SCALE_RULES, largest
+from float8lab.ops import reference
+from float8lab.ops.cast import empty_scale
+from float8lab.ops.kernels._common import (
+    Tile,
+    abs_bits,
+    block_amax,
+    ceil_div,
+    largest_bits,
+    next_power_of_2,
+    pack_scaled,
+    record_amax,
+    saturate,
+    scale_from_amax,
+    scale_tile,
+    store_column_sum,
+    sum_of_rows,
+    widen,
+)
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.kernels.cast import _scales_kernel as make_scales
+from float8lab.ops.kernels.prologue import arguments_of, has_kernel, load, tile_of_program
+from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
+
+__all__ = ["cast_groups", "group_of_tile"]
+
+_TILE = Tile(rows=128, columns=128, warps=8)
+"""Of blocks, which it has whole."""
+_NARROW = Tile(rows=128, columns=64, warps=4)
+"""Of other casts, as ``prologue.tile_for`` has it for words."""
+_NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
+_AMAX_TILE = Tile(rows=64, columns=128, warps=8)
+_AMAX_PROGRAMS = 6 * 132
+"""Partial amaxes of all there is."""
+_SCALES = 256
+"""Scales that one program of ``make_scales`` makes."""
+_SUMS = 128
+"""Columns that one program sums."""
+
+
+@triton.jit
+def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
+    """The group that a tile of 128 rows is of, its first row there, and the group's end.
+
+    Group E has the rows beyond the last end; a tile beyond all rows begins at its own end.
+    """
+    index = tl.arange(0, COUNT)
+    ends = tl.load(offs_ptr + index, mask=index < E, other=0).to(tl.int32)
+    starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= E), other=0).to(tl.int32)
+    ends = tl.where(index < E, ends, M)
+    starts = tl.where(index <= E, starts, M)
+    last = tl.cumsum((tl.maximum(ends - starts, 0) + 127) // 128, 0)
+    is_past = last <= tile
+    group = tl.sum(is_past.to(tl.int32), 0)
+    first = tl.max(tl.where(is_past, last, 0), 0)
+    found = index == group
+    start = tl.sum(tl.where(found, starts, 0), 0)
+    end = tl.sum(tl.where(found, ends, 0), 0)
+    row = tl.where(group < COUNT, start + (tile - first) * 128, end).to(tl.int64)
+    return group, row, end.to(tl.int64)
+
+
+@triton.jit
+def _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT: tl.constexpr):
+    """Group or matrix, first row, end of the rows to read and of those to write, of a tile."""
+    if offs_ptr is None:
+        tiles = tl.cdiv(ROWS, 128)
+        group = tile_m // tiles
+        row = (tile_m % tiles) * 128
+        end = tl.zeros([], tl.int64) + M
+        limit = tl.zeros([], tl.int64) + ROWS
+    else:
+        group, row, limit = group_of_tile(tile_m.to(tl.int32), offs_ptr, M, E, COUNT)
+        end = tl.where(group < E, limit, row)
+        group = group.to(tl.int64)
+    return group, row, end, limit
+
+
+@triton.jit
+def _load_words(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    row, tile_k, end, K,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """The rows 0, 4, 8 ... of a tile that begins at any row, its rows 1, 5, 9 ..., and so on."""
+    rows = row + 4 * tl.arange(0, TILE_M // 4)
+    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+    y0 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y1 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows + 1, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y2 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows + 2, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    y3 = load(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        rows + 3, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+    )  # fmt: skip
+    return columns, y0, y1, y2, y3
+
+
+# Amaxes.
+
+
+@launched
+def _amax_groups_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    offs_ptr,  # [E] ends of groups; None for a batch
+    amax_ptr,  # fp32: [programs], or of a batch [E, programs of each]
+    M, K, E, stride_ae,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Partial amaxes: of all rows in groups, or of each matrix."""
+    if offs_ptr is None:
+        a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
+        end = M
+    else:
+        end = tl.load(offs_ptr + E - 1).to(tl.int32)
+    tiles_k = tl.cdiv(K, TILE_K)
+    bits = tl.zeros([TILE_M, TILE_K], tl.int32)
+    for tile in range(tl.program_id(0), tl.cdiv(end, TILE_M) * tiles_k, tl.num_programs(0)):
+        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+        tile_k = (tile % tiles_k).to(tl.int64)
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        y = load(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            rows, columns, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        )  # fmt: skip
+        bits = tl.maximum(bits, abs_bits(y.to(tl.float32)))
+    amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+    tl.store(amax_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), amax)
+
+
+@launched
+def _factors_kernel(
+    partial_ptr,  # [matrices, parts] fp32
+    amax_ptr, scale_ptr, scale_t_ptr, encode_ptr,  # [matrices] fp32
+    parts, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Amax, scale and encode factor of each matrix, from its partial amaxes."""
+    matrix = tl.program_id(0)
+    index = tl.arange(0, PARTS)
+    partial = tl.load(partial_ptr + matrix * parts + index, mask=index < parts, other=0.0)
+    amax = tl.max(abs_bits(partial), 0).to(tl.float32, bitcast=True)
+    scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
+    tl.store(amax_ptr + matrix, amax)
+    tl.store(scale_ptr + matrix, scale)
+    tl.store(scale_t_ptr + matrix, scale)
+    tl.store(encode_ptr + matrix, encode)
+
+
+@launched
+def _amax_rows_of_groups_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    offs_ptr,
+    amax_ptr,  # int32 bit patterns, zero at first: of all rows, then of the columns of each group
+    M, K, E, stride_ae, ROWS, COLUMNS, ALL_ROWS,
+    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr, COUNT: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
+    group, row, end, _ = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
+    if row < end:
+        first = row
+        if offs_ptr is None:
+            a_ptr += group * stride_ae
+            first += group * ROWS
+        local = tl.arange(0, TILE_M)
+        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        y = load(
+            a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+            row + local, columns, tile_k, end, K,
+            FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+        )  # fmt: skip
+        bits = abs_bits(y.to(tl.float32))
+        if WRITE:
+            mask = row + local < end
+            tl.atomic_max(amax_ptr + first + local, tl.max(bits, 1), mask=mask, sem="relaxed")
+        if TRANSPOSE:
+            of_group = amax_ptr + ALL_ROWS + group * COLUMNS
+            tl.atomic_max(of_group + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
+
+
+# Casts.
+
+
+@triton.jit
+def _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS):
+    mask = (row + local < limit)[:, None] & (columns < COLUMNS)[None, :]
+    tl.store(q_ptr + (row + local)[:, None] * COLUMNS + columns[None, :], q, mask=mask)
+
+
+@triton.jit
+def _write_rows_of_blocks(
+    x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Every fourth row of a tile, with a scale for every 1 x BLOCK."""
+    wide = widen(x)
+    scale, encode = scale_from_amax(block_amax(abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE)
+    q = saturate(scale_tile(wide, encode, 1, BLOCK), q_ptr.dtype.element_ty)
+    _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
+    k = tile_k * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
+    mask = (row + local < limit)[:, None] & (k * BLOCK < COLUMNS)[None, :]
+    offsets = (row + local)[:, None] * stride_sm + k[None, :] * stride_sk
+    tl.store(scale_ptr + offsets, scale, mask=mask)
+
+
+@triton.jit
+def _column_factors(
+    bits, columns, place, limit, scale_t_ptr, COLUMNS, stride_tk, stride_tm, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Encode factors of every word of a tile, whose columns have a scale for every BLOCK rows."""
+    DOWN: tl.constexpr = TILE_M // BLOCK
+    scale, encode = scale_from_amax(block_amax(bits, BLOCK // 4, 1), eps, LIMIT, RULE)
+    m = place // BLOCK + tl.arange(0, DOWN)
+    mask = (m * BLOCK < limit)[:, None] & (columns < COLUMNS)[None, :]
+    offsets = columns[None, :] * stride_tk + m[:, None] * stride_tm
+    tl.store(scale_t_ptr + offsets, scale, mask=mask)
+    words = tl.broadcast_to(encode[:, None, :], [DOWN, BLOCK // 4, TILE_K])
+    return tl.reshape(words, [TILE_M // 4, TILE_K])
+
+
+@launched(do_not_specialize_on_alignment=["slot_ptr"])
+def _cast_groups_kernel(  # noqa: PLR0915
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    offs_ptr,  # [E] ends of groups, int32 or int64; None for a batch
+    given_ptr,  # fp32 encode factors: one, or one per matrix; PER_ROW: of all rows, then columns
+    slot_ptr,  # fp32: one, or one per matrix
+    q_ptr,  # [ROWS, COLUMNS] fp8, or E of these
+    q_t_ptr,  # [COLUMNS, ACROSS] fp8, or E of these
+    scale_ptr, scale_t_ptr,  # fp32, of blocks
+    sum_ptr,  # [row tiles, K] fp32
+    M, K, E, stride_ae, ROWS, COLUMNS, ACROSS, ALL_ROWS, given_stride,
+    stride_sm, stride_sk, stride_tk, stride_tm, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of a block, 0 where factors are given
+    SQUARE: tl.constexpr,  # 128 x 128
+    PER_ROW: tl.constexpr, HAS_SLOT: tl.constexpr, WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
+    COLUMN_SUM: tl.constexpr, FROM_END: tl.constexpr, COUNT: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HALVES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    fp8: tl.constexpr = q_t_ptr.dtype.element_ty if TRANSPOSE else q_ptr.dtype.element_ty
+    tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, FROM_END)
+    group, row, end, limit = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
+    place, limit_t = tile_m * TILE_M, ACROSS
+    if offs_ptr is None:
+        a_ptr += group * stride_ae
+        place = row
+        if WRITE:
+            q_ptr += group * ROWS * COLUMNS
+        if TRANSPOSE:
+            q_t_ptr += group * COLUMNS * ACROSS
+        if BLOCK > 0:
+            if WRITE and not SQUARE:
+                scale_ptr += group * ROWS * stride_sm
+            if TRANSPOSE and not SQUARE:
+                scale_t_ptr += group * COLUMNS * stride_tk
+        if HAS_SLOT:
+            slot_ptr += group
+    columns, x0, x1, x2, x3 = _load_words(
+        a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+        row, tile_k, end, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_M, TILE_K,
+    )  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    word = tl.arange(0, TILE_M // 4)
+    if HAS_SLOT and row < end:
+        record_amax(slot_ptr, largest_bits(x0, x1, x2, x3))
+    if COLUMN_SUM:
+        store_column_sum(sum_ptr, sum_of_rows(x0, x1, x2, x3), tile_m, columns, K)
+
+    encode = 1.0
+    if SQUARE:
+        amax = tl.max(tl.max(largest_bits(x0, x1, x2, x3), 1), 0).to(tl.float32, bitcast=True)
+        scale, encode = scale_from_amax(amax, eps, LIMIT, RULE)
+        m = group * tl.cdiv(ROWS, 128) + row // 128
+        if WRITE:
+            tl.store(scale_ptr + m * stride_sm + tile_k * stride_sk, scale)
+        if TRANSPOSE:
+            k = group * tl.cdiv(COLUMNS, 128) + tile_k
+            tl.store(scale_t_ptr + k * stride_tk + row // 128 * stride_tm, scale)
+    elif BLOCK == 0 and not PER_ROW:
+        encode = tl.load(given_ptr + group * given_stride)
+
+    if WRITE:
+        for i in tl.static_range(4):
+            x = (x0, x1, x2, x3)[i]
+            local = 4 * word + i
+            if BLOCK > 0 and not SQUARE:
+                _write_rows_of_blocks(
+                    x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS,
+                    stride_sm, stride_sk, eps, LIMIT, RULE, BLOCK, TILE_K,
+                )  # fmt: skip
+            else:
+                if PER_ROW:
+                    first = group * ROWS if offs_ptr is None else 0
+                    of_rows = given_ptr + first + row + local
+                    encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
+                _store_rows(
+                    q_ptr, saturate(widen(x) * encode, fp8), row, local, columns, limit, COLUMNS
+                )
+    if TRANSPOSE:
+        if BLOCK > 0 and not SQUARE:
+            encode = _column_factors(
+                largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr, COLUMNS,
+                stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
+            )  # fmt: skip
+        elif PER_ROW:
+            of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
+            mask = (columns < COLUMNS) & (group < E)
+            encode = tl.load(of_columns, mask=mask, other=1.0)[None, :]
+        packed = pack_scaled(x0, x1, x2, x3, encode, fp8)
+        words = place // 4 + word
+        mask = (columns < COLUMNS)[:, None] & (words < limit_t // 4)[None, :]
+        pointer = q_t_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        offsets = columns[:, None] * (ACROSS // 4) + words[None, :]
+        tl.store(pointer + offsets, tl.trans(packed), mask=mask)
+
+
+@launched
+def _sum_groups_kernel(
+    partial_ptr,  # [row tiles, K] fp32
+    sum_ptr,  # [E, K] fp32
+    offs_ptr, K,
+    COUNT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sums of each group from those of its tiles."""
+    group = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    index = tl.arange(0, COUNT)
+    ends = tl.load(offs_ptr + index, mask=index <= group, other=0).to(tl.int32)
+    inside = (index > 0) & (index <= group)
+    starts = tl.load(offs_ptr + index - 1, mask=inside, other=0).to(tl.int32)
+    tiles = (tl.maximum(ends - starts, 0) + 127) // 128
+    last = tl.sum(tiles, 0)
+    first = last - tl.sum(tl.where(index == group, tiles, 0), 0)
+    total = tl.zeros([COLUMNS], tl.float32)
+    partial_ptr += first.to(tl.int64) * K
+    for _ in range(first, last):
+        total += tl.load(partial_ptr + columns, mask=columns < K, other=0.0)
+        partial_ptr += K
+    tl.store(sum_ptr + group.to(tl.int64) * K + columns, total, mask=columns < K)
+
+
+# The launcher.
+
+
+def _has_kernel(
+    prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, offs: Tensor | None,
+    block: tuple[int, ...], rule: str,
+) -> bool:  # fmt: skip
+    """Else the reference runs on the GPU as it is, which waits for the ends of the groups."""
+    if offs is None:
+        x = inputs[0]
+        fits = x.numel() > 0 and x.shape[2] > 1 and x.dtype != torch.float64
+    else:
+        fits = has_kernel(prologue, inputs, dtype) and offs.shape[0] > 0
+    width = block[1]
+    part = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
+    square = offs is None and block == (128, 128)
+    known = block == (-1, -1) or (rule in SCALE_RULES and (block == (1, -1) or part or square))
+    return fits and known
+
+
+@replayed
+def cast_groups(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    offs: Tensor | None,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float = 0.0,
+    straight: bool = True,
+    transposed: bool = False,
+    column_sum: bool = False,
+    given: Tensor | None = None,
+    slot: Tensor | None = None,
+) -> tuple[Any, ...]:
+    first, block = inputs[0], tuple(block)
+    if not _has_kernel(prologue, inputs, dtype, offs, block, rule):
+        rest: Any = (straight, transposed, column_sum, given, slot)
+        return reference.cast_groups(
+            prologue, inputs, dtype, offs, fp8_dtype, block, rule, eps, *rest
+        )
+    batch: tuple[int, ...] = ()
+    stride, source = 0, inputs
+    if offs is None:
+        E, M, K = first.shape
+        batch, stride, source = (E,), first.stride(0), [first[0]]
+        rows = across = round_up(M, ALIGN)
+        tiles = E * ceil_div(rows, SPAN)
+    else:
+        (M, K), E = prologue_shape(prologue, inputs), offs.shape[0]
+        rows, across = M, padded_rows(M, E)
+        tiles = across // SPAN
+    columns = round_up(K, ALIGN)
+    matrix, where = (prologue, source, dtype), (offs, M, K, E, stride)
+    whole, per_row = block == (-1, -1), block == (1, -1)
+    blocks = not whole and not per_row
+    amax = scale = scale_t = q = q_t = sums = total = None
+    # Of a batch the scales that are given lie as they lie among those of other tensors.
+    given_stride = 0 if given is None or given.numel() == 1 else given.stride(0)
+    if whole and rule in SCALE_RULES:
+        found, scale, scale_t, factors = _factors(matrix, where, fp8_dtype, rule, eps, given)
+        amax = found if given is None else None
+        given, given_stride = factors, len(batch)
+    elif per_row:
+        scale, scale_t, given = _scales_of_rows(
+            matrix, where, (*batch, rows, columns), fp8_dtype, rule, eps,
+            write=straight, transpose=transposed,
+        )  # fmt: skip
+    if straight:
+        q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
+        scale = _empty_scale(first, batch, (rows, columns), block) if blocks else scale
+    if transposed:
+        q_t = first.new_empty((*batch, columns, across), dtype=fp8_dtype)
+        scale_t = _empty_scale(first, batch, (columns, across), block) if blocks else scale_t
+    if column_sum:
+        sums = first.new_empty((tiles, K), dtype=torch.float32)
+    of_blocks = [
+        x if blocks and wanted else None for x, wanted in ((scale, straight), (scale_t, transposed))
+    ]
+    strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
+    narrow = _NARROW_OF_PROLOGUE if prologue else _NARROW
+    tile = _TILE if blocks else narrow
+    tensors, constants = arguments_of(*matrix, tile)
+    _cast_groups_kernel[(tiles * ceil_div(columns, tile.columns),)](
+        *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *where[1:], rows, columns, across,
+        rows * (E if batch else 1), given_stride, *strides, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
+        SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=straight,
+        TRANSPOSE=transposed, COLUMN_SUM=column_sum,
+        # Of what the amax's kernel has just read, the last part is in the cache.
+        FROM_END=rule in SCALE_RULES and not blocks and not prologue,
+        COUNT=next_power_of_2(E + 1), **constants,
+    )  # fmt: skip
+    if column_sum:
+        total = first.new_empty((E, K), dtype=torch.float32)
+        _sum_groups_kernel[(E, ceil_div(K, _SUMS))](
+            sums, total, offs, K, COUNT=next_power_of_2(E), COLUMNS=_SUMS
+        )
+    return q, scale if straight else None, amax, q_t, scale_t if transposed else None, total
+
+
+def _factors(
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], where: tuple[Any, ...],
+    fp8_dtype: torch.dtype, rule: str, eps: float, amax: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Amax, scale twice, and encode factor, of all groups or of each matrix."""
+    (_, (first, *_), _), (offs, M, K, E, _) = matrix, where
+    matrices, parts, partial = 1 if offs is not None else E, 1, amax
+    if amax is None:
+        tensors, constants = arguments_of(*matrix, _AMAX_TILE)
+        tiles = ceil_div(M, _AMAX_TILE.rows) * ceil_div(K, _AMAX_TILE.columns)
+        parts = min(tiles, ceil_div(_AMAX_PROGRAMS, matrices))
+        partial = first.new_empty((matrices, parts), dtype=torch.float32)
+        _amax_groups_kernel[(parts, matrices)](*tensors, offs, partial, *where[1:], **constants)
+    shape = (1, 1) if offs is not None else (E, 1, 1)
+    results = [first.new_empty(shape, dtype=torch.float32) for _ in range(4)]
+    _factors_kernel[(matrices,)](
+        partial, *results, parts, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, PARTS=next_power_of_2(parts),
+    )  # fmt: skip
+    return results
+
+
+def _scales_of_rows(
+    matrix: tuple[str, Sequence[Tensor], torch.dtype], where: tuple[Any, ...],
+    shape: tuple[int, ...], fp8_dtype: torch.dtype, rule: str, eps: float, *,
+    write: bool, transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Scales of all rows and of each group's columns, and the encode factors of both."""
+    (_, (first, *_), _), (offs, M, _, E, _), (*batch, rows, columns) = matrix, where, shape
+    tiles = padded_rows(M, E) // SPAN if offs is not None else E * ceil_div(rows, SPAN)
+    all_rows = rows if offs is not None else E * rows
+    amaxes = first.new_zeros(all_rows + E * columns, dtype=torch.int32)
+    tensors, constants = arguments_of(*matrix, _TILE)
+    _amax_rows_of_groups_kernel[(tiles * ceil_div(columns, _TILE.columns),)](
+        *tensors, offs, amaxes, *where[1:], rows, columns, all_rows,
+        WRITE=write, TRANSPOSE=transpose, COUNT=next_power_of_2(E + 1), **constants,
+    )  # fmt: skip
+    scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
+    scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)
+    make_scales[(ceil_div(all_rows + E * columns, _SCALES),)](
+        amaxes, scale, scale_t, all_rows, E * columns, eps,
+        LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+    )  # fmt: skip
+    return scale, scale_t, amaxes.view(torch.float32)
+
+
+def _empty_scale(
+    like: Tensor, batch: tuple[int, ...], shape: Sequence[int], block: Sequence[int]
+) -> Tensor:
+    """Room for the scales of blocks, as ``ops/grouped.py`` lays them out."""
+    if not batch:
+        return empty_scale(like, shape, block)
+    down, across = (ceil_div(size, part) for size, part in zip(shape, block, strict=True))
+    return like.new_empty((*batch, down, across), dtype=torch.float32)

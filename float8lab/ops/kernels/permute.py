@@ -1,0 +1,281 @@
+"""Rows that move to where a map says, and back, on the GPU.
+
+T tokens, S places that a token may go to, R rows that tokens go to, H features, B blocks of a row.
+
+A program takes one token through its places in turn: of the S numbers in its row of the map, few
+lead anywhere. The numbers and their places are kept as keys, of which the smallest is next.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.ops.kernels._common import Tile, ceil_div, next_power_of_2, on_device_of_first
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.permute import empty_row_map, scatter_outputs
+from float8lab.ops.reference import permute as reference
+
+__all__ = ["gather_rows", "row_map_of", "scatter_rows"]
+
+_SCATTER = Tile(rows=1, columns=4096, warps=4)
+_GATHER = Tile(rows=1, columns=4096, warps=4)
+"""The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""
+
+_MAP_ELEMENTS = 8192
+"""Of the routing map, of a program."""
+
+_LAST = tl.constexpr(2**62)
+
+
+def _part(H: int, x: Tensor, tile: Tile) -> dict[str, int]:
+    """How much of a row a program has at once, and its warps, with 16 bytes or more a thread."""
+    columns = min(next_power_of_2(H), tile.columns // x.element_size())
+    warps = min(tile.warps, max(columns * x.element_size() // 512, 1))
+    return {"BLOCK_H": columns, "num_warps": warps}
+
+
+@triton.jit
+def _load_mask(
+    mask_ptr, tile, T, S, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr
+):
+    """Tokens, places and 0 or 1 of a tile of the routing map."""
+    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    places = tl.arange(0, PLACES)[None, :]
+    inside = (tokens < T) & (places < S)
+    mask = tl.load(mask_ptr + tokens * stride_t + places * stride_s, mask=inside, other=0)
+    return tokens, places, (mask != 0).to(tl.int32)
+
+
+@launched
+def _count_kernel(
+    mask_ptr,  # [T, S] any integer
+    counts_ptr,  # [S, tiles] int32
+    T, S, tiles, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    _, _, goes = _load_mask(mask_ptr, tile, T, S, stride_t, stride_s, TOKENS, PLACES)
+    places = tl.arange(0, PLACES)
+    tl.store(counts_ptr + places * tiles + tile, tl.sum(goes, 0), mask=places < S)
+
+
+@launched
+def _row_map_kernel(
+    mask_ptr,  # [T, S] any integer
+    counts_ptr,  # [S, tiles] int32
+    ends_ptr,  # [S, tiles] int32: sums of the counts up to each
+    map_ptr,  # [T, S + 1] int32
+    T, S, tiles, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    tokens, places, goes = _load_mask(mask_ptr, tile, T, S, stride_t, stride_s, TOKENS, PLACES)
+    at = places * tiles + tile
+    begin = tl.load(ends_ptr + at, mask=places < S) - tl.load(counts_ptr + at, mask=places < S)
+    rows = tl.where(goes != 0, begin + tl.cumsum(goes, 0) - 1, -1)
+    inside = (tokens < T) & (places < S)
+    tl.store(map_ptr + tokens * (S + 1) + places, rows, mask=inside)
+    filled = tl.load(ends_ptr + S * tiles - 1)
+    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    filled = tl.zeros((TOKENS,), dtype=tl.int32) + filled
+    tl.store(map_ptr + tokens * (S + 1) + S, filled, mask=tokens < T)
+
+
+@on_device_of_first
+def row_map_of(routing_map: Tensor) -> Tensor:
+    T, S = routing_map.shape
+    row_map = empty_row_map(routing_map)
+    if not routing_map.numel():
+        return row_map.zero_()
+    places = next_power_of_2(S)
+    tile = {"TOKENS": max(_MAP_ELEMENTS // places, 1), "PLACES": places, "num_warps": 4}
+    tiles = ceil_div(T, tile["TOKENS"])
+    if routing_map.dtype == torch.bool:
+        routing_map = routing_map.view(torch.uint8)
+    counts = row_map.new_empty((S, tiles))
+    sizes = (T, S, tiles, *routing_map.stride())
+    _count_kernel[(tiles,)](routing_map, counts, *sizes, **tile)
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    _row_map_kernel[(tiles,)](routing_map, counts, ends, row_map, *sizes, **tile)
+    return row_map
+
+
+@triton.jit
+def _keys(map_ptr, token, S, R, BLOCK_S: tl.constexpr):
+    """The places of a token, as keys: place * 2**32 + row, or ``_LAST`` where nothing goes."""
+    places = tl.arange(0, BLOCK_S)
+    rows = tl.load(map_ptr + token * (S + 1) + places, mask=places < S, other=-1)
+    keys = (places.to(tl.int64) << 32) | rows.to(tl.int64)
+    return tl.where((rows >= 0) & (rows < R), keys, _LAST)
+
+
+@launched
+def _scatter_kernel(
+    x_ptr,  # [T, H], columns contiguous
+    map_ptr,  # [T, S + 1] int32
+    probs_ptr,  # [T, S] any float
+    merged_ptr,  # [R, H]
+    scale_ptr,  # [T, B] fp32
+    amax_ptr,  # [T, B] fp32
+    y_ptr,  # [R, H]
+    beside_ptr,  # [R]; [T, S] with MERGED
+    new_scale_ptr,  # [R, B], each column contiguous
+    new_amax_ptr,  # likewise
+    T, S, R, H, B, stride_xt, stride_st, stride_sb, stride_at, stride_ab,
+    HAS_PROBS: tl.constexpr, MERGED: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    keys = _keys(map_ptr, token, S, R, BLOCK_S)
+    columns, blocks = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_B).to(tl.int64)
+    if HAS_SCALE:
+        at = token * stride_st + blocks * stride_sb
+        scale = tl.load(scale_ptr + at, mask=blocks < B)
+        amax = tl.load(amax_ptr + token * stride_at + blocks * stride_ab, mask=blocks < B)
+    if MERGED:
+        places = tl.arange(0, BLOCK_S)
+        mask = (places < S) & (keys == _LAST)
+        tl.store(beside_ptr + token * S + places, tl.zeros((BLOCK_S,), tl.float32), mask=mask)
+
+    key = tl.min(keys)
+    while key != _LAST:
+        keys = tl.where(keys == key, _LAST, keys)
+        row, place = key & 0xFFFFFFFF, key >> 32
+        if HAS_PROBS:
+            prob = tl.load(probs_ptr + token * S + place)
+        if MERGED:
+            total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+        for start in range(0, H, BLOCK_H):
+            inside = start + columns < H
+            x = tl.load(x_ptr + token * stride_xt + start + columns, mask=inside, other=0)
+            if MERGED:
+                x = x.to(tl.float32)
+                merged = tl.load(merged_ptr + row * H + start + columns, mask=inside, other=0)
+                total += x * merged.to(tl.float32)
+                x *= prob.to(tl.float32)
+            tl.store(y_ptr + row * H + start + columns, x.to(y_ptr.dtype.element_ty), mask=inside)
+        if MERGED:
+            dot = tl.sum(total)
+            tl.store(beside_ptr + token * S + place, dot.to(beside_ptr.dtype.element_ty))
+        elif HAS_PROBS:
+            tl.store(beside_ptr + row, prob)
+        if HAS_SCALE:
+            tl.store(new_scale_ptr + blocks * R + row, scale, mask=blocks < B)
+            tl.store(new_amax_ptr + blocks * R + row, amax, mask=blocks < B)
+        key = tl.min(keys)
+
+    filled = tl.load(map_ptr + token * (S + 1) + S)
+    for row in range(filled + token, R, T):
+        for start in range(0, H, BLOCK_H):
+            none = tl.zeros((BLOCK_H,), dtype=y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * H + start + columns, none, mask=start + columns < H)
+        if HAS_PROBS and not MERGED:
+            tl.store(beside_ptr + row, 0.0)
+        if HAS_SCALE:
+            zeros = tl.zeros((BLOCK_B,), dtype=tl.float32)
+            tl.store(new_scale_ptr + blocks * R + row, zeros + 1, mask=blocks < B)
+            tl.store(new_amax_ptr + blocks * R + row, zeros, mask=blocks < B)
+
+
+@replayed
+def scatter_rows(
+    x: Tensor,
+    row_map: Tensor,
+    rows: int,
+    probs: Tensor | None = None,
+    merged: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    if x.element_size() > 4:
+        return reference.scatter_rows(x, row_map, rows, probs, merged, scale, amax)
+    (T, H), S = x.shape, row_map.shape[1] - 1
+    outputs = y, beside, new_scale, new_amax = scatter_outputs(
+        SimpleNamespace(x=x, rows=rows, probs=probs, merged=merged, scale=scale)
+    )
+    if T == 0:
+        for out in outputs:
+            if out is not None:
+                out.fill_(1 if out is new_scale else 0)
+        return outputs
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    B, *strides = [0] * 5
+    if scale is not None and amax is not None:
+        B, *strides = scale.shape[1], *scale.stride(), *amax.stride()
+    _scatter_kernel[(T,)](
+        x, row_map.contiguous(), probs if probs is None else probs.contiguous(),
+        merged if merged is None else merged.contiguous(), scale, amax,
+        y, beside, new_scale, new_amax, T, S, rows, H, B, x.stride(0), *strides,
+        HAS_PROBS=probs is not None, MERGED=merged is not None, HAS_SCALE=scale is not None,
+        BLOCK_S=next_power_of_2(S), BLOCK_B=next_power_of_2(B), **_part(H, x, _SCATTER),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return outputs
+
+
+@launched
+def _gather_kernel(
+    y_ptr,  # [R, H], columns contiguous
+    map_ptr,  # [T, S + 1] int32
+    probs_ptr,  # [T, S] any float
+    beside_ptr,  # [R]
+    x_ptr,  # [T, H]
+    back_ptr,  # [T, S]
+    S, R, H, stride_yr,
+    HAS_PROBS: tl.constexpr, HAS_BESIDE: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    keys = _keys(map_ptr, token, S, R, BLOCK_S)
+    if HAS_BESIDE:
+        places, first = tl.arange(0, BLOCK_S), tl.program_id(1) == 0
+        back = tl.load(beside_ptr + (keys & 0xFFFFFFFF), mask=first & (keys != _LAST), other=0.0)
+        tl.store(back_ptr + token * S + places, back, mask=first & (places < S))
+
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = columns < H
+    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    key = tl.min(keys)
+    at = (key & 0xFFFFFFFF) * stride_yr
+    y = tl.load(y_ptr + at + columns, mask=inside & (key != _LAST), other=0.0)
+    while key != _LAST:
+        keys = tl.where(keys == key, _LAST, keys)
+        following = tl.min(keys)
+        at = (following & 0xFFFFFFFF) * stride_yr
+        y_following = tl.load(
+            y_ptr + at + columns, mask=inside & (following != _LAST), other=0.0
+        )  # on its way while this one is added
+        term = y.to(tl.float32)
+        if HAS_PROBS:
+            term *= tl.load(probs_ptr + token * S + (key >> 32)).to(tl.float32)
+        total += term
+        key, y = following, y_following
+    tl.store(x_ptr + token * H + columns, total.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@replayed
+def gather_rows(
+    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    if y.element_size() > 4:
+        return reference.gather_rows(y, row_map, probs, beside)
+    (R, H), T, S = y.shape, row_map.shape[0], row_map.shape[1] - 1
+    x = y.new_empty((T, H))
+    back = None if beside is None else beside.new_empty((T, S))
+    if T == 0:
+        return x, back
+    if y.stride(1) != 1:
+        y = y.contiguous()
+    part = _part(H, y, _GATHER)
+    _gather_kernel[(T, max(ceil_div(H, part["BLOCK_H"]), 1))](
+        y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
+        beside if beside is None else beside.contiguous(), x, back, S, R, H, y.stride(0),
+        HAS_PROBS=probs is not None, HAS_BESIDE=beside is not None,
+        BLOCK_S=next_power_of_2(S), **part, enable_fp_fusion=False,
+    )  # fmt: skip
+    return x, back

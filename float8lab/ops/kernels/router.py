@@ -1,0 +1,266 @@
+"""Which experts get a token, and how much of each, on the GPU.  T tokens, E experts.
+
+A program has some tokens, all experts of each. To find the best in turn, scores become keys: whole
+numbers in the scores' order, and among equal scores the first expert's is larger.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8lab.ops.kernels._common import ceil_div, next_power_of_2
+from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
+from float8lab.ops.reference import router as reference
+from float8lab.ops.router import route_outputs
+
+__all__ = ["route", "route_backward"]
+
+_MOST_EXPERTS = 4096
+_ELEMENTS = 512
+"""Scores that a program has at least; a warp takes a token."""
+
+_LOWEST = tl.constexpr(-(2**63))
+_NAN = tl.constexpr(0x7FC00000)
+LEAST_SUM = tl.constexpr(reference.LEAST_SUM)
+
+
+@triton.jit
+def _keys(values, places, valid):
+    """Keys of float32 ``values`` along the last dimension: of NaN the largest."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # of -0 those of 0
+    bits = tl.where(values != values, _NAN, bits)
+    ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)
+    return tl.where(valid, keys, _LOWEST)
+
+
+@triton.jit
+def _value_of(key):
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered >= 0, ordered, ordered ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _place_of(key):
+    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _sigmoid(z):
+    """Of the absolute value there is no overflow."""
+    small = tl.exp(-tl.abs(z))
+    return tl.div_rn(tl.where(z >= 0, 1.0, small), 1.0 + small)
+
+
+@triton.jit
+def _softplus(z):
+    """max(z, 0) + log1p(u) of u = exp(-abs(z)) by 2 atanh(u / (2 + u)), whose series ends early."""
+    u = tl.exp(-tl.abs(z))
+    s = tl.div_rn(u, 2.0 + u)
+    q = s * s
+    series = 1 / 15
+    series = series * q + 1 / 13
+    series = series * q + 1 / 11
+    series = series * q + 1 / 9
+    series = series * q + 1 / 7
+    series = series * q + 1 / 5
+    series = series * q + 1 / 3
+    return tl.maximum(z, 0.0) + 2.0 * (s * q * series + s)
+
+
+@triton.jit
+def _softmax(z, valid):
+    z = tl.where(valid, z, -float("inf"))
+    powers = tl.where(valid, tl.exp(z - tl.max(z, 1, keep_dims=True)), 0.0)
+    return tl.div_rn(powers, tl.sum(powers, 1, keep_dims=True))
+
+
+@triton.jit
+def _scores(z, FUNCTION: tl.constexpr):
+    """Of the functions of one logit."""
+    return _sigmoid(z) if FUNCTION == "sigmoid" else tl.sqrt_rn(_softplus(z))
+
+
+@triton.jit
+def _in_best_groups(
+    keys, group_of, groups, group_topk, best_of_group, TOKENS: tl.constexpr, BLOCK_G: tl.constexpr
+):  # fmt: skip
+    """Which experts are in the groups with the largest sums of their best."""
+    at = tl.arange(0, BLOCK_G)[None, :]
+    totals = tl.zeros((TOKENS, BLOCK_G), dtype=tl.float32)
+    for group in range(groups):
+        left = tl.where(group_of == group, keys, _LOWEST)
+        best = tl.max(left, 1, keep_dims=True)
+        total = _value_of(best)
+        for _ in range(1, best_of_group):
+            left = tl.where(left == best, _LOWEST, left)
+            best = tl.max(left, 1, keep_dims=True)
+            total += _value_of(best)
+        totals = tl.where(at == group, total, totals)
+    group_keys = _keys(totals, at, at < groups)
+    inside = (group_of < 0) & (keys < 0)
+    for _ in range(group_topk):
+        best = tl.max(group_keys, 1, keep_dims=True)
+        inside = inside | (group_of == _place_of(best))
+        group_keys = tl.where(group_keys == best, _LOWEST, group_keys)
+    return inside
+
+
+@launched
+def _route_kernel(
+    logits_ptr,  # [T, E] any float
+    bias_ptr,  # [E] any float
+    probs_ptr,  # [T, E]
+    map_ptr,  # [T, E] uint8
+    T, E, topk, groups, group_size, group_topk, best_of_group, scaling,
+    FUNCTION: tl.constexpr, OVER_ALL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUPED: tl.constexpr, NORMALIZED: tl.constexpr, DENSE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    valid = (experts < E) & (tokens >= 0)
+    inside = (tokens < T) & valid
+    z = tl.load(logits_ptr + tokens * E + experts, mask=inside, other=0.0).to(tl.float32)
+    if FUNCTION != "softmax":
+        scores = _scores(z, FUNCTION)
+        ranked = scores
+    elif OVER_ALL:
+        scores = _softmax(z, valid)
+        ranked = scores
+    else:
+        ranked = z
+    if HAS_BIAS:
+        ranked += tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
+    keys = _keys(ranked, experts, valid)
+
+    if GROUPED:
+        best = _in_best_groups(
+            keys, experts // group_size, groups, group_topk, best_of_group, TOKENS, BLOCK_G
+        )
+        keys = _keys(tl.where(best, ranked, -float("inf")), experts, valid)
+
+    left = keys
+    for _ in range(topk):
+        left = tl.where(left == tl.max(left, 1, keep_dims=True), _LOWEST, left)
+    chosen = left != keys
+
+    if DENSE:
+        probs = scores
+        if FUNCTION != "softmax":
+            total = tl.sum(tl.where(valid, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
+            probs = tl.div_rn(scores, total)
+    else:
+        if FUNCTION == "softmax" and not OVER_ALL:
+            scores = _softmax(z, chosen)
+        probs = scores
+        if NORMALIZED:
+            total = tl.sum(tl.where(chosen, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
+            probs = tl.div_rn(scores, total)
+        probs = tl.where(chosen, probs * scaling, 0.0)
+    tl.store(probs_ptr + tokens * E + experts, probs.to(probs_ptr.dtype.element_ty), mask=inside)
+    tl.store(map_ptr + tokens * E + experts, chosen.to(tl.uint8), mask=inside)
+
+
+def _tile(E: int) -> dict[str, int]:
+    """Tokens and experts of a program."""
+    block = next_power_of_2(E)
+    return {"BLOCK_E": block, "TOKENS": max(_ELEMENTS // block, 4), "num_warps": 4}
+
+
+@replayed
+def route(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    topk: int,
+    score_function: str,
+    pre_softmax: bool,
+    num_groups: int,
+    group_topk: int,
+    scaling: float,
+    dense: bool,
+) -> tuple[Tensor, Tensor]:
+    T, E = logits.shape
+    if logits.dtype == torch.float64 or E > _MOST_EXPERTS or not logits.numel():
+        how = (score_function, pre_softmax, num_groups, group_topk, scaling, dense)
+        return reference.route(logits, expert_bias, topk, *how)
+    probs, routing_map = route_outputs(SimpleNamespace(logits=logits, dense=dense))
+    groups = num_groups if group_topk else 1
+    tile = _tile(E)
+    _route_kernel[(ceil_div(T, tile["TOKENS"]),)](
+        logits.contiguous(), expert_bias if expert_bias is None else expert_bias.contiguous(),
+        probs, routing_map.view(torch.uint8), T, E, topk,
+        groups, E // groups, group_topk, topk // max(group_topk, 1), scaling,
+        FUNCTION=score_function, OVER_ALL=pre_softmax or dense, HAS_BIAS=expert_bias is not None,
+        GROUPED=group_topk > 0, NORMALIZED=topk > 1 and score_function != "softmax", DENSE=dense,
+        BLOCK_G=next_power_of_2(groups), **tile, enable_fp_fusion=False,
+    )  # fmt: skip
+    return probs, routing_map
+
+
+@launched
+def _route_backward_kernel(
+    dprobs_ptr,  # [T, E] any float
+    logits_ptr,  # [T, E] any float
+    map_ptr,  # [T, E] uint8
+    dlogits_ptr,  # [T, E]
+    T, E, scaling,
+    FUNCTION: tl.constexpr, OVER_ALL: tl.constexpr, NORMALIZED: tl.constexpr, DENSE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    at, valid = tokens * E + experts, (experts < E) & (tokens >= 0)
+    inside = (tokens < T) & valid
+    z = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    chosen = valid
+    if not DENSE:  # past the last token every expert is chosen, so that no sum is 0
+        chosen = chosen & (tl.load(map_ptr + at, mask=inside, other=1) != 0)
+    grad = tl.load(dprobs_ptr + at, mask=inside & chosen, other=0.0).to(tl.float32) * scaling
+    if FUNCTION == "softmax":
+        scores = _softmax(z, valid if OVER_ALL else chosen)
+        dz = scores * (grad - tl.sum(scores * grad, 1, keep_dims=True))
+    else:
+        scores = _scores(z, FUNCTION)
+        if NORMALIZED:
+            total = tl.sum(tl.where(chosen, scores, 0.0), 1, keep_dims=True) + LEAST_SUM
+            shared = tl.sum(tl.div_rn(scores, total) * grad, 1, keep_dims=True)
+            grad = tl.div_rn(grad - shared, total)
+        if FUNCTION == "sigmoid":
+            slope = scores * _sigmoid(-z)
+        else:
+            slope = tl.where(scores > 0, tl.div_rn(_sigmoid(z), 2.0 * scores), 0.0)
+        dz = tl.where(chosen, grad * slope, 0.0)
+    tl.store(dlogits_ptr + at, dz.to(dlogits_ptr.dtype.element_ty), mask=inside)
+
+
+@replayed
+def route_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    routing_map: Tensor,
+    topk: int,
+    score_function: str,
+    pre_softmax: bool,
+    scaling: float,
+    dense: bool,
+) -> Tensor:
+    T, E = logits.shape
+    if logits.dtype == torch.float64 or E > _MOST_EXPERTS or not logits.numel():
+        how = (topk, score_function, pre_softmax, scaling, dense)
+        return reference.route_backward(dprobs, logits, routing_map, *how)
+    dlogits = logits.new_empty(logits.shape)
+    tile = _tile(E)
+    _route_backward_kernel[(ceil_div(T, tile["TOKENS"]),)](
+        dprobs.contiguous(), logits.contiguous(), routing_map.contiguous().view(torch.uint8),
+        dlogits, T, E, 1.0 if dense else scaling, FUNCTION=score_function,
+        OVER_ALL=pre_softmax or dense, NORMALIZED=topk > 1 or dense, DENSE=dense,
+        **tile, enable_fp_fusion=False,
+    )  # fmt: skip
+    return dlogits

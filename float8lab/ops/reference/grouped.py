@@ -1,0 +1,259 @@
+"""Casts and matrix products of groups.  M rows, K columns, E groups, N rows of each weight.
+
+A matrix whose rows are in groups has the tokens of one expert after those of the one before;
+``offs``, ``[E]``, are the ends of the groups. Rows beyond the last end belong to nobody: they are
+taken for zeros, whatever they hold. A batch of matrices, ``[E, N, K]``, are the experts' weights,
+each of which is cast alone; ``offs`` is None then.
+
+A matrix in groups is cast to rows where they are, ``[M, K]``, whose columns are padded to a
+multiple of ``ALIGN``. Its transpose is what the weight gradient contracts over the tokens of each
+group. There each group starts at a multiple of ``SPAN`` columns, zeros follow it, and so does a
+group of zeros for the rows that belong to nobody. So a block of up to 128 tokens never has two
+experts' tokens, the contraction of a group is a whole number of the tensor cores' steps without any
+mask, and the copy engine reads whole boxes. What it costs: ``padded_rows`` is known without the
+ends, on the host, so it allows every group 127 columns too many. Starts at multiples of 16 would
+need a mask on both operands in the last step of each group, since 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8lab.ops.reference.cast import encode, quantize, round_up
+from float8lab.ops.reference.gemm import scaled_mm
+from float8lab.ops.reference.prologue import value_of
+
+__all__ = ["ALIGN", "SPAN", "cast_groups", "grouped_mm", "padded_rows"]
+
+ALIGN = 16
+"""What Hopper's FP8 products want rows to be a multiple of."""
+SPAN = 128
+"""Where groups start in a transpose: at multiples of the longest block."""
+
+
+def padded_rows(rows: int, groups: int) -> int:
+    """Columns of the transpose of so many rows: enough for any sizes of the groups.
+
+    >>> padded_rows(1000, 3)
+    1408
+    """
+    return (rows + (groups + 1) * (SPAN - 1)) // SPAN * SPAN
+
+
+def _bounds(offs: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Start and end of each group, and its start in a transpose."""
+    start = place = 0
+    for end in offs.tolist():
+        yield start, end, place
+        place += round_up(end - start, SPAN)
+        start = end
+
+
+def cast_groups(
+    prologue: str,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    offs: Tensor | None,
+    fp8_dtype: torch.dtype,
+    block: Sequence[int],
+    rule: str,
+    eps: float = 0.0,
+    straight: bool = True,
+    transposed: bool = False,
+    column_sum: bool = False,
+    given: Tensor | None = None,
+    slot: Tensor | None = None,
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]:
+    """Cast a matrix whose rows are in groups, or each matrix of a batch, as ``cast`` does.
+
+    Rows, and blocks of them, have the bytes of casting each group's rows alone. One scale for the
+    whole serves all groups of a matrix; of a batch, each matrix has its own.
+
+    Args:
+        prologue: how the matrix is computed, of ``cast``; ``""`` for a batch.
+        inputs: from which tensors; one of 3 dimensions is a batch.
+        dtype: the values of a prologue are rounded to it.
+        offs: ends of the groups, ``[E]``, int32 or int64, none below the one before; None for a
+            batch.
+        fp8_dtype: of the result.
+        block: ``(-1, -1)``, or a row or a part of it of up to 128 columns, a power of two; for a
+            batch ``(128, 128)``, too.
+        rule: one of ``SCALE_RULES``, or ``"encode"``: by the factor ``given``, or those.
+        eps: the least amax that a scale is found from.
+        straight: the rows are wanted.
+        transposed: the transpose is wanted.
+        column_sum: the sums over the rows of each group are wanted; not of a batch.
+        given: the factor, or that of each matrix of a batch; where scales are found for the whole,
+            the amaxes, if they are known.
+        slot: as many elements; raised to the amax, unless there is no row.
+
+    Returns:
+        As ``cast``. Of groups: data ``[M, K]``; scales ``[1, 1]``, ``[M, 1]`` or
+        ``[M, blocks]``; the amax ``[1, 1]`` if it was found for the whole; the transpose
+        ``[K, padded_rows(M, E)]``; its scales ``[1, 1]``, ``[E, K, 1]`` or ``[K, blocks]``; sums
+        ``[E, K]``. Of a batch: ``[E, ...]`` of each. K and N are padded to ``ALIGN``.
+    """
+    how = (fp8_dtype, tuple(block), rule, eps)
+    if offs is None:
+        return _cast_batch(inputs[0], how, straight, transposed, given, slot)
+    x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
+    bounds = list(_bounds(offs))
+    (M, K), used = x.shape, bounds[-1][1] if bounds else 0
+    x = F.pad(x[:used], (0, -K % ALIGN, 0, M - used))
+    if slot is not None and used and K:
+        slot.copy_(torch.maximum(slot, x.abs().max().float()))
+    q: Tensor | None
+    q, scale, amax = _cast_one(x, how, given)
+    q_t = scale_t = total = None
+    if column_sum:
+        total = x.new_zeros((len(bounds), K), dtype=torch.float32)
+        for index, (start, end, _) in enumerate(bounds):
+            total[index] = x[start:end, :K].float().sum(0)
+    if transposed:
+        padded = x.new_zeros(padded_rows(M, len(bounds)), x.shape[1])
+        for start, end, place in bounds:
+            padded[place : place + end - start] = x[start:end]
+        if how[1] == (1, -1):
+            q_t, scale_t = _cast_rows_of_groups(padded, bounds, how)
+        else:
+            q_t, scale_t, _ = _cast_one(padded.t(), how, amax if given is None else given)
+    if not straight:
+        q = scale = None
+    return q, scale, amax, q_t, scale_t, total
+
+
+_How = tuple[torch.dtype, tuple[int, ...], str, float]
+"""The FP8 format, block, rule and epsilon."""
+
+
+def _cast_one(
+    x: Tensor, how: _How, given: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Data and scales of one orientation that needs no padding; its amax, found for the whole."""
+    fp8_dtype, block, rule, eps = how
+    if rule == "encode":
+        assert given is not None, "the rule says so"
+        return encode(x, given, fp8_dtype, block), None, None
+    whole = block == (-1, -1)
+    known = given.view(1, 1) if whole and given is not None else None
+    q, scale, found = quantize(x, fp8_dtype, block, rule, eps, 1, known)
+    return q, scale, found if whole and known is None else None
+
+
+def _cast_rows_of_groups(
+    padded: Tensor, bounds: Sequence[tuple[int, int, int]], how: _How
+) -> tuple[Tensor, Tensor]:
+    """The transpose in rows, each with a scale in every group."""
+    q = torch.zeros(padded.shape[::-1], dtype=torch.uint8, device=padded.device).view(how[0])
+    scale = padded.new_ones((len(bounds), padded.shape[1], 1), dtype=torch.float32)
+    for index, (start, end, place) in enumerate(bounds):
+        part = padded[place : place + end - start].t()
+        q[:, place : place + end - start], scale[index], _ = quantize(part, *how)
+    return q, scale
+
+
+def _cast_batch(
+    x: Tensor,
+    how: _How,
+    straight: bool,
+    transposed: bool,
+    given: Tensor | None,
+    slot: Tensor | None,
+) -> Any:
+    E, N, K = x.shape
+    if slot is not None and x.numel():
+        slot.copy_(torch.maximum(slot, x.abs().amax((1, 2)).float()))
+    matrices = F.pad(x, (0, -K % ALIGN, 0, -N % ALIGN)).unbind() or [x.new_zeros(N, K)]
+    known = [None] * len(matrices) if given is None else given.reshape(-1, 1).unbind()
+    rows = [_cast_one(one, how, of) for one, of in zip(matrices, known, strict=True)]
+    columns = [_cast_one(one.t(), how, of) for one, of in zip(matrices, known, strict=True)]
+    results = [
+        torch.stack(of)[:E] if of[0] is not None else None
+        for of in (*zip(*rows, strict=True), *zip(*columns, strict=True))
+    ]
+    q, scale, amax, q_t, scale_t, _ = results
+    if not straight:
+        q = scale = None
+    if not transposed:
+        q_t = scale_t = None
+    return q, scale, amax, q_t, scale_t, None
+
+
+def grouped_mm(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """The products of groups, ``a @ b.T``, accumulated in float32.
+
+    With a batch ``b``, ``[E, N, K]``, the rows of ``a``, ``[M, K]``, are in groups, each of which
+    is multiplied by its own matrix, and ``bias``, ``[E, N]``, added: ``[M, N]``, with zeros in the
+    rows beyond the last group. With two matrices, ``[N, L]`` and ``[K, L]``, it is the contraction
+    that is in groups: ``[E, N, K]``.
+
+    Operands in FP8 are as ``cast_groups`` gives them, so a contraction has its groups at multiples
+    of ``SPAN``. Operands without scales are in high precision, and there groups follow each other.
+    """
+    if b.ndim == 3:
+        return _multiply_rows(
+            a, a_scale, a_block, b, b_scale, b_block, bias, offs, out_dtype, fast_accum
+        )
+    out = a.new_zeros((len(offs), a.shape[0], b.shape[0]), dtype=out_dtype)
+    for index, (start, end, place) in enumerate(_bounds(offs)):
+        if end == start:
+            continue
+        if a_scale is None or b_scale is None:
+            out[index] = (a[:, start:end] @ b[:, start:end].mT).to(out_dtype)
+            continue
+        columns = slice(place, place + round_up(end - start, SPAN))
+        left = a[:, columns], _scales_of_group(a_scale, a_block, index, columns), a_block
+        right = b[:, columns], _scales_of_group(b_scale, b_block, index, columns), b_block
+        out[index] = scaled_mm(*left, *right, None, out_dtype, fast_accum)
+    return out
+
+
+def _scales_of_group(scale: Tensor, block: Sequence[int], index: int, columns: slice) -> Tensor:
+    """The scales of a group's columns of a transpose."""
+    if block[1] != -1:
+        return scale[:, columns.start // block[1] : -(-columns.stop // block[1])]
+    return scale[index] if scale.ndim == 3 else scale
+
+
+def _multiply_rows(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    out = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+    for index, (start, end, _) in enumerate(_bounds(offs)):
+        if end == start:
+            continue
+        added = None if bias is None else bias[index]
+        if a_scale is None or b_scale is None:
+            out[start:end] = F.linear(a[start:end], b[index], added).to(out_dtype)
+            continue
+        own = a_scale if a_scale.numel() == 1 else a_scale[start:end]
+        left, right = (a[start:end], own, a_block), (b[index], b_scale[index], b_block)
+        out[start:end] = scaled_mm(*left, *right, added, out_dtype, fast_accum)
+    return out

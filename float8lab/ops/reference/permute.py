@@ -1,0 +1,119 @@
+"""Rows that move to where a map says, and back, in plain PyTorch.
+
+T tokens, S places that a token may go to, R rows that tokens go to, H features, B blocks of a row.
+
+A *row map* is ``[T, S + 1]`` int32. ``row_map[t, s]`` is the row that token ``t`` goes to from its
+place ``s``; a number outside ``[0, R)`` means nowhere. The last column is the number of rows that
+tokens fill, the same for every token. No two entries name the same row, and the rows that are
+filled are the first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gather_rows", "row_map_of", "scatter_rows"]
+
+
+def row_map_of(routing_map: Tensor) -> Tensor:
+    """The row map that puts the tokens of each expert side by side, in their order.
+
+    Args:
+        routing_map: ``[T, S]`` of bools or integers, not 0 where an expert gets a token.
+
+    Returns:
+        ``[T, S + 1]`` int32.
+    """
+    T, S = routing_map.shape
+    by_expert = (routing_map.t() != 0).reshape(-1)
+    ends = by_expert.cumsum(0, dtype=torch.int32)
+    row_map = ends.new_empty((T, S + 1))
+    row_map[:, :-1] = (ends * by_expert - 1).view(S, T).t()
+    row_map[:, -1] = ends[-1] if ends.numel() else 0
+    return row_map
+
+
+def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token, place and row of each move, by token and then by place."""
+    to = row_map[:, :-1]
+    token, place = ((to >= 0) & (to < rows)).nonzero(as_tuple=True)
+    return token, place, to[token, place].long()
+
+
+def scatter_rows(
+    x: Tensor,
+    row_map: Tensor,
+    rows: int,
+    probs: Tensor | None = None,
+    merged: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Copy each token to its rows; the rows that no token fills are zero.
+
+    Args:
+        x: ``[T, H]``, any float, or bytes, which move as they are.
+        row_map: see above.
+        rows: R.
+        probs: ``[T, S]``, any float.
+        merged: ``[R, H]``, the rows that ``gather_rows`` multiplied by ``probs`` and added up, of
+            which ``x`` is the gradient: with it, the results are the gradients of both.
+        scale: ``[T, B]`` float32, of the tokens.
+        amax: ``[T, B]`` float32, given with ``scale``.
+
+    Returns:
+        - ``[R, H]``: the rows; times ``probs`` with ``merged``.
+        - ``[R]``: the probabilities of the rows, 0 where nothing is; with ``merged``, ``[T, S]``:
+          the products of ``x`` and ``merged``, summed in float32, 0 where nothing went. None
+          without ``probs``.
+        - ``[R, B]``: scales of the rows, 1 where nothing is. None without ``scale``.
+        - ``[R, B]``: amaxes of the rows, 0 where nothing is. None without ``scale``.
+    """
+    token, place, row = _moves(row_map, rows)
+    y, moved = x.new_zeros((rows, x.shape[1])), x[token]
+    beside = scales = amaxes = None
+    if probs is not None and merged is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        moved = moved.to(wide)
+        beside = torch.zeros_like(probs)
+        beside[token, place] = (moved * merged[row].to(wide)).sum(1).to(probs.dtype)
+        moved = (moved * probs[token, place].to(wide)[:, None]).to(x.dtype)
+    elif probs is not None:
+        beside = probs.new_zeros(rows)
+        beside[row] = probs[token, place]
+    y[row] = moved
+    if scale is not None and amax is not None:
+        scales = scale.new_ones((scale.shape[1], rows)).t()
+        amaxes = torch.zeros_like(scales)
+        scales[row], amaxes[row] = scale[token], amax[token]
+    return y, beside, scales, amaxes  # type: ignore[return-value]  # see declare
+
+
+def gather_rows(
+    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add up the rows of each token, in the order of its places, in float32.
+
+    Args:
+        y: ``[R, H]``, any float.
+        row_map: see above.
+        probs: ``[T, S]``, any float, that the rows are multiplied by.
+        beside: ``[R]``, any float: one more number of each row.
+
+    Returns:
+        - ``[T, H]``: the sums, in the dtype of ``y``; 0 for a token that went nowhere.
+        - ``[T, S]``: ``beside`` of the row of each place, 0 where nothing went. None without it.
+    """
+    token, place, row = _moves(row_map, y.shape[0])
+    wide = torch.promote_types(y.dtype, torch.float32)
+    x = y.new_zeros((row_map.shape[0], y.shape[1]), dtype=wide)
+    terms = y[row].to(wide)
+    if probs is not None:
+        terms *= probs[token, place].to(wide)[:, None]
+    x.index_add_(0, token, terms)
+    back = None
+    if beside is not None:
+        back = beside.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
+        back[token, place] = beside[row]
+    return x.to(y.dtype), back  # type: ignore[return-value]  # see declare

@@ -1,0 +1,144 @@
+"""Which experts get a token, and how much of each, in plain PyTorch.  T tokens, E experts.
+
+Scores are softmax, sigmoid or sqrt(softplus) of the logits, in float32. Of equal scores the one of
+the first expert is larger, and NaN is larger than any.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["LEAST_SUM", "SCORE_FUNCTIONS", "route", "route_backward", "shares"]
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+LEAST_SUM = 1e-20
+"""Added to sums of scores that scores are divided by."""
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _pointwise(z: Tensor, score_function: str) -> Tensor:
+    return z.sigmoid() if score_function == "sigmoid" else F.softplus(z).sqrt()
+
+
+def _best(ranked: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest of each row, in order, and their places."""
+    found = ranked.sort(dim=-1, descending=True, stable=True)
+    return found.values[..., :count], found.indices[..., :count]
+
+
+def _marked(like: Tensor, places: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.bool).scatter_(-1, places, True)
+
+
+def shares(
+    z: Tensor, chosen: Tensor, topk: int, score_function: str, pre_softmax: bool
+) -> tuple[Tensor, Tensor]:
+    """Scores of all experts, and what scores are divided by to be probabilities."""
+    if score_function == "softmax":
+        z = z if pre_softmax else z.masked_fill(~chosen, -torch.inf)
+        return z.softmax(-1), z.new_ones(())
+    scores = _pointwise(z, score_function)
+    if topk == 1:
+        return scores, z.new_ones(())
+    return scores, torch.where(chosen, scores, 0).sum(-1, keepdim=True) + LEAST_SUM
+
+
+def route(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    topk: int,
+    score_function: str,
+    pre_softmax: bool,
+    num_groups: int,
+    group_topk: int,
+    scaling: float,
+    dense: bool,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token by their scores.
+
+    Args:
+        logits: ``[T, E]``, any float.
+        expert_bias: ``[E]``, any float, added to the scores by which experts are chosen, and to no
+            probability.
+        topk: how many experts get a token.
+        score_function: one of ``SCORE_FUNCTIONS``.
+        pre_softmax: of softmax, over all experts; else over those that are chosen, by their logits.
+        num_groups: with ``group_topk``, only experts of the best groups are chosen. A group is
+            E / num_groups neighbours, and as good as the sum of its ``topk // group_topk`` best.
+        group_topk: how many groups; 0 is all of them.
+        scaling: a factor of the probabilities.
+        dense: the scores of all experts, divided by their sum, in place of probabilities; softmax
+            is over all.
+
+    Returns:
+        - ``[T, E]``: the scores of the chosen experts times ``scaling``, 0 elsewhere, in the dtype
+          of ``logits``. Other scores than softmax are divided by their sum over the chosen, where
+          ``topk`` is above 1. With ``dense`` in float32.
+        - ``[T, E]`` bool: which experts are chosen.
+    """
+    z, softmax = _wide(logits), score_function == "softmax"
+    if softmax:
+        ranked = z.softmax(-1) if pre_softmax or dense else z
+    else:
+        ranked = _pointwise(z, score_function)
+    if expert_bias is not None:
+        ranked = ranked + _wide(expert_bias)
+    if group_topk:
+        groups = ranked.unflatten(1, (num_groups, -1))
+        values, _ = _best(groups, topk // group_topk)
+        total = values[..., 0]
+        for value in values.unbind(-1)[1:]:
+            total = total + value
+        inside = _marked(total, _best(total, group_topk)[1])
+        ranked = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1)
+    chosen = _marked(ranked, _best(ranked, topk)[1])
+    if dense:
+        scores, total = shares(z, torch.ones_like(chosen), 2, score_function, True)
+        return scores / total, chosen
+    scores, total = shares(z, chosen, topk, score_function, pre_softmax)
+    probs = torch.where(chosen, scores / total * scaling, 0)
+    return probs.to(logits.dtype), chosen
+
+
+def route_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    routing_map: Tensor,
+    topk: int,
+    score_function: str,
+    pre_softmax: bool,
+    scaling: float,
+    dense: bool,
+) -> Tensor:
+    """The gradient of the logits.
+
+    Args:
+        dprobs: ``[T, E]``, of the probabilities; of the scores with ``dense``.
+        logits: ``[T, E]``, as ``route`` took them.
+        routing_map: ``[T, E]`` bool, as ``route`` gave it.
+        topk: and the other arguments as ``route`` took them.
+
+    Returns:
+        ``[T, E]`` in the dtype of ``logits``.
+    """
+    z = _wide(logits)
+    if dense:
+        routing_map, topk, pre_softmax, scaling = torch.ones_like(routing_map), 2, True, 1.0
+    scores, total = shares(z, routing_map, topk, score_function, pre_softmax)
+    grad = torch.where(routing_map, dprobs.to(z.dtype) * scaling, 0)
+    if score_function == "softmax":
+        dz = scores * (grad - (scores * grad).sum(-1, keepdim=True))
+        return dz.to(logits.dtype)
+    if topk > 1:
+        grad = (grad - (scores / total * grad).sum(-1, keepdim=True)) / total
+    slope = z.sigmoid()
+    if score_function == "sigmoid":
+        slope = slope * (-z).sigmoid()
+    else:
+        slope = torch.where(scores > 0, slope / (2 * scores), 0)
+    return torch.where(routing_map, grad * slope, 0).to(logits.dtype)

@@ -1,0 +1,237 @@
+"""Routers of mixtures of experts: which experts get a token, and how much of each.
+
+T tokens, E experts. Names, arguments and meaning are Transformer Engine's. Scores are computed in
+float32; routers stay in high precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_choice,
+    check_flags,
+    check_number,
+    check_size,
+    check_tensor,
+    shown,
+)
+from float8lab.ops import SCORE_FUNCTIONS, route_backward_op, route_op
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
+
+__all__ = [
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+]
+
+
+class _How(NamedTuple):
+    """The arguments of ``ops/reference/router.py`` that are no tensors."""
+
+    topk: int
+    score_function: str
+    pre_softmax: bool = False
+    num_groups: int = 1
+    group_topk: int = 0
+    scaling: float = 1.0
+    dense: bool = False
+
+
+def fused_topk_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts by their scores, and give their probabilities.
+
+    Args:
+        logits: ``[..., E]``, float32, bfloat16, float16 or float64.
+        topk: how many experts get a token.
+        use_pre_softmax: softmax over all experts; else over the chosen ones.
+        num_groups: with ``group_topk``, in how many groups of neighbours the experts lie.
+        group_topk: choose experts of so many groups, those whose ``topk // group_topk`` best
+            experts have the largest sum of scores. None or 0 is of all.
+        scaling_factor: the probabilities are multiplied by it; None is 1.
+        score_function: ``"softmax"``; or ``"sigmoid"`` or ``"sqrtsoftplus"``, divided by their sum
+            over the chosen experts if ``topk`` is above 1.
+        expert_bias: ``[E]``, added to scores by which experts are chosen, and to no probability; it
+            gets no gradient. Not with softmax.
+
+    Returns:
+        Probabilities of the shape and dtype of ``logits``, 0 where an expert is not chosen; and the
+        routing map, ``[T, E]`` bool.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: sizes that do not fit together, an unknown score function, a bias with softmax.
+
+    >>> probs, routing_map = float8lab.router.fused_topk_with_score_function(
+    ...     torch.tensor([[0.0, 1.0, 1.0]]), 2
+    ... )
+    >>> probs, routing_map
+    (tensor([[0.0000, 0.5000, 0.5000]]), tensor([[False,  True,  True]]))
+    """
+    experts = _check_logits(logits, topk, score_function)
+    check_flags(use_pre_softmax=use_pre_softmax)
+    groups = check_size("num_groups", num_groups, optional=True) or 1
+    best = check_size("group_topk", group_topk, optional=True) or 0
+    if scaling_factor is not None:
+        check_number("scaling_factor", scaling_factor)
+    if experts % groups:
+        raise ValueError(
+            f"num_groups must divide the {experts} experts of logits; got {groups}. Choose another."
+        )
+    if best > min(groups, topk) or (best and best * (experts // groups) < topk):
+        raise ValueError(
+            f"group_topk must be at most num_groups and topk, and leave topk experts to choose "
+            f"from; got {best} of num_groups {groups} for topk {topk}. Choose another."
+        )
+    if expert_bias is not None:
+        check_tensor("expert_bias", expert_bias)
+        if score_function == "softmax":
+            raise ValueError(
+                f"expert_bias must be None with score_function='softmax'; got "
+                f"{shown(expert_bias)}. Use 'sigmoid' or 'sqrtsoftplus'."
+            )
+        if expert_bias.shape != (experts,) or expert_bias.dtype not in PARAMETER_DTYPES:
+            raise ValueError(
+                f"expert_bias must have one floating-point number for each of the {experts} "
+                f"experts of logits; got {shown(expert_bias)}. Reshape or convert it."
+            )
+        expert_bias = expert_bias.detach()
+    scaling = 1.0 if scaling_factor is None else float(scaling_factor)
+    how = _How(topk, score_function, bool(use_pre_softmax), groups, best, scaling)
+    probs, routing_map = _Route.run(logits.reshape(-1, experts), expert_bias, how)
+    return probs.view(logits.shape), routing_map
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: Tensor, topk: int, score_function: str
+) -> tuple[Tensor, Tensor]:
+    """Compute what the auxiliary loss needs: the scores of all experts, and which are the best.
+
+    Args:
+        logits: ``[..., E]``, float32, bfloat16, float16 or float64.
+        topk: how many experts get a token.
+        score_function: ``"softmax"``; or ``"sigmoid"`` or ``"sqrtsoftplus"``, divided by their sum.
+
+    Returns:
+        The routing map, ``[T, E]`` bool; and the scores, of the shape of ``logits``, float32.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: more experts wanted than there are, or an unknown score function.
+
+    >>> logits = torch.tensor([[0.0, 1.0, 1.0]])
+    >>> routing_map, scores = float8lab.router.fused_compute_score_for_moe_aux_loss(
+    ...     logits, 1, "softmax"
+    ... )
+    >>> torch.equal(scores, logits.softmax(-1)), routing_map
+    (True, tensor([[False,  True, False]]))
+    """
+    experts = _check_logits(logits, topk, score_function)
+    how = _How(topk, score_function, dense=True)
+    scores, routing_map = _Route.run(logits.reshape(-1, experts), None, how)
+    return routing_map, scores.view(logits.shape)
+
+
+def fused_moe_aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> Tensor:
+    """Compute the loss that balances the load of the experts.
+
+    It is ``coeff * num_experts / (topk * total_num_tokens ** 2)`` times the sum over the experts of
+    the tokens that an expert gets times the sum of its probabilities, in float32.
+
+    Args:
+        probs: ``[T, E]``, any float: scores of all experts.
+        tokens_per_expert: ``[E]``, any dtype.
+        total_num_tokens: the tokens of all ranks that the loss is computed over.
+        num_experts: how many experts there are.
+        topk: how many experts get a token.
+        coeff: weight of the loss.
+
+    Returns:
+        The loss, a scalar in the dtype of ``probs``.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: sizes that do not fit together.
+
+    >>> probs, counts = torch.full((4, 2), 0.5), torch.tensor([2, 2])
+    >>> float8lab.router.fused_moe_aux_loss(probs, counts, 4, 2, 1, 0.01)
+    tensor(0.0100)
+    """
+    check_tensor("probs", probs)
+    if probs.dtype not in PARAMETER_DTYPES:
+        raise TypeError(f"probs must be a floating-point tensor; got {shown(probs)}. Convert it.")
+    check_tensor("tokens_per_expert", tokens_per_expert)
+    if tokens_per_expert.is_complex():
+        raise TypeError(
+            f"tokens_per_expert must hold numbers; got {shown(tokens_per_expert)}. Pass counts."
+        )
+    if probs.ndim != 2 or tokens_per_expert.shape != probs.shape[1:]:
+        raise ValueError(
+            "probs must have 2 dimensions, the second of the size of tokens_per_expert; got shapes "
+            f"{tuple(probs.shape)} and {tuple(tokens_per_expert.shape)}. Reshape them."
+        )
+    for name, size in (("num_experts", num_experts), ("topk", topk)):
+        check_size(name, size, minimum=1)
+    check_size("total_num_tokens", total_num_tokens, minimum=1)
+    check_number("coeff", coeff)
+    wide = torch.promote_types(probs.dtype, torch.float32)
+    weight = tokens_per_expert.to(wide) * (coeff * num_experts / (topk * total_num_tokens**2))
+    return (probs.sum(0, dtype=wide) * weight).sum().to(probs.dtype)
+
+
+def _check_logits(logits: Any, topk: Any, score_function: Any) -> int:
+    """Return the number of experts."""
+    check_tensor("logits", logits)
+    if logits.dtype not in PARAMETER_DTYPES:
+        raise TypeError(f"logits must be a floating-point tensor; got {shown(logits)}. Convert it.")
+    if not logits.ndim or not logits.shape[-1]:
+        raise ValueError(
+            f"logits must have experts as their last dimension; got shape {tuple(logits.shape)}. "
+            "Reshape them."
+        )
+    experts = int(logits.shape[-1])
+    if check_size("topk", topk, minimum=1) > experts:
+        raise ValueError(
+            f"topk must be at most the {experts} experts of logits; got {topk}. Choose fewer."
+        )
+    check_choice("score_function", score_function, SCORE_FUNCTIONS)
+    return experts
+
+
+class _Route(Float8Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, expert_bias: Tensor | None, how: _How
+    ) -> tuple[Tensor, Tensor]:
+        probs, routing_map = route_op(logits, expert_bias, *how)
+        ctx.save_for_backward(logits, routing_map)
+        ctx.mark_non_differentiable(routing_map)
+        ctx.how = how
+        return probs, routing_map
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dprobs: Tensor, _: None) -> tuple[Any, ...]:
+        how = ctx.how
+        which = how.topk, how.score_function, how.pre_softmax, how.scaling, how.dense
+        return route_backward_op(dprobs, *ctx.saved_tensors, *which), None, None

@@ -1,0 +1,346 @@
+"""Float4Tensor: a frozen weight that is held in packed 4 bits, and dequantized where it is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from float8lab.formats import E4M3, Float4Spec
+from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.dispatch import run_fallback
+
+__all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
+
+aten = torch.ops.aten
+
+_AT_ONCE = 1 << 24
+"""Elements that are in float32 at once, unless a row or an expert has more."""
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The codes in bytes, the low half of each first, as bytes of their own.
+
+    >>> unpack(torch.tensor([0x21, 0xF3], dtype=torch.uint8))
+    tensor([ 1,  2,  3, 15], dtype=torch.uint8)
+    """
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def pack(codes: Tensor, dim: int = -1) -> Tensor:
+    """Bytes of two codes each, the first in the low half; the inverse of ``unpack``.
+
+    >>> pack(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist() == [0x21, 0xF3]
+    True
+    """
+    first, second = codes.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
+    return first | second << 4
+
+
+def decode_codes(
+    codes: Tensor, block: tuple[int, ...], scale: Tensor, tensor_scale: Tensor | None
+) -> Tensor:
+    """Values of e2m1 codes, float32: ``e2m1 * scale``, which is exact, times ``tensor_scale``.
+
+    Args:
+        codes: uint8, a code in each.
+        block: of ``codes``.
+        scale: one for each block, in the format that it is stored in.
+        tensor_scale: float32 that broadcasts against ``codes``, or None.
+    """
+    # As e4m3, whose bias is larger by 6: the sign, two bits of exponent, one of mantissa.
+    as_e4m3 = ((codes & 8) << 4 | (codes & 7) << 2).view(E4M3)
+    values = (as_e4m3.float() * 64.0).mul_(expand_scale(scale.float(), block, codes.shape))
+    return values if tensor_scale is None else values.mul_(tensor_scale)
+
+
+class Float4Tensor(Tensor):
+    """A tensor of ``dtype`` stored as e2m1 codes, two in a byte, and scales: NVFP4, MXFP4.
+
+    It is a frozen weight: what ``integrations.load_fp8`` makes of a checkpoint in 4 bits, for
+    inference or as the base of adapters. Every op that reads it gets its values, dequantized for
+    the moment of the op; autograd keeps the packed form, so gradients of other tensors are those
+    of the dequantized weight. Views that leave the packed dimension whole (``t``, an expert of a
+    stack) are packed, too. It cannot be written to.
+
+    ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
+    takes is that of its parts.
+
+    Attributes:
+        packed: uint8, the tensor's shape with half the size along ``spec.packed_dim``.
+        scale: of each block, in ``spec.scale_dtype``.
+        tensor_scale: float32, of size 1 or the tensor's in each dimension (the experts of a stack
+            have one each); None without a second level.
+        spec: block shape and formats of the scales.
+
+    >>> from float8lab.formats import MXFP4
+    >>> codes = torch.full((1, 16), 0x21, dtype=torch.uint8)  # 0.5, 1.0, 0.5, ...
+    >>> scale = torch.tensor([[128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 2
+    >>> w = float8lab.Float4Tensor(codes, scale, None, MXFP4, torch.bfloat16)
+    >>> w.dequantize()[0, :4], w.shape
+    (tensor([1., 2., 1., 2.], dtype=torch.bfloat16), torch.Size([1, 32]))
+    """
+
+    packed: Tensor
+    scale: Tensor
+    tensor_scale: Tensor | None
+    spec: Float4Spec
+
+    def __new__(
+        cls,
+        packed: Tensor,
+        scale: Tensor,
+        tensor_scale: Tensor | None,
+        spec: Float4Spec,
+        dtype: torch.dtype,
+    ) -> Float4Tensor:
+        """Make a tensor of these."""
+        dim = spec.packed_dim
+        shape = tuple(n * 2 if d == dim else n for d, n in enumerate(packed.shape))
+        strides = tuple(s if d == dim else s * 2 for d, s in enumerate(packed.stride()))
+        x: Float4Tensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
+        )
+        x.packed, x.scale, x.tensor_scale, x.spec = packed, scale, tensor_scale, spec
+        return x
+
+    def __init__(
+        self,
+        packed: Tensor,
+        scale: Tensor,
+        tensor_scale: Tensor | None,
+        spec: Float4Spec,
+        dtype: torch.dtype,
+    ) -> None:
+        """Check the parts; ``__new__`` has set all.
+
+        Raises:
+            ValueError: dtypes or shapes that do not fit ``spec``.
+        """
+        if packed.dtype != torch.uint8 or len(spec.block) != packed.ndim:
+            raise ValueError(
+                f"packed must be uint8 of {len(spec.block)} dimensions, as its block has; got "
+                f"{packed.dtype} of shape {tuple(packed.shape)}."
+            )
+        wanted = spec.scale_shape(tuple(self.shape))
+        if scale.dtype != spec.scale_dtype or tuple(scale.shape) != wanted:
+            raise ValueError(
+                f"scale must be {spec.scale_dtype} of shape {wanted}; got {scale.dtype} of shape "
+                f"{tuple(scale.shape)}."
+            )
+        sizes = None if tensor_scale is None else tuple(tensor_scale.shape)
+        fits = (sizes is not None) == spec.tensor_scale
+        if fits and sizes is not None:
+            pairs = zip(sizes, self.shape, strict=False)
+            fits = len(sizes) == self.ndim and all(n in (1, whole) for n, whole in pairs)
+        if not fits:
+            wanted_whole = "a tensor that broadcasts" if spec.tensor_scale else "None"
+            raise ValueError(
+                f"tensor_scale must be {wanted_whole}, for {spec.describe()} of shape "
+                f"{tuple(self.shape)}; got {'None' if sizes is None else f'shape {sizes}'}."
+            )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = ["packed", "scale", "tensor_scale"]
+        return names[: 2 + self.spec.tensor_scale], (self.spec, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> Float4Tensor:
+        return cls(inner["packed"], inner["scale"], inner.get("tensor_scale"), *context)
+
+    # No op is taken before autograd splits it, so torch need not ask for each op and attribute.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub omits the first argument
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
+            # Torch wants a view of a tensor that is no inference tensor to be none, either.
+            with torch.inference_mode(False), torch.no_grad():
+                result = _stays_packed(op, args, kwargs)
+        else:
+            result = _stays_packed(op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if op._schema.is_mutable and _is_written(op, args, kwargs):
+            raise NotImplementedError(
+                f"{op} must not write to a Float4Tensor: it is a frozen weight, with no cast to 4 "
+                "bits. Train adapters beside it, or load the checkpoint with dequantize=True."
+            )
+        return run_fallback(cls, op, args, kwargs, quiet=True)
+
+    def map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Float4Tensor:
+        """A tensor with ``function`` applied to each part, and another ``block`` or ``dtype``."""
+        whole = None if self.tensor_scale is None else function(self.tensor_scale)
+        block, dtype = changes.get("block", self.spec.block), changes.get("dtype", self.dtype)
+        spec = self.spec if block == self.spec.block else replace(self.spec, block=block)
+        return Float4Tensor(function(self.packed), function(self.scale), whole, spec, dtype)
+
+    def dequantize(self) -> Tensor:
+        """The tensor in its high-precision ``dtype``, to which its float32 values are rounded."""
+        return self._decode()
+
+    def _decode(self) -> Tensor:
+        dim = self.spec.packed_dim
+        if dim != self.ndim - 1:  # in the order of memory, as GEMMs want a transposed operand
+            swapped = _permute(aten.transpose.int, self, dim, self.ndim - 1)
+            return swapped._decode().transpose(dim, self.ndim - 1)
+        shape, size = self.shape, max(math.prod(self.shape[1:]), 1)
+        if self.ndim > 1 and shape[0] > (step := max(_AT_ONCE // size, 1)):
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+            for first in range(0, shape[0], step):
+                part = _slice(aten.slice.Tensor, self, 0, first, first + step)
+                out[first : first + step] = part._decode()
+            return out
+        values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
+        return values.to(self.dtype)
+
+    def share_memory_(self) -> Float4Tensor:
+        """Move the parts to shared memory."""
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the parts are in shared memory."""
+        return self.packed.is_shared()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        scale = self.scale.view(torch.uint8)  # which every loader of pickles can take
+        spec = (self.spec.block, self.spec.scale_dtype, self.spec.tensor_scale)
+        return _rebuild, (self.packed, scale, self.tensor_scale, *spec, self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stub
+        return (
+            f"Float4Tensor(fp4={self.spec.describe()}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device='{self.device}')"
+        )
+
+
+def _rebuild(
+    packed: Tensor, scale: Tensor, tensor_scale: Tensor | None, *state: Any
+) -> Float4Tensor:
+    """Make a Float4Tensor from the state by ``__reduce_ex__``; pickles name this function."""
+    block, scale_dtype, levels, dtype = state
+    spec = Float4Spec(tuple(block), scale_dtype, levels)
+    return Float4Tensor(packed, scale.view(scale_dtype), tensor_scale, spec, dtype)
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def _is_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op writes to a Float4Tensor."""
+    given = dict(enumerate(args)) | kwargs
+    written = [
+        given.get(index, given.get(argument.name))
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return any(isinstance(x, Float4Tensor) for x in tree_leaves(written))
+
+
+# Ops whose result is packed, too.
+
+
+def _stays_packed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0] if args else None
+    handler = _HANDLERS.get(op) if isinstance(x, Float4Tensor) else None
+    return NotImplemented if handler is None else handler(op, x, *args[1:], **kwargs)
+
+
+def _each_part(op: Any, x: Float4Tensor, *args: Any, **kwargs: Any) -> Float4Tensor:
+    return x.map(lambda t: op(t, *args, **kwargs))
+
+
+def _copy(op: Any, x: Float4Tensor, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(source, Float4Tensor) or (x.spec, x.shape) != (source.spec, source.shape):
+        return NotImplemented
+    for name in x.__tensor_flatten__()[0]:
+        op(getattr(x, name), getattr(source, name), non_blocking)
+    return x
+
+
+def _to_copy(
+    op: Any, x: Float4Tensor, *, dtype: Any = None, memory_format: Any = None, **kwargs: Any
+) -> Any:
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented
+    return x.map(lambda t: op(t, **kwargs), dtype=dtype or x.dtype)
+
+
+def _permute(op: Any, x: Float4Tensor, *dims: Any) -> Float4Tensor:
+    order = list(range(x.ndim))
+    if op is aten.permute.default:
+        order = [order[d] for d in dims[0]]
+    elif x.ndim > 1:
+        a, b = dims or (0, 1)
+        order[a], order[b] = order[b], order[a]
+    return x.map(lambda t: t.permute(order), block=tuple(x.spec.block[d] for d in order))
+
+
+def _select(op: Any, x: Float4Tensor, dim: int, index: int) -> Any:
+    if x.spec.block[dim] != 1:
+        return NotImplemented
+    size, dim = x.shape[dim], dim % x.ndim
+    block = x.spec.block[:dim] + x.spec.block[dim + 1 :]
+    return x.map(lambda t: op(t, dim, index if t.shape[dim] == size else 0), block=block)
+
+
+def _unbind(op: Any, x: Float4Tensor, dim: int = 0) -> Any:
+    if x.spec.block[dim] != 1:
+        return NotImplemented
+    return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
+
+
+def _slice(op: Any, x: Float4Tensor, dim: int = 0, *bounds: Any) -> Any:
+    if x.spec.block[dim] != 1:
+        return NotImplemented
+    size = x.shape[dim]
+    return x.map(lambda t: op(t, dim, *bounds) if t.shape[dim] == size else t)
+
+
+def _index_select(op: Any, x: Float4Tensor, dim: int, index: Tensor) -> Any:
+    if x.spec.block[dim] != 1:
+        return NotImplemented
+    size = x.shape[dim]
+
+    def chosen(t: Tensor) -> Tensor:
+        if t.shape[dim] != size:
+            return t
+        whole = t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # FP8 has no such op
+        return whole.index_select(dim, index).view(t.dtype)
+
+    return x.map(chosen)
+
+
+def _index(op: Any, x: Float4Tensor, indices: list[Any]) -> Any:
+    first = indices[0]
+    if len(indices) > 1 or first is None or first.ndim != 1 or first.dtype == torch.bool:
+        return NotImplemented
+    return _index_select(op, x, 0, first % x.shape[0])
+
+
+_HANDLERS: Any = {
+    **dict.fromkeys(
+        (aten.detach.default, aten.alias.default, aten.clone.default, aten._pin_memory.default),
+        _each_part,
+    ),
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _permute),
+    aten.copy_.default: _copy,
+    aten._to_copy.default: _to_copy,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
+    aten.slice.Tensor: _slice,
+    aten.index_select.default: _index_select,
+    aten.index.Tensor: _index,
+}

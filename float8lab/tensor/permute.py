@@ -1,0 +1,421 @@
+"""Tokens permuted so that those of one expert are neighbours, and back; plain and FP8 tensors.
+
+T tokens, E experts, K experts of a token, R rows of permuted tokens, H features. Names, arguments
+and meaning are Transformer Engine's.
+
+The row map that ``moe_permute`` returns says where each token goes: ``reference/permute.py`` has
+its layout. Permuting copies rows and unpermuting adds them up, and each is the other's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_choice,
+    check_size,
+    check_tensor,
+    has_values,
+    shown,
+)
+from float8lab.ops import gather_rows_op, row_map_op, scatter_rows_op
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.float8_tensor import Float8Tensor
+from float8lab.tensor.views import cut
+
+__all__ = [
+    "check_integers",
+    "check_probs",
+    "check_tokens",
+    "gather_rows",
+    "map_of_chunks",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+    "scatter_rows",
+]
+
+
+def moe_permute(
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int | None = -1,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+) -> tuple[Tensor, Tensor]:
+    """Copy each token to the rows of its experts, ordered by expert and then by token.
+
+    With ``num_out_tokens`` nothing waits for the GPU, and a CUDA graph can capture it.
+
+    Args:
+        inp: ``[T, H]``, float32, bfloat16, float16 or float64, or a Float8Tensor, whose codes move
+            with their scales. A scale for the whole tensor is shared; a block of several rows is
+            cut into rows.
+        routing_map: with ``map_type="mask"``, ``[T, E]`` of bools or integers: not 0 where an
+            expert gets the token. With ``"index"``, ``[T, K]`` of integers: the experts of each
+            token; a negative one is none.
+        num_out_tokens: R. Rows beyond are dropped, and rows that no token fills are zero. -1 or
+            None is as many as ``routing_map`` asks for, which a mask on a GPU makes the CPU wait
+            for.
+        max_token_num: ignored; no room to work in is kept between calls.
+        map_type: ``"mask"`` or ``"index"``.
+
+    Returns:
+        ``[R, H]``: the rows, of the kind of ``inp``; and the row map for ``moe_unpermute``,
+        ``[T, E + 1]`` or ``[T, K + 1]`` int32.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together.
+
+    >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> rows, row_map = moe_permute(x, torch.tensor([[0, 1], [1, 1], [1, 0]]))
+    >>> rows.flatten()
+    tensor([2., 3., 1., 2.])
+    >>> moe_unpermute(rows, row_map).flatten()
+    tensor([1., 4., 3.])
+    """
+    check_tokens("inp", inp)
+    check_size("max_token_num", max_token_num, minimum=-1)
+    check_choice("map_type", map_type, ("mask", "index"))
+    row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, map_type)
+    y, _ = scatter_rows(inp, row_map, rows)
+    return y, row_map
+
+
+def moe_permute_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | None = -1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy each token, and its probability for the expert, to the rows of its experts.
+
+    Args:
+        inp: as ``moe_permute`` takes it.
+        probs: ``[T, E]``, any float.
+        routing_map: a mask, as ``moe_permute`` takes it.
+        num_out_tokens: R, as ``moe_permute`` takes it.
+
+    Returns:
+        ``[R, H]``: the rows; ``[R]``: their probabilities, 0 where no token is; and the row map.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together.
+
+    >>> mask = torch.tensor([[True, True], [False, True]])
+    >>> rows, probs, _ = moe_permute_with_probs(torch.eye(2), torch.rand(2, 2) * mask, mask, 3)
+    >>> rows.shape, probs.shape
+    (torch.Size([3, 2]), torch.Size([3]))
+    """
+    check_tokens("inp", inp)
+    row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, "mask")
+    check_probs("probs", probs, tuple(routing_map.shape))
+    y, permuted = scatter_rows(inp, row_map, rows, probs)
+    return y, permuted, row_map
+
+
+def moe_unpermute(
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    restore_shape: torch.Size | tuple[int, ...] | None = None,
+    map_type: str = "mask",
+    probs: Tensor | None = None,
+) -> Tensor:
+    """Add up the rows of each token, in float32 and in the order of its experts.
+
+    Args:
+        inp: ``[R, H]``, the rows as ``moe_permute`` ordered them. A Float8Tensor is dequantized.
+        row_id_map: the row map that ``moe_permute`` returned.
+        merging_probs: ``[T, E]``, or ``[T, K]`` where the map is of indices; any float. Each row is
+            multiplied by its probability.
+        restore_shape: ``(T, H)``, which the row map knows.
+        map_type: ``"mask"`` or ``"index"``, which the row map knows.
+        probs: an older name of ``merging_probs``.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``inp``; 0 for a token that no expert got.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together, or both names of the probabilities.
+
+    >>> rows, row_map = moe_permute(torch.ones(1, 2), torch.tensor([[1, 0, 1]]), 2)
+    >>> moe_unpermute(rows, row_map, torch.tensor([[0.25, 0.0, 0.5]]))
+    tensor([[0.7500, 0.7500]])
+    """
+    check_tokens("inp", inp)
+    check_choice("map_type", map_type, ("mask", "index"))
+    check_tensor("row_id_map", row_id_map)
+    if row_id_map.dtype != torch.int32 or row_id_map.ndim != 2 or not row_id_map.shape[1]:
+        raise ValueError(
+            f"row_id_map must be the row map of moe_permute, int32 of 2 dimensions; got "
+            f"{shown(row_id_map)}. Pass what moe_permute returned last."
+        )
+    tokens, places = row_id_map.shape[0], row_id_map.shape[1] - 1
+    if probs is not None:
+        if merging_probs is not None:
+            raise ValueError(
+                f"probs must be None with merging_probs; got {shown(probs)}. It is an older name: "
+                "pass merging_probs alone."
+            )
+        merging_probs = probs
+    if merging_probs is not None:
+        check_probs("merging_probs", merging_probs, (tokens, places))
+    wanted = (tokens, inp.shape[1])
+    listed = isinstance(restore_shape, (tuple, list))
+    if restore_shape is not None and not (listed and tuple(restore_shape) == wanted):
+        raise ValueError(
+            f"restore_shape must be None or {wanted}, the tokens of the row map and the features "
+            f"of inp; got {shown(restore_shape)}. Leave it out."
+        )
+    if isinstance(inp, Float8Tensor):
+        inp = inp.dequantize()
+    return gather_rows(inp, row_id_map, merging_probs)
+
+
+def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
+    """Cut tokens into chunks, and put the chunks in another order.
+
+    Nothing waits for the GPU, and a CUDA graph can capture it.
+
+    Args:
+        inp: ``[T, H]``, as ``moe_permute`` takes it.
+        split_sizes: integers, the sizes of the chunks. Tokens beyond their sum are dropped, and the
+            rows that are left are zero.
+        sorted_index: integers, the numbers of the chunks in their new order.
+
+    Returns:
+        ``[T, H]``, of the kind of ``inp``.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together.
+
+    >>> x = torch.arange(4.0)[:, None]
+    >>> moe_sort_chunks_by_index(x, torch.tensor([1, 2, 1]), torch.tensor([2, 0, 1])).flatten()
+    tensor([3., 0., 1., 2.])
+    """
+    return _sort_chunks(inp, None, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cut tokens and their probabilities into chunks, and put the chunks in another order.
+
+    Args:
+        inp: ``[T, H]``, as ``moe_permute`` takes it.
+        probs: ``[T]``, any float.
+        split_sizes: as ``moe_sort_chunks_by_index`` takes it.
+        sorted_index: as ``moe_sort_chunks_by_index`` takes it.
+
+    Returns:
+        ``[T, H]`` and ``[T]``.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together.
+
+    >>> sizes, order = torch.tensor([1, 1]), torch.tensor([1, 0])
+    >>> moe_sort_chunks_by_index_with_probs(torch.eye(2), torch.tensor([0.1, 0.2]), sizes, order)[1]
+    tensor([0.2000, 0.1000])
+    """
+    check_tensor("probs", probs)
+    y, permuted = _sort_chunks(inp, probs, split_sizes, sorted_index)
+    return y, permuted
+
+
+def _sort_chunks(
+    inp: Tensor, probs: Tensor | None, split_sizes: Tensor, sorted_index: Tensor
+) -> tuple[Any, Any]:
+    check_tokens("inp", inp)
+    for name, value in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
+        check_integers(name, value, 1)
+    if split_sizes.shape != sorted_index.shape:
+        raise ValueError(
+            f"sorted_index must have one number for each of the {len(split_sizes)} chunks of "
+            f"split_sizes; got {shown(sorted_index)}. Pass each chunk's number once."
+        )
+    if has_values(sorted_index) and sorted_index.sort()[0].tolist() != [*range(len(split_sizes))]:
+        raise ValueError(
+            f"sorted_index must hold each number below {len(split_sizes)} once; got "
+            f"{sorted_index.tolist()}. Number the chunks from 0."
+        )
+    if probs is not None:
+        check_probs("probs", probs, (inp.shape[0],))
+        probs = probs[:, None]
+    row_map = map_of_chunks(inp.shape[0], split_sizes.to(inp.device), sorted_index.to(inp.device))
+    return scatter_rows(inp, row_map, inp.shape[0], probs)
+
+
+# Checks.
+
+
+def check_tokens(name: str, x: Any) -> None:
+    """Check for tokens by features, plain or in FP8."""
+    check_tensor(name, x)
+    if x.dtype not in PARAMETER_DTYPES:
+        raise TypeError(
+            f"{name} must be a floating-point tensor or a Float8Tensor; got {shown(x)}. Convert it "
+            "first; FP8 codes move with their scales as a Float8Tensor."
+        )
+    if x.ndim != 2:
+        raise ValueError(
+            f"{name} must have 2 dimensions, tokens and features; got shape {tuple(x.shape)}. "
+            "Reshape it."
+        )
+
+
+def check_integers(name: str, x: Any, ndim: int) -> None:
+    """Check for a tensor of integers or bools."""
+    check_tensor(name, x)
+    if x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must hold integers; got {shown(x)}. Convert it, by .int().")
+    if x.ndim != ndim:
+        raise ValueError(
+            f"{name} must have {ndim} dimension{'s' * (ndim > 1)}; got shape {tuple(x.shape)}. "
+            "Reshape it."
+        )
+
+
+def check_probs(name: str, probs: Any, shape: tuple[int, ...]) -> None:
+    """Check for floating-point numbers, as many as there are places for tokens."""
+    check_tensor(name, probs)
+    if probs.dtype not in PARAMETER_DTYPES:
+        raise TypeError(f"{name} must be a floating-point tensor; got {shown(probs)}. Convert it.")
+    if tuple(probs.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {shape}, as inp and routing_map or row_id_map say; got "
+            f"{tuple(probs.shape)}. Reshape it."
+        )
+
+
+# Row maps.
+
+
+def _row_map(
+    routing_map: Any, tokens: int, num_out_tokens: Any, map_type: str
+) -> tuple[Tensor, int]:
+    """The row map of a routing map, and R."""
+    check_integers("routing_map", routing_map, 2)
+    if routing_map.dtype == torch.bool and map_type == "index":
+        raise TypeError(
+            "routing_map must hold numbers of experts with map_type='index'; got bools. Pass "
+            "map_type='mask'."
+        )
+    if routing_map.shape[0] != tokens:
+        raise ValueError(
+            f"routing_map must have a row for each of the {tokens} tokens of inp; got shape "
+            f"{tuple(routing_map.shape)}. Pass the map of the same tokens."
+        )
+    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
+    row_map = (row_map_op if map_type == "mask" else _map_of_index)(routing_map)
+    if rows is None or rows == -1:
+        rows = int(row_map[0, -1]) if tokens else 0
+    return row_map, rows
+
+
+def _map_of_index(index: Tensor) -> Tensor:
+    T, K = index.shape
+    experts = index.reshape(-1)
+    goes = experts >= 0
+    last = torch.iinfo(experts.dtype).max
+    order = torch.where(goes, experts, last).argsort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=index.device))
+    row_map = index.new_empty((T, K + 1), dtype=torch.int32)
+    row_map[:, :-1] = torch.where(goes, rows, -1).view(T, K)
+    row_map[:, -1] = goes.sum()
+    return row_map
+
+
+def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
+    """The row map that puts chunks of tokens in another order; see ``moe_sort_chunks_by_index``."""
+    sizes, order = sizes.long(), order.long()
+    ends = sizes.cumsum(0)
+    moved = sizes[order]
+    starts = torch.zeros_like(ends).scatter_(0, order, moved.cumsum(0) - moved)
+    shift = torch.cat([starts - ends + sizes, starts.new_zeros(1)])  # and of what is in no chunk
+    token = torch.arange(tokens, device=sizes.device)
+    chunk = torch.searchsorted(ends, token, right=True)
+    row_map = sizes.new_empty((tokens, 2), dtype=torch.int32)
+    row_map[:, 0] = torch.where(chunk < len(sizes), token + shift[chunk], -1)
+    row_map[:, 1] = sizes.sum()
+    return row_map
+
+
+# Autograd.
+
+
+def scatter_rows(
+    x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
+) -> tuple[Any, Any]:
+    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable."""
+    return _Scatter.run(x, row_map, rows, probs)
+
+
+def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
+    """Add up the rows of each token, times ``[T, S]`` probabilities; differentiable."""
+    result: Tensor = _Gather.run(y, row_map, probs)
+    return result
+
+
+def _scattered(
+    x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Rows, and their probabilities if there are any."""
+    if not isinstance(x, Float8Tensor):
+        y, beside, *_ = scatter_rows_op(x, row_map, rows, probs)
+        return y, None if probs is None else beside
+    if x._window is not None:
+        x._refresh()
+    scales: tuple[Any, Any] = (None, None)
+    if x.spec.block[0] != -1:
+        x = cut(x, (1, x.spec.block[1]))
+        scales = x.scale, x.amax
+    codes = x.qdata.view(torch.uint8)
+    codes, beside, *moved = scatter_rows_op(codes, row_map, rows, probs, None, *scales)
+    scale, amax = moved if scales[0] is not None else (x.scale.clone(), x.amax.clone())
+    y = x.replace(qdata=codes.view(x.qdata.dtype), scale=scale, amax=amax)
+    return y, None if probs is None else beside
+
+
+class _Scatter(Float8Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(row_map)
+        return _scattered(x, row_map, rows, probs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dprobs: Tensor | None) -> tuple[Any, ...]:
+        (row_map,) = ctx.saved_tensors
+        dy = dy.dequantize() if isinstance(dy, Float8Tensor) else dy
+        dx, back = gather_rows_op(dy, row_map, None, dprobs)
+        return dx, None, None, None if dprobs is None else back
+
+
+class _Gather(Float8Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
+        ctx.rows = y.shape[0]
+        ctx.save_for_backward(row_map, *(() if probs is None else (probs, y)))
+        x: Tensor = gather_rows_op(y, row_map, probs)[0]
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+        row_map, *merged = ctx.saved_tensors
+        if not merged:
+            return _scattered(dx, row_map, ctx.rows)[0], None, None
+        dx = dx.dequantize() if isinstance(dx, Float8Tensor) else dx
+        dy, dprobs, *_ = scatter_rows_op(dx, row_map, ctx.rows, *merged)
+        return dy, None, dprobs

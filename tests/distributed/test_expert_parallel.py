@@ -1,0 +1,138 @@
+"""Tokens sent to the ranks of their experts: the bytes of one rank that has all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import float8lab
+from float8lab.formats import E5M2, Float8Spec
+from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+
+E, H = 8, 96
+BLOCKS = ((-1, -1), (1, -1), (1, 32))
+
+
+def batch(ranks: Ranks, *sizes: int, skip: int = 99) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Tokens of all ranks, ``sizes`` of each; none for the experts from ``skip`` on."""
+    generator = torch.Generator().manual_seed(sum(sizes))
+    x, scores = (torch.randn(sum(sizes), n, generator=generator) for n in (H, E))
+    scores[:, skip:] = -torch.inf
+    routing_map = torch.zeros_like(scores, dtype=torch.bool)
+    routing_map.scatter_(1, scores.topk(3).indices, True)
+    routing_map[::5] = False
+    tensors = (t.to(ranks.device) for t in (x, scores.softmax(1), routing_map))
+    return *tensors, [sum(sizes[: r + 1]) - sizes[r] for r in range(len(sizes))]
+
+
+def experts(rows: Tensor, probs: Tensor, counts: Tensor, first: int) -> Tensor:
+    """A function of each row that differs by expert."""
+    number = torch.arange(first, first + len(counts), device=rows.device)
+    weight = (number + 1.5).repeat_interleave(counts)[:, None]
+    return (rows * weight).sin() * probs[:, None]
+
+
+def layer(
+    x: Tensor, probs: Tensor, routing_map: Tensor, group: Any, first: int, **options: Any
+) -> list[Tensor]:
+    """The rows that experts get, the output, and the gradients of tokens and probabilities."""
+    x, probs = (t.clone().requires_grad_() for t in (x, probs))
+    rows, beside, counts, handle = float8lab.moe_dispatch(x, probs, routing_map, group, **options)
+    assert isinstance(rows, float8lab.Float8Tensor) == isinstance(x, float8lab.Float8Tensor)
+    values = rows.dequantize() if isinstance(rows, float8lab.Float8Tensor) else rows
+    y = float8lab.moe_combine(experts(values, beside, counts, first), handle)
+    dx, dprobs = torch.autograd.grad(y, (x, probs), (y * 1.7).cos().detach())
+    return [values.detach(), beside.detach(), counts, y.detach(), dx, dprobs]
+
+
+def check_the_bytes_of_one_rank(ranks: Ranks) -> None:
+    groups = [dist.new_group([r]) for r in range(ranks.world)]
+    mine = E // ranks.world
+    for sizes, skip in (([5, 0, 17, 2], 99), ([3, 4, 1, 6], 4), ([0, 0, 0, 1], 3), ([0] * 4, 99)):
+        x, probs, routing_map, starts = batch(ranks, *sizes[: ranks.world], skip=skip)
+        here = slice(starts[ranks.rank], starts[ranks.rank] + sizes[ranks.rank])
+        for kind in (torch.float32, torch.bfloat16, *BLOCKS):
+            options: dict[str, Any] = {}
+            tokens = x.to(kind) if isinstance(kind, torch.dtype) else x
+            if isinstance(kind, tuple):
+                options["gradient"] = Float8Spec(E5M2, (1, 32), "pow2")
+                scale = 0.02 if kind == (-1, -1) else None  # delayed scaling's, one for all ranks
+                tokens = float8lab.quantize(x, block=kind, scale=scale)
+            part = tokens[here]
+            got = layer(part, probs[here], routing_map[here], None, ranks.rank * mine, **options)
+            want = layer(tokens, probs, routing_map, groups[ranks.rank], 0, **options)
+            ends = want[2].cumsum(0).tolist()
+            rows = slice(([0, *ends])[ranks.rank * mine], ends[(ranks.rank + 1) * mine - 1])
+            experts_here = slice(ranks.rank * mine, (ranks.rank + 1) * mine)
+            parts = [rows, rows, experts_here, here, here, here]
+            for one, other, where in zip(got, want, parts, strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other[where])
+
+
+def check_shards_of_stacked_weights(ranks: Ranks) -> None:
+    """Experts whose weights FSDP2 shards along their first dimension, on the same ranks."""
+    groups = [dist.new_group([r]) for r in range(ranks.world)]
+    x, probs, routing_map, starts = batch(ranks, *[6, 1, 0, 9][: ranks.world])
+    weight = torch.randn(E, H, H, generator=torch.Generator().manual_seed(1)).to(ranks.device)
+    local = dist.tensor.distribute_tensor(weight, ranks.mesh(), [dist.tensor.Shard(0)]).to_local()
+    here = slice(starts[ranks.rank], [*starts, len(x)][ranks.rank + 1])
+    results = []
+    for tokens, p, to, w, group in (
+        (x[here], probs[here], routing_map[here], local, None),
+        (x, probs, routing_map, weight, groups[ranks.rank]),
+    ):
+        rows, beside, counts, handle = float8lab.moe_dispatch(tokens, p, to, group)
+        parts = rows.split(counts.tolist())
+        out = torch.cat([part @ m for part, m in zip(parts, w, strict=True)]) * beside[:, None]
+        results.append(float8lab.moe_combine(out, handle))
+    torch.testing.assert_close(results[0], results[1][here])
+
+
+outcome = ranks_fixture(__name__, 2, 4)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+    outcome(name)
+
+
+def test_one_process_is_a_permutation() -> None:
+    alone = Ranks(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+    x, probs, routing_map, _ = batch(alone, 20)
+    got = layer(x, probs, routing_map, None, 0)
+    leaves = [t.clone().requires_grad_() for t in (x, probs)]
+    rows, beside, row_map = float8lab.moe_permute_with_probs(*leaves, routing_map)
+    y = float8lab.moe_unpermute(experts(rows, beside, routing_map.sum(0), 0), row_map)
+    gradients = torch.autograd.grad(y, leaves, (y * 1.7).cos().detach())
+    want = [rows, beside, routing_map.sum(0), y, *gradients]
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "probs": (lambda x, m: float8lab.moe_dispatch(x, x, m), ValueError, "probs"),
+    "group": (lambda x, m: float8lab.moe_dispatch(x, m.float(), m, 3), TypeError, "group"),
+    "gradient": (
+        lambda x, m: float8lab.moe_dispatch(x, m.float(), m, gradient=Float8Spec()),
+        ValueError,
+        "gradient",
+    ),
+    "out": (
+        lambda x, m: float8lab.moe_combine(x, float8lab.moe_dispatch(x, m.float(), m)[-1]),
+        ValueError,
+        "out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(call: Any, kind: type[Exception], name: str) -> None:
+    with pytest.raises(kind, match=f"^{name} must "):
+        call(torch.ones(4, 8), torch.ones(4, 3, dtype=torch.bool))

@@ -1,0 +1,124 @@
+"""convert_to_float8 on Transformers' mixtures of experts, whose experts lie in different ways."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import float8lab
+from float8lab import recipes
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    pytest.importorskip("transformers", reason="needs the extra 'transformers'")
+
+from tests.integrations.transformers.models import MIXTURES, build, flat_gradients
+
+BLOCK = recipes.Float8BlockScaling()
+
+
+def experts_of(model: Any) -> tuple[str, Any]:
+    report = float8lab.conversion_report(model)
+    name = next(layer.name for layer in report.converted if len(layer.shape) == 3)
+    return name, model.get_submodule(name)
+
+
+def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits and gradients of one step."""
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    return output.logits.detach(), flat_gradients(model)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_all_but_routers_is_in_fp8(family: str) -> None:
+    """In high precision the numbers are the model's own; undone, to the bit."""
+    model, batch = build(family)
+    original = copy.deepcopy(model)
+    want = run(original, batch)
+    float8lab.convert_to_float8(model, strict=True)
+    report = float8lab.conversion_report(model)
+    assert {layer.note.split(",")[0] for layer in report.skipped} == {"a router"}
+    assert any(len(layer.shape) == 3 for layer in report.converted)
+    with float8lab.autocast(enabled=False):
+        for got, exact in zip(run(model, batch), want, strict=True):
+            torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-6)
+    with float8lab.count_gemms() as counts:
+        got = run(model, batch)
+    name, experts = experts_of(model)
+    assert counts.fp8_by_module[name] == 6
+    assert 0 < (got[0] - want[0]).norm() < 0.5 * want[0].norm()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(other, batch)[0], got[0])
+        assert type(other.get_submodule(name)) is type(experts)
+    float8lab.to_high_precision(model)
+    assert type(experts) is type(original.get_submodule(name))
+    assert vars(experts).keys() == vars(original.get_submodule(name)).keys()
+    for got, exact in zip(run(model, batch), want, strict=True):
+        assert torch.equal(got, exact)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4", "dbrx"])
+def test_experts_are_grouped_layers(family: str) -> None:
+    """To the bit those of the library's own modules with the same weights."""
+    torch.manual_seed(1)
+    model, _ = build(family)
+    _, experts = experts_of(float8lab.convert_to_float8(model, BLOCK))
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_()
+    x = torch.randn(12, 48)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(12)])
+    weights = torch.rand(12, 2)
+    parameters = dict(experts.named_parameters())
+    if family == "dbrx":
+        w1, v1, w2 = (parameters[f"mlp.{key}"].view(4, 40, 48) for key in ("w1", "v1", "w2"))
+        fc1, fc2 = torch.cat((w1, v1), 1), w2.mT
+    else:
+        fc1, fc2 = parameters["gate_up_proj"], parameters["down_proj"]
+        if family != "mixtral":
+            fc1, fc2 = fc1.mT, fc2.mT
+    own = float8lab.ExpertMLP(4, 48, fc2.shape[2], bias=family == "gpt_oss", device="cpu")
+    values = {"fc1_weight": fc1, "fc2_weight": fc2}
+    if family == "gpt_oss":
+        for layer, name in (("fc1", "gate_up"), ("fc2", "down")):
+            values[f"{layer}_bias"] = parameters[f"{name}_proj_bias"]
+    own.load_state_dict(values)
+    with float8lab.autocast(recipe=BLOCK):
+        if family == "llama4":
+            got, want = experts(x), own.run_rows(x, [3, 3, 3, 3])
+        elif family == "gpt_oss":
+            own._layers = lambda layers=own._layers: layers()  # its activation is no name
+            own.activation = experts._apply_gate
+            got, want = experts(x, index, weights), own(x, weights, index)
+        else:
+            got, want = experts(x, index, weights), own(x, weights, index)
+    assert torch.equal(got.view_as(want), want)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_on_parameters_of_experts() -> None:
+    """PEFT adds its product to the stacked weights while the experts run."""
+    peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
+    model, batch = build("mixtral")
+    config = peft.LoraConfig(
+        r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    adapted = peft.get_peft_model(model, config)
+    float8lab.convert_to_float8(adapted)
+    name, _ = experts_of(adapted)
+    with float8lab.count_gemms() as counts:
+        _, gradients = run(adapted, batch)
+    assert counts.fp8_by_module[name] > 0
+    trained = {n for n, p in adapted.named_parameters() if p.grad is not None}
+    assert trained
+    assert all("lora_" in n for n in trained)
+    assert gradients.isfinite().all()
+    assert gradients.any()

@@ -1,0 +1,164 @@
+"""ExpertMLP: the composition of its parts, bit for bit, and a loop over the experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn.activation_function import activate
+from tests.nn.test_grouped_linear import RECIPES
+
+T, E, TOP, H, F = 40, 5, 2, 72, 40
+
+
+def experts(bias: bool = True, **arguments) -> float8lab.ExpertMLP:
+    torch.manual_seed(1)
+    module = float8lab.ExpertMLP(E, H, F, bias=bias, device="cpu", **arguments)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)
+    return module
+
+
+def routing() -> tuple[Tensor, Tensor]:
+    """Probabilities and experts of each token; the last expert gets none."""
+    torch.manual_seed(3)
+    index = torch.stack([torch.randperm(E - 1)[:TOP] for _ in range(T)])
+    return torch.rand(T, TOP), index
+
+
+def step(module, run, *inputs: Tensor, recipe=None) -> list[Tensor]:
+    """Output and gradients of the inputs and the parameters, in a second step."""
+    for _ in range(2):  # then delayed scales are those of the first
+        module.zero_grad()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with float8lab.autocast(recipe is not None, recipe=recipe):
+            y = run(*leaves)
+        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape))
+    return [y.detach(), *(x.grad for x in leaves), *(p.grad for p in module.parameters())]
+
+
+class Parts(nn.Module):
+    """The same from modules of one layer each."""
+
+    def __init__(self, whole: float8lab.ExpertMLP):
+        super().__init__()
+        one = {"single_grouped_weight": True, "single_grouped_bias": True, "device": "cpu"}
+        self.fc1 = float8lab.GroupedLinear(E, H, whole.fc1_weight.shape[1], **one)
+        self.fc2 = float8lab.GroupedLinear(E, F, H, **one)
+        self.activation = whole.activation
+        self.load_state_dict({k.replace("_", "."): v for k, v in whole.state_dict().items()})
+
+    def forward(self, x: Tensor, probs: Tensor, index: Tensor) -> Tensor:
+        rows, row_map = float8lab.moe_permute(x, index, T * TOP, map_type="index")
+        sizes = torch.bincount(index.flatten(), minlength=E)
+        rows = self.fc2(activate(self.fc1(rows, sizes), self.activation), sizes)
+        return float8lab.moe_unpermute(rows, row_map, probs)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["high", *RECIPES])
+def test_it_is_its_parts(recipe, activation):
+    """To the bit: every operand has the same bytes."""
+    whole, (probs, index), x = experts(activation=activation), routing(), torch.randn(T, H)
+    parts = Parts(whole)
+    got = step(whole, lambda x, probs: whole(x, probs, index), x, probs, recipe=recipe)
+    want = step(parts, lambda x, probs: parts(x, probs, index), x, probs, recipe=recipe)
+    for mine, other in zip(got, want, strict=True):
+        assert torch.equal(mine, other)
+
+
+def loop(module, x: Tensor, probs: Tensor, index: Tensor) -> Tensor:
+    """Expert by expert, in float64."""
+    found = torch.zeros_like(x)
+    for e in range(E):
+        token, place = (index == e).nonzero(as_tuple=True)
+        h = x[token] @ module.fc1_weight[e].t() + module.fc1_bias[e]
+        gate, up = h.chunk(2, dim=1)
+        y = (nn.functional.silu(gate) * up) @ module.fc2_weight[e].t() + module.fc2_bias[e]
+        found = found.index_add(0, token, y * probs[token, place, None])
+    return found
+
+
+def test_it_is_a_loop_over_the_experts_in_float64():
+    module, (probs, index) = experts(params_dtype=torch.float64), routing()
+    inputs = torch.randn(T, H, dtype=torch.float64), probs.double()
+    got = step(module, lambda x, probs: module(x, probs, index), *inputs)
+    want = step(module, lambda x, probs: loop(module, x, probs, index), *inputs)
+    for mine, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
+def test_ways_to_say_the_same():
+    """Routing as indices or as a mask; dimensions; rows that are permuted already; main_grad."""
+    module, (probs, index), x = experts(), routing(), torch.randn(T, H)
+    block = recipes.Float8BlockScaling()
+    want = step(module, lambda x, probs: module(x, probs, index), x, probs, recipe=block)
+    beyond = index.clone()
+    beyond[index == 0] = -1  # as experts of other ranks are named, and by E
+    mask = torch.zeros(T, E, dtype=torch.bool).scatter_(1, index, True)
+
+    def spread(probs):
+        return torch.zeros(T, E).scatter(1, index, probs)
+
+    def permuted(x, probs):
+        rows, _, row_map = float8lab.moe_permute_with_probs(x, spread(probs), mask)
+        return float8lab.moe_unpermute(
+            module.run_rows(rows, mask.sum(0).tolist()), row_map, spread(probs)
+        )
+
+    ways = (
+        lambda x, probs: module(x, spread(probs), mask),
+        lambda x, probs: module(x.view(2, T // 2, H), spread(probs), mask, T * TOP).view(T, H),
+        permuted,
+    )
+    for way in ways:
+        got = step(module, way, x, probs, recipe=block)
+        for mine, other in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, other)  # a token's rows are added in another order
+    fewer = [
+        step(module, lambda x, probs, i=i: module(x, probs, i), x, probs, recipe=block)
+        for i in (beyond, beyond.where(beyond >= 0, E))
+    ]
+    for mine, other in zip(*fewer, strict=True):
+        assert torch.equal(mine, other)
+    assert not fewer[0][2][index == 0].any()
+    for weight in (module.fc1_weight, module.fc2_weight):
+        weight.main_grad = torch.ones_like(weight)
+    module.fuse_wgrad_accumulation = True
+    module.zero_grad()
+    with float8lab.autocast(recipe=block):
+        y = module(x, probs, index)
+    y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape))
+    assert module.fc1_weight.grad is None
+    torch.testing.assert_close(module.fc1_weight.main_grad - 1, want[3])
+    torch.testing.assert_close(module.fc2_weight.main_grad - 1, want[5])
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"]], ids=str)
+def test_compiled_checkpointed_and_stored_in_fp8(recipe):
+    module, (probs, index), x = experts(bias=False), routing(), torch.randn(T, H)
+    want = step(module, lambda x, probs: module(x, probs, index), x, probs, recipe=recipe)
+
+    def recomputed(x, probs):
+        return float8lab.checkpoint(module, x, probs, index, use_reentrant=False)
+
+    again = experts(bias=False)
+    again.load_state_dict(module.state_dict())
+    compiled = torch.compile(again, fullgraph=True, backend="eager")
+    for run, owner in ((recomputed, module), (lambda x, probs: compiled(x, probs, index), again)):
+        got = step(owner, run, x, probs, recipe=recipe)
+        for mine, other in zip(got, want, strict=True):
+            assert torch.equal(mine, other)
+    with float8lab.fp8_model_init(recipe=recipe):
+        stored = float8lab.ExpertMLP(E, H, F, device="cpu")
+    assert isinstance(stored.fc1_weight, float8lab.Float8Tensor)
+    with torch.no_grad():
+        stored.fc1_weight.copy_(module.fc1_weight)
+        stored.fc2_weight.copy_(module.fc2_weight)
+    got = step(stored, lambda x, probs: stored(x, probs, index), x, probs, recipe=recipe)
+    if not recipe.linear.delayed:  # these have scales of their own
+        assert torch.equal(got[0], want[0])

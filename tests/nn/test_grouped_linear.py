@@ -1,0 +1,394 @@
+"""GroupedLinear: each expert as a Linear of its own, in every recipe and mode."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import float8lab
+from float8lab import recipes
+from float8lab.nn import grouped_function as grouped
+from float8lab.nn.grouped_function import stacked
+from float8lab.nn.precision import Precision
+from float8lab.ops import Source
+from float8lab.tensor import Float8Tensor
+
+SIZES = [0, 1, 15, 17, 40]
+E, M, K, N = len(SIZES), sum(SIZES), 72, 40
+RECIPES = {
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(),
+    "row": recipes.Float8RowwiseScaling(),
+    "row-high-wgrad": recipes.Float8RowwiseScaling(high_precision_wgrad=True),
+    "block": recipes.Float8BlockScaling(),
+    "mx": recipes.MXFP8BlockScaling(),
+    "high-fprop": recipes.Float8BlockScaling(override_linear_precision=(True, False, False)),
+    "high-dgrad": recipes.Float8CurrentScaling(override_linear_precision=(False, True, False)),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def experts(**arguments) -> float8lab.GroupedLinear:
+    torch.manual_seed(1)
+    layer = float8lab.GroupedLinear(E, K, N, device="cpu", **arguments)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("bias"):
+                parameter.normal_()
+    return layer
+
+
+def rows(columns: int, beyond: int = 0) -> Tensor:
+    torch.manual_seed(2)
+    x = torch.randn(M, columns) * torch.logspace(-1, 1, columns)
+    return torch.cat((x, torch.full((beyond, columns), torch.nan)))
+
+
+def step(layer, x: Tensor, dy: Tensor, recipe=None, splits=SIZES, **arguments):
+    """Output, gradient of the input, and of the parameters in turn."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    with float8lab.autocast(recipe is not None, recipe=recipe):
+        y = layer(x, splits, **arguments)
+    y.backward(dy)
+    return y.detach(), x.grad, *[p.grad.clone() for p in layer.parameters()]
+
+
+def truth(layer, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """The same in float64, expert by expert."""
+    x = x.double().requires_grad_()
+    parameters = [p.detach().double().requires_grad_() for p in layer.parameters()]
+    weights, biases = parameters[:E], parameters[E:]
+    parts = zip(x[:M].split(SIZES), weights, biases, strict=True)
+    y = torch.cat([part @ w.t() + b for part, w, b in parts])
+    y.backward(dy[:M].double())
+    return [y.detach(), x.grad[:M], *[p.grad for p in parameters]]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.detach().double() - want).norm())
+
+
+@each_recipe
+def test_every_expert_is_as_close_as_a_linear_layer(recipe):
+    """To float64; rows that belong to nobody hold NaN, and give zeros."""
+    layer = experts()
+    x, dy = rows(K, beyond=6), rows(N, beyond=6)
+    for _ in range(2):  # then delayed scales are those of the first
+        got = step(layer, x, dy, recipe)
+    assert not got[0][M:].any()
+    assert not got[1][M:].any()
+    want = truth(layer, x[:M], dy)
+    ends = list(itertools.accumulate(SIZES))
+    for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        alone = float8lab.Linear(K, N, device="cpu")
+        with torch.no_grad():
+            alone.weight.copy_(getattr(layer, f"weight{e}"))
+            alone.bias.copy_(getattr(layer, f"bias{e}"))
+        # One scale for all rows is that of the largest: an expert of small rows has more error.
+        whole = recipe.linear.x.block == (-1, -1)
+        own = x[:M].clone() if whole else x[start:end]
+        own_dy = torch.zeros(M, N)
+        own_dy[start:end] = dy[start:end]
+        own_dy = own_dy if whole else dy[start:end]
+        inp = own.clone().requires_grad_()
+        for _ in range(2):
+            alone.zero_grad()
+            inp.grad = None
+            with float8lab.autocast(recipe=recipe):
+                y = alone(inp)
+            y.backward(own_dy)
+        part = slice(start, end)
+        own_part = part if whole else slice(None)
+        pairs = [
+            (got[0][part], y[own_part], want[0][part]),
+            (got[1][part], inp.grad[own_part], want[1][part]),
+            (got[2 + e], alone.weight.grad, want[2 + e]),
+            (got[2 + E + e], alone.bias.grad, want[2 + E + e]),
+        ]
+        for mine, others, exact in pairs:
+            rounding = torch.finfo(torch.float32).eps * M * float(exact.norm())
+            assert error(mine, exact) <= 1.5 * error(others, exact) + rounding
+
+
+def test_outside_autocast_it_is_exact():
+    layer, x, dy = experts(params_dtype=torch.float64), rows(K), rows(N)
+    got = step(layer, x.double(), dy.double())
+    for mine, exact in zip(got, truth(layer, x, dy), strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["delayed"], RECIPES["block"]], ids=str)
+def test_ways_to_say_the_same(recipe):
+    """Splits as a list or a tensor; parameters of each expert or of all; buffers; dimensions."""
+    layer, x, dy = experts(), rows(K), rows(N)
+    want = step(layer, x, dy, recipe)
+    whole = experts(single_grouped_weight=True, single_grouped_bias=True)
+    whole.load_state_dict(layer.state_dict())
+    out, dgrad = torch.empty(M, N), torch.empty(M, K)
+    as_tensor = torch.tensor(SIZES, dtype=torch.int32)
+    others = [
+        step(copy.deepcopy(layer), x, dy, recipe, as_tensor.long()),
+        step(experts(), x, dy, recipe, as_tensor, out=out, dgrad_out=dgrad),
+        step(layer, x[None], dy[None], recipe),
+    ]
+    for got in others:
+        for mine, other in zip(got, want, strict=True):
+            assert torch.equal(mine.squeeze(0), other)
+    y, dx, dw, db = step(whole, x, dy, recipe)
+    assert torch.equal(y, want[0])
+    assert torch.equal(out, y)
+    assert torch.equal(dx, want[1])
+    assert torch.equal(dgrad, dx)
+    assert torch.equal(dw, torch.stack(want[2 : 2 + E]))
+    assert torch.equal(db, torch.stack(want[2 + E :]))
+    again = experts()
+    again.load_state_dict(whole.state_dict())
+    assert torch.equal(again.weight3, layer.weight3)
+
+
+def test_return_bias_leaves_the_bias_out():
+    layer = experts(return_bias=True)
+    y, biases = layer(rows(K), SIZES)
+    added = torch.repeat_interleave(torch.stack(biases), torch.tensor(SIZES), 0)
+    layer.return_bias = False
+    torch.testing.assert_close(y + added, layer(rows(K), SIZES))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=["high", "row"])
+def test_gradients_go_into_main_grad(single, recipe):
+    layer, x, dy = experts(single_grouped_weight=single), rows(K), rows(N)
+    want = step(layer, x, dy, recipe)[2:]
+    layer.fuse_wgrad_accumulation = True
+    weights = [p for name, p in layer.named_parameters() if name.startswith("weight")]
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight)
+    for first, added in ((None, 1), (True, 0), (False, None)):
+        layer.zero_grad()
+        with float8lab.autocast(recipe is not None, recipe=recipe):
+            layer(x, SIZES, is_first_microbatch=first).backward(dy)
+        for weight, grad in zip(weights, want, strict=False):
+            assert weight.grad is None
+            assert weight.grad_added_to_main_grad
+            expected = 2 * grad if added is None else grad + added
+            torch.testing.assert_close(weight.main_grad, expected)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"], RECIPES["block"]], ids=str)
+def test_microbatches_and_checkpoints_give_the_same(recipe):
+    layer, x, dy = experts(), rows(K), rows(N)
+    step(layer, x, dy, recipe)
+    want = step(copy.deepcopy(layer), x, dy, recipe)
+    kept = copy.deepcopy(layer)
+    with float8lab.autocast(recipe=recipe):
+        y = kept(x, SIZES, is_first_microbatch=True)
+        again = kept(x, SIZES, is_first_microbatch=False)
+    assert torch.equal(y, want[0])
+    assert torch.equal(again, want[0])
+    for run in (float8lab.checkpoint, checkpoint):
+        repeated = copy.deepcopy(layer)
+        inp = x.clone().requires_grad_()
+        how = {} if run is float8lab.checkpoint else {"use_reentrant": False}
+        with float8lab.autocast(recipe=recipe):
+            y = run(repeated, inp, SIZES, **how)
+        y.backward(dy)
+        got = y, inp.grad, *[p.grad for p in repeated.parameters()]
+        for mine, other in zip(got, want, strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["delayed"], RECIPES["block"]], ids=str)
+def test_compiles_whole(recipe):
+    layer, x, dy = experts(single_grouped_weight=recipe is not None), rows(K), rows(N)
+    splits = torch.tensor(SIZES)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        got, want = (step(one, x, dy, recipe, splits) for one in (compiled, layer))
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
+@pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
+def test_weights_stored_in_fp8(recipe, single):
+    arguments = {"single_grouped_weight": single}
+    with float8lab.fp8_model_init(True, recipe):
+        layer = experts(**arguments)
+    weights = [p for name, p in layer.named_parameters() if name.startswith("weight")]
+    assert all(isinstance(w, Float8Tensor) for w in weights)
+    assert sum(w.qdata.nbytes for w in weights) == E * N * K
+    plain = experts(**arguments)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            value = parameter.dequantize() if isinstance(parameter, Float8Tensor) else parameter
+            plain.get_parameter(name).copy_(value)
+    x, dy = rows(K), rows(N)
+    got, want = step(layer, x, dy, recipe), step(plain, x, dy, recipe)
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other)  # a weight that is cast again may lose a bit
+    y = step(layer, x, dy)[0]
+    torch.testing.assert_close(y, step(plain, x, dy)[0])
+
+
+def test_each_weight_has_a_delayed_scale():
+    recipe, layer = RECIPES["delayed"], experts()
+    with torch.no_grad():
+        for index, weight in enumerate(layer._parameters_of("weight")):
+            weight.fill_(2.0**index)
+    step(layer, rows(K), rows(N), recipe)
+    state = float8lab.nn.ScalingState(layer, recipe).state_dict()
+    (scale,) = (value for key, value in state.items() if key.endswith("/scale"))
+    assert scale.shape == (E + 2,)
+    assert torch.equal(scale[1:-1], scale[1] * 2.0 ** torch.arange(E))
+    fresh = copy.deepcopy(layer)
+    step(fresh, 4 * rows(K), rows(N), recipe)
+    float8lab.nn.ScalingState(fresh, recipe).load_state_dict(state)
+    y, want = (step(one, rows(K), rows(N), recipe)[0] for one in (fresh, layer))
+    assert torch.equal(y, want)
+
+
+def test_weights_lie_together_wherever_they_move():
+    layer = experts().double().float()
+    for one in (layer, copy.deepcopy(layer).half().float()):
+        weights = one._parameters_of("weight")
+        assert stacked(weights).data_ptr() == weights[0].data_ptr()
+    with torch.no_grad():
+        stacked(weights)[2, 0, 0] = 7
+    assert weights[2][0, 0] == 7
+    layer.weight3 = nn.Parameter(torch.zeros(N, K))
+    assert not stacked(layer._parameters_of("weight"))[3].any()
+
+
+@each_recipe
+def test_a_source_is_cast_as_its_values(recipe):
+    """An activation that is never written gives the bytes of one that was."""
+    torch.manual_seed(3)
+    h, dy, w = torch.randn(M + 5, 2 * K), torch.randn(M + 5, N), torch.randn(E, N, K)
+    h[M:], dy[M:] = torch.nan, torch.nan
+    offs, needs = torch.tensor(SIZES).cumsum(0), (True, True, False)
+    source = Source("swiglu", [h], h.dtype)
+    results = []
+    for x in (source, source.value()):
+        precision = Precision()
+        precision.experts = E
+        with float8lab.autocast(recipe=recipe):
+            call = precision.begin(h, training=True)
+        y, saved = grouped.forward(x, w, None, offs, call, needs=needs[:2], dtype=h.dtype)
+        gradient = grouped.Gradient(dy, offs, call, needs=needs)
+        grads = grouped.backward(
+            gradient, x if x is source else None, saved, offs, call,
+            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
+        )  # fmt: skip
+        results.append((y, *grads[:2]))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_its_gemms_and_casts_are_seen():
+    model = nn.Sequential()
+    model.experts = experts(single_grouped_weight=True)
+    x, dy = rows(K, beyond=6), rows(N, beyond=6)
+    for recipe, in_fp8 in ((RECIPES["block"], 3), (RECIPES["mx"], 0), (RECIPES["high-dgrad"], 2)):
+        with float8lab.count_gemms() as counts:
+            step(model.experts, x, dy, recipe)
+        assert (counts.fp8, counts.fp8 + counts.high_precision) == (in_fp8, 3)
+    with float8lab.inspect.watch(model) as watch:
+        step(model.experts, x, dy, RECIPES["current"])
+        watch.step()
+    seen = {record.operand: record for record in watch.log.records}
+    assert set(seen) == {"x", "w", "dy"}
+    assert all(record.nan == 0 and record.sqnr > 20 for record in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("splits", "kind", "message"),
+    [
+        ([1, 2], ValueError, "m_splits must be 5 numbers"),
+        ([1, 2, 3, -1, 2], ValueError, "m_splits must be 5 numbers .num_gemms., none negative"),
+        ([80, 0, 0, 0, 0], ValueError, "of at most 73 rows"),
+        ([0.5] * 5, TypeError, "m_splits must be integers"),
+        (torch.ones(5), TypeError, "m_splits must be integers"),
+        (torch.ones(4, dtype=torch.int32), ValueError, "m_splits must be 5 numbers"),
+        (3, TypeError, "m_splits must be integers"),
+    ],
+)
+def test_splits_that_are_none(splits, kind, message):
+    layer, x = experts(), rows(K)
+    with pytest.raises(kind, match=message):
+        layer(x, splits)
+
+
+def test_buffers_of_another_shape():
+    layer, x = experts(), rows(K)
+    with pytest.raises(ValueError, match="out must be a floating-point tensor of shape"):
+        layer(x, SIZES, out=torch.empty(3, 3))
+
+
+LARGE = [0, 1, 15, 130, 256, 0, 3]
+
+
+@pytest.fixture
+def large() -> tuple:
+    """A layer in bfloat16 on a GPU, its input and gradient with rows of NaN, the splits."""
+    torch.manual_seed(4)
+    layer = float8lab.GroupedLinear(
+        len(LARGE), 256, 384, params_dtype=torch.bfloat16, device="cuda", single_grouped_weight=True
+    )
+    x, dy = (torch.randn(sum(LARGE) + 50, n, device="cuda").bfloat16() for n in (256, 384))
+    x[sum(LARGE) :], dy[sum(LARGE) :] = torch.nan, torch.nan
+    return layer, x, dy, torch.tensor(LARGE, device="cuda", dtype=torch.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["high", *RECIPES])
+def test_a_gpu_gives_the_same_and_never_waits(recipe, large):
+    layer, x, dy, splits = large
+    here = copy.deepcopy(layer).cpu()
+    for _ in range(3):  # kernels are compiled, launches recorded and repeated
+        want = step(here, x.cpu(), dy.cpu(), recipe, splits.cpu())
+        got = step(layer, x, dy, recipe, splits)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        again = step(layer, x, dy, recipe, splits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = step(copy.deepcopy(layer).double().cpu(), x.cpu().double(), dy.cpu().double(),
+                 None, splits.cpu())  # fmt: skip
+    for mine, repeated, others, truth in zip(got, again, want, exact, strict=True):
+        if recipe is None or not recipe.linear.delayed:
+            assert torch.equal(mine, repeated)
+        rounding = torch.finfo(torch.bfloat16).eps * float(truth.norm())
+        assert error(mine.cpu(), truth) <= 1.2 * error(others, truth) + rounding
+    assert not got[0][sum(LARGE) :].any()
+    assert not got[1][sum(LARGE) :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["current", "row", "block"])
+def test_a_cuda_graph_takes_groups_of_any_size(name, large):
+    layer, x, _, splits = large
+    recipe = RECIPES[name]
+
+    def run() -> Tensor:
+        with torch.no_grad(), float8lab.autocast(recipe=recipe):
+            return layer(x, splits)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for sizes in (LARGE, [300, 0, 0, 0, 0, 5, 100], [0] * 7, [58, 58, 58, 58, 58, 57, 58]):
+        splits.copy_(torch.tensor(sizes))
+        graph.replay()
+        assert torch.equal(y, run())

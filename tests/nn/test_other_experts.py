@@ -1,0 +1,181 @@
+"""Experts of models that no installed library has, and routers, told by what they have."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import float8lab
+from float8lab import recipes
+
+E, D, W = 4, 32, 24
+COUNTS = [5, 0, 9, 2]
+
+
+class LoopExperts(nn.Module):
+    """As torchtitan's GroupedExperts were at first."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in (("w1", (E, W, D)), ("w2", (E, D, W)), ("w3", (E, W, D))):
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        parts = x.split(num_tokens_per_expert.tolist())
+        return torch.cat(
+            [
+                (F.silu(part @ w1.t()) * (part @ w3.t())) @ w2.t()
+                for part, w1, w2, w3 in zip(parts, self.w1, self.w2, self.w3, strict=True)
+            ]
+        )
+
+
+class SeamExperts(nn.Module):
+    """As they are now: ``_grouped_mm`` is what others replace."""
+
+    def __init__(self, use_grouped_mm: bool = True):
+        super().__init__()
+        self.use_grouped_mm = use_grouped_mm
+        for name, shape in (("w1_EFD", (E, W, D)), ("w2_EDF", (E, D, W)), ("w3_EFD", (E, W, D))):
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+    def _multiplied(self, A: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        return self._grouped_mm(A=A, B_t=weight.transpose(-2, -1), offs=offs)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        offs = torch.cumsum(num_tokens_per_expert, 0, dtype=torch.int32)
+        h = F.silu(self._multiplied(x, self.w1_EFD, offs))
+        h = h * self._multiplied(x, self.w3_EFD, offs)
+        return self._multiplied(h, self.w2_EDF, offs).type_as(x)
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        starts = [0, *offs.tolist()]
+        ranges = zip(starts, starts[1:], B_t, strict=False)
+        return torch.cat([A[start:end] @ w for start, end, w in ranges])
+
+
+class NewSeamExperts(SeamExperts):
+    """Whose weights come as they are stored."""
+
+    def _multiplied(self, A: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        return self._grouped_mm(A=A, weight_EOI=weight, offs=offs)
+
+    def _grouped_mm(self, *, A: Tensor, weight_EOI: Tensor, offs: Tensor) -> Tensor:
+        return SeamExperts._grouped_mm(self, A=A, B_t=weight_EOI.mT, offs=offs)
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x, torch.tensor(COUNTS))
+    y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.DelayedScaling(), recipes.Float8RowwiseScaling()], ids=str
+)
+@pytest.mark.parametrize("kind", [LoopExperts, SeamExperts, NewSeamExperts])
+def test_experts_as_torchtitan_has_them(kind, recipe):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(sum(COUNTS), D)
+    w1, w2, w3 = (p.detach() for p in model.parameters())
+    original, want = copy.deepcopy(model), step(model, x)
+    float8lab.convert_to_float8(model, recipe, strict=True)
+    (layer,) = float8lab.conversion_report(model).layers
+    assert layer.converted
+    assert layer.shape == (E, 2 * W, D)
+    with float8lab.autocast(enabled=False):
+        for got, exact in zip(step(model, x), want, strict=True):
+            assert (got - exact).norm() < 1e-6 * exact.norm()
+    own = float8lab.ExpertMLP(E, D, W, device="cpu")
+    own.load_state_dict({"fc1_weight": torch.cat((w1, w3), 1), "fc2_weight": w2})
+    for _ in range(2):
+        got = step(model, x)
+        with float8lab.autocast(recipe=recipe):
+            mine = own.run_rows(x, COUNTS)
+    if kind is LoopExperts:
+        assert torch.equal(got[0], mine)
+    elif not recipe.linear.delayed:  # else w1 and w3 have a scale each
+        # The activation is torch's, whose last bits may round the other way.
+        assert (got[0] - mine).norm() < 0.1 * (mine - want[0]).norm()
+    for fp8, exact in zip(got, want, strict=True):
+        assert 0 < (fp8 - exact).norm() < 0.2 * exact.norm()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert torch.equal(step(other, x)[0], step(model, x)[0])
+    float8lab.to_high_precision(model)
+    assert type(model) is kind
+    assert torch.equal(step(model, x)[0], step(original, x)[0])
+
+
+def test_what_cannot_be_is_said():
+    model = nn.ModuleDict({"experts": SeamExperts(use_grouped_mm=False)})
+    (layer,) = float8lab.conversion_report(float8lab.convert_to_float8(model)).skipped
+    assert layer.note.startswith("use_grouped_mm is False")
+
+
+class Mixture(nn.Module):
+    """A router called ``gate`` and a list of experts, in a loop."""
+
+    def __init__(self, scores: int = E):
+        super().__init__()
+        self.gate = nn.Linear(D, scores, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, place = (index == e).nonzero(as_tuple=True)
+            y = y.index_add(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+
+def test_routers_stay_in_high_precision():
+    """By name, and a gate by what it scores; experts of a loop are converted each."""
+    model = nn.ModuleDict(
+        {
+            "moe": Mixture(),
+            "mlp": Mixture(scores=2 * D),  # no router: its gate has as many outputs as an MLP's
+            "router": nn.Sequential(nn.Linear(D, E)),
+            "gate": nn.Linear(D, E),
+        }
+    )
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    note = "a router, which stays in high precision; name it in overrides to convert"
+    assert {layer.name: layer.note for layer in report.skipped} == {
+        "moe.gate": note, "router.0": note
+    }  # fmt: skip
+    with float8lab.count_gemms() as counts:
+        model["moe"](torch.randn(9, D))
+    assert counts.high_precision == 1
+    told = float8lab.convert_to_float8(model, overrides={"moe.gate": recipes.DelayedScaling()})
+    assert isinstance(told["moe"].gate, float8lab.Linear)
+
+
+def test_the_librarys_own_modules_take_the_recipe():
+    model = nn.ModuleDict(
+        {
+            "fc": float8lab.GroupedLinear(2, D, W, device="cpu"),
+            "mlp": float8lab.ExpertMLP(2, D, W, device="cpu"),
+        }
+    )
+    report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
+    assert [(layer.name, layer.shape) for layer in report.converted] == [
+        ("fc", (2, W, D)), ("mlp", (2, 2 * W, D))
+    ]  # fmt: skip
+    rows = torch.randn(7, D)
+    with float8lab.count_gemms() as counts:
+        model["fc"](rows, [3, 4])
+        model["mlp"].run_rows(rows, [3, 4])
+    assert (counts.fp8, counts.high_precision) == (3, 0)
+    float8lab.to_high_precision(model)
+    with float8lab.count_gemms() as counts:
+        model["fc"](rows, [3, 4])
+    assert counts.fp8 == 0

@@ -1,0 +1,60 @@
+"""Groups of rows for tests: what ``cast_groups`` and ``grouped_mm`` are asked, and the answer.
+
+M rows, K columns, E groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from float8lab.formats import E4M3
+from float8lab.ops import reference
+from float8lab.ops.reference import SPAN, round_up
+
+SIZES = {
+    "ragged": [0, 1, 15, 17, 128, 0, 130],
+    "one": [37],
+    "all-in-the-second": [0, 200, 0],
+    "nobody": [0, 0],
+}
+"""Rows of each group."""
+CASTS = {
+    "tensor": ((-1, -1), (-1, -1), "fp32"),
+    "row": ((1, -1), (1, -1), "fp32"),
+    "block": ((1, 128), (128, 128), "pow2"),
+    "mx": ((1, 32), (1, 32), "e8m0"),
+}
+"""Blocks of the rows and of the weights, and the rule."""
+
+
+def ends(sizes: list[int], device: torch.device | str = "cpu", dtype=torch.int32) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).to(device=device, dtype=dtype)
+
+
+def rows(sizes: list[int], columns: int, beyond: int = 9, dtype=torch.float32) -> Tensor:
+    """A matrix with these groups and, beyond them, rows of NaN."""
+    x = torch.randn(sum(sizes) + beyond, columns) * torch.logspace(-2, 2, columns)
+    x[sum(sizes) :] = torch.nan
+    return x.to(dtype)
+
+
+def bounds(sizes: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Number of each group, its start and end, and its start in a transpose."""
+    start = place = 0
+    for index, size in enumerate(sizes):
+        yield index, start, start + size, place
+        start, place = start + size, place + round_up(size, SPAN)
+
+
+def cast_alone(x: Tensor, block: tuple[int, int], rule: str, *given: Tensor) -> tuple:
+    """A group's rows, and their transpose, each cast as a matrix of its own."""
+    straight = reference.cast(
+        "", [x], x.dtype, E4M3, block, rule, 0.0, 16, True, False, False, *given
+    )
+    turned = reference.cast(
+        "", [x], x.dtype, E4M3, block, rule, 0.0, 16, False, True, False, *given
+    )
+    return *straight[:2], *turned[3:5]

@@ -1,0 +1,188 @@
+"""Casts and products of groups: every group as if it were alone, and nobody's rows as zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from float8lab import ops
+from float8lab.formats import E4M3, E5M2
+from float8lab.ops import Groups, reference
+from float8lab.ops.reference import round_up
+from tests.ops.groups import CASTS, SIZES, bounds, cast_alone, ends, rows
+
+each_cast = pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+def bytes_of(q: torch.Tensor) -> torch.Tensor:
+    return q.view(torch.uint8)
+
+
+@each_cast
+@each_size
+def test_groups_have_the_bytes_of_being_cast_alone(sizes, cast):
+    block, _, rule = cast
+    x = rows(sizes, 70)
+    M, used = x.shape[0], sum(sizes)
+    q, scale, amax, q_t, scale_t, total = reference.cast_groups(
+        "", [x], x.dtype, ends(sizes), E4M3, block, rule, 0.0, True, True, True
+    )
+    known = []
+    if block == (-1, -1):  # one scale for all
+        known = [reference.amax(x[:used], block)]
+        assert torch.equal(amax, known[0])
+    assert q.shape == (M, 80)
+    assert q_t.shape == (80, reference.padded_rows(M, len(sizes)))
+    for index, start, end, place in bounds(sizes):
+        width, size = round_up(end - start, 128), end - start
+        assert torch.equal(total[index], x[start:end].sum(0))
+        if size == 0:
+            continue
+        own, own_scale, turned, turned_scale = cast_alone(x[start:end], block, rule, *known)
+        assert torch.equal(bytes_of(q[start:end]), bytes_of(own[:size]))
+        assert torch.equal(bytes_of(q_t[:, place : place + size]), bytes_of(turned[:, :size]))
+        assert not bytes_of(q_t[:, place + size : place + width]).any()
+        if block == (-1, -1):
+            assert torch.equal(scale, own_scale)
+            assert torch.equal(scale_t, turned_scale)
+            continue
+        assert torch.equal(scale[start:end], own_scale[:size])
+        if block[1] == -1:
+            assert torch.equal(scale_t[index], turned_scale)
+        else:
+            first = place // block[1]
+            mine = scale_t[:, first : first + turned_scale.shape[1]]
+            assert torch.equal(mine, turned_scale)
+    assert not bytes_of(q[used:]).any()
+
+
+@each_cast
+def test_each_matrix_of_a_batch_is_cast_alone(cast):
+    _, block, rule = cast
+    w = torch.randn(3, 40, 200) * torch.tensor([1.0, 30.0, 0.01]).view(3, 1, 1)
+    q, scale, amax, q_t, scale_t, _ = reference.cast_groups(
+        "", [w], w.dtype, None, E4M3, block, rule, 0.0, True, True
+    )
+    for index, one in enumerate(w):
+        wanted = cast_alone(one, block, rule)
+        for got, want in zip((q, scale, q_t, scale_t), wanted, strict=True):
+            same = bytes_of if got.dtype == E4M3 else lambda t: t
+            assert torch.equal(same(got[index]), same(want))
+    if block == (-1, -1):
+        assert torch.equal(amax, w.abs().amax((1, 2), keepdim=True))
+
+
+def test_slots_see_the_rows_of_groups_alone():
+    x, offs = rows([3, 0, 5], 20), ends([3, 0, 5])
+    how = (E5M2, (-1, -1), "encode", 0.0, True, False, False)
+    slot = torch.full((1,), ops.NO_DATA)
+    reference.cast_groups("", [x], x.dtype, offs, *how, torch.ones(1), slot)
+    assert torch.equal(slot[0], x[:8].abs().max())
+    nothing = torch.full((1,), ops.NO_DATA)
+    reference.cast_groups("", [x], x.dtype, 0 * offs, *how, torch.ones(1), nothing)
+    assert nothing.item() == ops.NO_DATA
+    w = torch.randn(2, 5, 7)
+    slots = torch.full((2,), ops.NO_DATA)
+    q, *_ = reference.cast_groups("", [w], w.dtype, None, *how, torch.tensor([1.0, 64.0]), slots)
+    assert torch.equal(slots, w.abs().amax((1, 2)))
+    assert torch.equal(q[1, :5, :7].float(), (w[1] * 64).to(E5M2).float())
+
+
+def test_a_prologue_is_cast_in_groups():
+    h, offs = rows([3, 0, 5], 40), ends([3, 0, 5])
+    how = (E4M3, (1, 128), "fp32", 0.0, True, True, True)
+    got = reference.cast_groups("swiglu", [h], h.dtype, offs, *how)
+    value = reference.value_of("swiglu", [h], h.dtype)
+    want = reference.cast_groups("", [value], h.dtype, offs, *how)
+    for one, other in zip(got, want, strict=True):
+        assert one is other or torch.equal(one.float(), other.float())
+
+
+@each_cast
+@each_size
+def test_products_of_groups(sizes, cast):
+    """Against float64 products of what the operands stand for, to within float32's rounding."""
+    block, w_block, rule = cast
+    offs, E = ends(sizes), len(sizes)
+    x, dy, w = rows(sizes, 48), rows(sizes, 32), torch.randn(E, 32, 48)
+    bias = torch.randn(E, 32)
+    x_q, x_s, _, x_t, x_ts, _ = ops.cast_groups_op(
+        *Groups("", [x], x.dtype, offs), E4M3, block, rule, 0.0, True, True
+    )
+    dy_q, dy_s, _, dy_t, dy_ts, _ = ops.cast_groups_op(
+        *Groups("", [dy], x.dtype, offs), E5M2, block, rule, 0.0, True, True
+    )
+    w_q, w_s, _, w_t, w_ts, _ = ops.cast_groups_op(
+        *Groups("", [w], x.dtype, None), E4M3, w_block, rule, 0.0, True, True
+    )
+    y = ops.grouped_mm_op(x_q, x_s, block, w_q, w_s, w_block, bias, offs, x.dtype, False)
+    dx = ops.grouped_mm_op(dy_q, dy_s, block, w_t, w_ts, w_block, None, offs, x.dtype, False)
+    dw = ops.grouped_mm_op(dy_t, dy_ts, block, x_t, x_ts, block, None, offs, x.dtype, False)
+
+    def value(q, scale, block):
+        return reference.dequantize(q, scale, block, torch.float64)
+
+    def close(got, left, right, added=0.0):
+        bound = (
+            torch.finfo(torch.float32).eps
+            * (left.shape[1] + 8)
+            * (left.abs() @ right.abs().mT + abs(added))
+        )
+        assert ((got.double() - (left @ right.mT + added)).abs() <= bound).all()
+
+    for index, start, end, place in bounds(sizes):
+        own = [s if s.numel() == 1 else s[start:end] for s in (x_s, dy_s)]
+        columns = slice(place, place + end - start)
+        turned = []
+        for q, scale in ((x_t, x_ts), (dy_t, dy_ts)):
+            if block[1] == -1:
+                scale = scale[index] if scale.ndim == 3 else scale
+            else:
+                scale = scale[:, place // block[1] :]
+            turned.append(value(q[:, columns], scale, block))
+        close(
+            y[start:end], value(x_q[start:end], own[0], block),
+            value(w_q[index], w_s[index], w_block), bias[index].double(),
+        )  # fmt: skip
+        close(
+            dx[start:end], value(dy_q[start:end], own[1], block),
+            value(w_t[index], w_ts[index], w_block),
+        )  # fmt: skip
+        close(dw[index], turned[1], turned[0])
+    for zeros in (y, dx):
+        assert not zeros[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_products_in_high_precision(dtype):
+    sizes = SIZES["ragged"]
+    offs = ends(sizes, dtype=torch.int64)
+    x, dy, w = rows(sizes, 20, dtype=dtype), rows(sizes, 8, dtype=dtype), torch.randn(7, 8, 20)
+    w = w.to(dtype)
+    y = ops.grouped_mm_op(x, None, (), w, None, (), None, offs, dtype, False)
+    dw = ops.grouped_mm_op(dy.t(), None, (), x.t(), None, (), None, offs, dtype, False)
+    for index, start, end, _ in bounds(sizes):
+        assert torch.equal(y[start:end], x[start:end] @ w[index].t())
+        assert torch.equal(dw[index], dy[start:end].t() @ x[start:end])
+    assert not y[sum(sizes) :].any()
+
+
+def test_flops_count_tokens_and_not_the_room_between_groups():
+    offs = ends([100, 28, 300])
+    x, w = torch.randn(428, 32), torch.randn(3, 16, 32)
+    q, scale, _, q_t, scale_t, _ = ops.cast_groups_op(
+        "", [x], x.dtype, offs, E4M3, (1, 128), "fp32", 0.0, True, True
+    )
+    w_q, w_s, *_ = ops.cast_groups_op("", [w], w.dtype, None, E4M3, (128, 128), "fp32")
+    with FlopCounterMode(display=False) as forward:
+        ops.grouped_mm_op(
+            q, scale, (1, 128), w_q, w_s, (128, 128), None, offs, torch.float32, False
+        )
+    with FlopCounterMode(display=False) as contraction:
+        ops.grouped_mm_op(
+            q_t, scale_t, (1, 128), q_t, scale_t, (1, 128), None, offs, torch.float32, False
+        )
+    assert forward.get_total_flops() == 2 * 428 * 16 * 32
+    assert 0 <= 2 * 428 * 32 * 32 - contraction.get_total_flops() < 2 * 128 * 32 * 32

@@ -1,0 +1,279 @@
+"""Permuting tokens by expert and back, of plain and FP8 tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import float8lab
+from float8lab import ops
+from float8lab.formats import E5M2
+from float8lab.ops.reference import permute
+
+BLOCKS = [(-1, -1), (1, -1), (1, 128), (1, 32), (128, 128), (-1, 1)]
+# Tokens, experts, experts of a token, features.
+SHAPES = {
+    "T9-E5-K2-H70": (9, 5, 2, 70),
+    "T1-E1-K1-H1": (1, 1, 1, 1),
+    "T300-E130-K3-H2100": (300, 130, 3, 2100),
+    "T0-E4-K2-H8": (0, 4, 2, 8),
+    "T5-E4-K0-H8": (5, 4, 0, 8),
+    "T6-E3-K3-H0": (6, 3, 3, 0),
+}
+
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))
+
+
+def routing(T: int, E: int, K: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
+    """Experts of each token, and the same as a mask; the last expert gets none, where it can."""
+    experts = torch.rand(T, max(E - 1, K)).argsort(1)[:, :K].int().to(device)
+    mask = torch.zeros(T, E, dtype=torch.bool, device=device)
+    return experts, mask.scatter_(1, experts.long(), True)
+
+
+def rows_of(mask: Tensor) -> Tensor:
+    """The tokens of all rows, by expert."""
+    return mask.t().nonzero()[:, 1]
+
+
+@each_shape
+def test_rows_are_ordered_by_expert_and_token(shape: tuple[int, ...], device: torch.device) -> None:
+    T, E, K, H = shape
+    experts, mask = routing(T, E, K, device)
+    x, probs = torch.randn(T, H, device=device), torch.rand(T, E, device=device)
+    tokens = rows_of(mask)
+    for routing_map, map_type in ((mask, "mask"), (mask.int(), "mask"), (experts, "index")):
+        for count in (-1, T * K):
+            y, row_map = float8lab.moe_permute(x, routing_map, count, map_type=map_type)
+            assert torch.equal(y, x[tokens])
+            assert row_map.dtype == torch.int32
+            back = float8lab.moe_unpermute(y, row_map, map_type=map_type)
+            assert torch.equal(back, sum((x for _ in range(K)), torch.zeros_like(x)))
+    y, permuted, _ = float8lab.moe_permute_with_probs(x, probs, mask, T * K)
+    assert torch.equal(y, x[tokens])
+    assert torch.equal(permuted, probs.t()[mask.t()])
+
+
+def test_rows_are_dropped_and_left_over(device: torch.device) -> None:
+    experts, mask = routing(9, 5, 2, device)
+    x, probs = torch.randn(9, 70, device=device), torch.rand(9, 5, device=device)
+    tokens = rows_of(mask)
+    for rows in (0, 11, 40):
+        filled = min(rows, 18)
+        for routing_map, map_type in ((mask, "mask"), (experts, "index")):
+            y, row_map = float8lab.moe_permute(x, routing_map, rows, map_type=map_type)
+            assert torch.equal(y[:filled], x[tokens[:filled]])
+            assert y.shape[0] == rows
+            assert not y[filled:].any()
+            back = float8lab.moe_unpermute(y, row_map)
+            count = torch.bincount(tokens[:filled], minlength=9)
+            assert torch.equal(back, x * count[:, None])
+        q, permuted, _ = float8lab.moe_permute_with_probs(
+            float8lab.quantize(x, block=(1, 32)), probs, mask, rows
+        )
+        assert not permuted[filled:].any()
+        assert bool((q.scale[filled:] == 1).all())
+        assert not q.amax[filled:].any()
+    # A negative index is no expert.
+    experts[3, 1] = -1
+    y, row_map = float8lab.moe_permute(x, experts, 18, map_type="index")
+    assert not y[17:].any()
+    assert torch.equal(float8lab.moe_unpermute(y, row_map)[3], x[3])
+
+
+@each_block
+def test_fp8_rows_move_with_their_scales(block: tuple[int, int], device: torch.device) -> None:
+    _, mask = routing(130, 7, 2, device)
+    x = torch.randn(130, 300, device=device) * torch.logspace(-3, 3, 130, device=device)[:, None]
+    probs = torch.rand(130, 7, device=device)
+    q = float8lab.quantize(x, E5M2, block=block)
+    want = q.index_select(0, rows_of(mask))
+    for rows in (q, q.t().contiguous().t() if block == (-1, -1) else q):
+        y, _, row_map = float8lab.moe_permute_with_probs(rows, probs, mask, 260)
+        assert isinstance(y, float8lab.Float8Tensor)
+        assert (y.spec, y.dtype) == (want.spec, want.dtype)
+        assert torch.equal(y.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+        assert torch.equal(y.scale, want.scale)
+        assert torch.equal(y.amax, want.amax)
+        back = float8lab.moe_unpermute(y, row_map)
+        assert torch.equal(back, 2 * q.dequantize())
+    y = float8lab.quantize(x[:20], block=block).requires_grad_()
+    float8lab.moe_permute(y, mask[:20], 40)[0].dequantize().sum().backward()
+    assert torch.equal(y.grad, torch.full_like(x[:20], 2))
+    # A gradient in FP8 moves as it is.
+    leaf = torch.zeros(260, 300, device=device, requires_grad=True)
+    out = float8lab.moe_unpermute(leaf, row_map)
+    (grad,) = torch.autograd.grad(out, leaf, q)
+    assert torch.equal(grad.dequantize(), want.dequantize())
+
+
+def test_gradients() -> None:
+    experts, mask = routing(5, 4, 2)
+    x, probs = (torch.rand(5, n, dtype=torch.float64, requires_grad=True) for n in (3, 4))
+    sizes, order = torch.tensor([2, 0, 3]), torch.tensor([2, 0, 1])
+
+    def by_mask(x: Tensor, probs: Tensor, rows: int) -> Tensor:
+        y, permuted, row_map = float8lab.moe_permute_with_probs(x, probs, mask, rows)
+        return float8lab.moe_unpermute(y * permuted[:, None], row_map, probs)
+
+    def by_index(x: Tensor, probs: Tensor) -> Tensor:
+        y, row_map = float8lab.moe_permute(x, experts, map_type="index")
+        return float8lab.moe_unpermute(y.sin(), row_map, probs, map_type="index")
+
+    def sorted_chunks(x: Tensor, probs: Tensor) -> Any:
+        return float8lab.moe_sort_chunks_by_index_with_probs(x, probs[:, 0], sizes, order)
+
+    for rows in (10, 7, 12):
+        assert torch.autograd.gradcheck(by_mask, (x, probs, rows))
+    assert torch.autograd.gradcheck(by_index, (x, probs[:, :2].detach().requires_grad_()))
+    assert torch.autograd.gradcheck(sorted_chunks, (x, probs))
+    rows, permuted, _ = float8lab.moe_permute_with_probs(
+        float8lab.quantize(x.float()), probs, mask, 10
+    )
+    (grad,) = torch.autograd.grad(permuted.sum(), probs)  # of what is not used, there is none
+    assert torch.equal(grad, mask.double())
+
+
+def test_chunks_are_sorted(device: torch.device) -> None:
+    x, probs = torch.randn(20, 70, device=device), torch.rand(20, device=device)
+    q = float8lab.quantize(x, block=(1, 32))
+    for sizes, order in (
+        ([3, 0, 7, 10], [2, 3, 1, 0]), ([20], [0]), ([5, 5], [1, 0]), ([], []), ([0, 20], [1, 0]),
+    ):  # fmt: skip
+        numbers = [torch.tensor(n, dtype=torch.int32, device=device) for n in (sizes, order)]
+        used = sum(sizes)
+        chunks = x[:used].split(sizes) if sizes else ()
+        want = torch.cat([*(chunks[i] for i in order), x.new_zeros(20 - used, 70)])
+        assert torch.equal(float8lab.moe_sort_chunks_by_index(x, *numbers), want)
+        y, permuted = float8lab.moe_sort_chunks_by_index_with_probs(q, probs, *numbers)
+        same = torch.cat([*(q[:used].split(sizes)[i] for i in order)]) if sizes else q[:0]
+        assert torch.equal(y.dequantize()[:used], same.dequantize())
+        whole = (
+            torch.cat([probs[:used, None].split(sizes)[i] for i in order]) if sizes else probs[:0]
+        )
+        assert torch.equal(permuted[:used], whole.flatten())
+
+
+def test_compiled(device: torch.device) -> None:
+    _, mask = routing(9, 5, 2, device)
+    x = torch.randn(9, 70, device=device)
+
+    def layer(x: Tensor, probs: Tensor, mask: Tensor) -> Tensor:
+        y, permuted, row_map = float8lab.moe_permute_with_probs(x, probs, mask, 18)
+        return float8lab.moe_unpermute(y.sin() * permuted[:, None], row_map)
+
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (x, x[:, :5])]
+        y = run(*leaves, mask)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "codes": (lambda x, m: float8lab.moe_permute(x.to(torch.float8_e4m3fn), m), TypeError, "inp"),
+    "three-dimensions": (lambda x, m: float8lab.moe_permute(x[None], m), ValueError, "inp"),
+    "float-map": (lambda x, m: float8lab.moe_permute(x, m.float()), TypeError, "routing_map"),
+    "map-of-others": (lambda x, m: float8lab.moe_permute(x, m[1:]), ValueError, "routing_map"),
+    "bool-index": (
+        lambda x, m: float8lab.moe_permute(x, m, map_type="index"),
+        TypeError,
+        "routing_map",
+    ),
+    "count": (lambda x, m: float8lab.moe_permute(x, m, -2), ValueError, "num_out_tokens"),
+    "kind": (lambda x, m: float8lab.moe_permute(x, m, map_type="x"), ValueError, "map_type"),
+    "probs": (lambda x, m: float8lab.moe_permute_with_probs(x, x, m), ValueError, "probs"),
+    "row-map": (lambda x, m: float8lab.moe_unpermute(x, m), ValueError, "row_id_map"),
+    "restored": (
+        lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), restore_shape=(1, 2)),
+        ValueError,
+        "restore_shape",
+    ),
+    "two-names": (
+        lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), m.float(), probs=x),
+        ValueError,
+        "probs",
+    ),
+    "chunks": (
+        lambda x, m: float8lab.moe_sort_chunks_by_index(x, m.int()[0], m.int()[0, :1]),
+        ValueError,
+        "sorted_index",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "name"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(call: Any, kind: type[Exception], name: str) -> None:
+    with pytest.raises(kind, match=f"^{name} must "):
+        call(torch.ones(4, 8), torch.ones(4, 3, dtype=torch.bool))
+
+
+# On a GPU: the bits of the reference, and no wait.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each_shape
+def test_kernels_give_the_bits_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    T, E, K, H = shape
+    _, mask = routing(T, E, K)
+    x, probs = torch.randn(T, H).to(dtype), torch.rand(T, E)
+    scale = torch.rand(T, 3)
+    _, row_map = float8lab.moe_permute(x, mask, T * K)
+    rows, beside = torch.randn(T * K + 5, H).to(dtype), torch.rand(T * K + 5)
+    R = T * K + 5
+    calls: list[tuple[Any, Any, tuple[Any, ...]]] = [
+        (ops.scatter_rows_op, permute.scatter_rows, (x, row_map, R, probs, None, scale, scale)),
+        (ops.scatter_rows_op, permute.scatter_rows, (x, row_map, R, probs, rows)),
+        (ops.gather_rows_op, permute.gather_rows, (rows, row_map, probs, beside)),
+        (ops.gather_rows_op, permute.gather_rows, (rows.t().contiguous().t(), row_map)),
+    ]
+    absolute = (x.double().abs(), row_map, R, probs.double(), rows.double().abs())
+    bound = H * torch.finfo(torch.float32).eps * permute.scatter_rows(*absolute)[1]
+    for op, specified, arguments in calls:
+        moved = [a.cuda() if isinstance(a, Tensor) else a for a in arguments]
+        wanted = specified(*arguments)
+        for _ in range(3):  # as it is, recorded, repeated
+            for index, (got, want) in enumerate(zip(op(*moved), wanted, strict=True)):
+                if want is None:
+                    assert got is None
+                elif index == 1 and arguments[-1] is rows:  # sums in another order
+                    assert bool(((got.cpu() - want).abs() <= bound).all())
+                else:
+                    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_and_graphs_capture(uncollected: None) -> None:
+    experts, mask = routing(64, 8, 2, "cuda")
+    x, probs = torch.randn(64, 256, device="cuda"), torch.rand(64, 8, device="cuda")
+    q = float8lab.quantize(x, block=(1, 128))
+    sizes, order = torch.tensor([30, 34]).cuda(), torch.tensor([1, 0]).cuda()
+
+    def run() -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y, permuted, row_map = float8lab.moe_permute_with_probs(leaf, probs, mask, 140)
+        out = float8lab.moe_unpermute(y * permuted[:, None], row_map, probs)
+        out.square().sum().backward()
+        z, index_map = float8lab.moe_permute(q, experts, 128, map_type="index")
+        z = float8lab.moe_unpermute(z, index_map)
+        return [out.detach(), leaf.grad, z, float8lab.moe_sort_chunks_by_index(x, sizes, order)]
+
+    for _ in range(3):
+        want = run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    graph.replay()
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
