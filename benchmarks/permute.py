@@ -74,6 +74,7 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
     gather = partial(Case, op=ops.gather_rows_op, reference=reference.gather_rows)
     yield Case("copy", torch.clone, torch.clone, (rows,))
     yield Case("row map", ops.row_map_op, reference.row_map_of, (mask,))
+    yield Case("row map of indices", ops.row_map_op, reference.row_map_of, (experts, E))
     yield scatter("permute", arguments=(x, row_map, R))
     yield scatter("permute, index map", arguments=(x, index_map, R))
     yield scatter("permute, with probabilities", arguments=(x, row_map, R, probs))

@@ -24,7 +24,8 @@ from float8lab.ops import Source, cast_op, round_up
 from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
+from float8lab.tensor.differentiation import version_of
 
 __all__ = [
     "ALIGN",
@@ -251,7 +252,7 @@ def plain(weight: Tensor, event: Tensor | None = None) -> Tensor:
     A compiled forward keeps nothing of it for a backward that gives ``event``, a tensor of its own.
     """
     if not isinstance(weight, Float8Tensor):
-        return weight
+        return weight.dequantize() if isinstance(weight, Float4Tensor) else weight
     if event is not None and torch.compiler.is_compiling():
         return weight._decode(event)
     return weight.dequantize()
@@ -346,7 +347,7 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
         q, scale, *_ = cast(weight, call.plan.w, W, call)
     known = call.known[W]
     precision.weight_cast = _WeightCast(  # type: ignore[union-attr]
-        weakref.ref(weight), _version(weight), call.recipe, q, scale, known and known[0]
+        weakref.ref(weight), version_of(weight), call.recipe, q, scale, known and known[0]
     )
     return q, scale
 
@@ -364,11 +365,7 @@ class _WeightCast(NamedTuple):
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
         same = self.weight() is weight and self.recipe == recipe
-        return same and self.version == _version(weight)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+        return same and self.version == version_of(weight)
 
 
 def lives_on(q: Tensor, weight: Tensor, call: Call) -> bool:

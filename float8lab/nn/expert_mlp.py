@@ -33,29 +33,9 @@ from float8lab.nn.linear import (
 from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
 from float8lab.tensor import Float8Tensor, moe_unpermute
-from float8lab.tensor.permute import row_map_of, scatter_rows
+from float8lab.tensor.permute import routed, scatter_rows
 
-__all__ = ["ExpertMLP", "ExpertsBase", "routed"]
-
-
-def routed(x: Tensor, index: Tensor, experts: int) -> tuple[Tensor, int, Tensor]:
-    """Where tokens go, ordered by expert, how many rows that makes, and the ends of the experts'.
-
-    Nothing waits for the GPU.
-
-    Args:
-        x: ``[T, H]``.
-        index: ``[T, K]`` of integers, the experts of each token. Whatever is none of
-            ``range(experts)`` names none.
-        experts: E.
-
-    Returns:
-        The row map of ``moe_permute``; ``T * K``, with rows of no expert at the end; ``[E]``.
-    """
-    row_map, rows = row_map_of(index, x.shape[0], index.numel(), "index")
-    own = torch.where((index < 0) | (index >= experts), experts, index).reshape(-1).long()
-    counts = own.new_zeros(experts + 1).scatter_add_(0, own, torch.ones_like(own))
-    return row_map, rows, counts[:experts].cumsum(0)
+__all__ = ["ExpertMLP", "ExpertsBase"]
 
 
 class ExpertsBase(nn.Module):
@@ -272,10 +252,9 @@ class ExpertMLP(ExpertsBase):
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         x = x.to(output_dtype(x))  # before it is copied to each expert
         if isinstance(routing_map, Tensor) and routing_map.dtype != torch.bool:
-            row_map, rows, offs = routed(x, routing_map, self.num_experts)
+            row_map, rows, offs = routed(routing_map, x.shape[0], self.num_experts)
         else:
-            row_map, rows = row_map_of(routing_map, x.shape[0], num_out_tokens, "mask")
-            offs = routing_map.sum(0).cumsum(0).clamp(max=rows)
+            row_map, rows, offs = routed(routing_map, x.shape[0], None, num_out_tokens)
         y = self._run_experts(
             x, offs, self._layers(), self.activation, is_first_microbatch, (row_map, rows)
         )

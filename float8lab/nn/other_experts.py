@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from float8lab.nn.expert_function import Layer
-from float8lab.nn.expert_mlp import ExpertsBase, routed
+from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor, moe_unpermute
+from float8lab.tensor.permute import routed
 
 __all__ = ["OtherExperts", "experts_class", "routers"]
 
@@ -167,7 +168,7 @@ def _route(
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(_plain(hidden_states))
     x = x.to(output_dtype(x))  # before it is copied to each expert
-    row_map, rows, offs = routed(x, index, layers[0][0].shape[0])
+    row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
     y = self._run_experts(x, offs, layers, activation, to=(row_map, rows))
     y = y if after is None else after(y)
     y = moe_unpermute(y, row_map, weights)

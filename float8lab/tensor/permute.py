@@ -38,7 +38,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
-    "row_map_of",
+    "routed",
     "scatter_rows",
 ]
 
@@ -85,7 +85,7 @@ def moe_permute(
     check_tokens("inp", inp)
     check_size("max_token_num", max_token_num, minimum=-1)
     check_choice("map_type", map_type, ("mask", "index"))
-    row_map, rows = row_map_of(routing_map, inp.shape[0], num_out_tokens, map_type)
+    row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, map_type)
     y, _ = scatter_rows(inp, row_map, rows)
     return y, row_map
 
@@ -114,7 +114,7 @@ def moe_permute_with_probs(
     (torch.Size([3, 2]), torch.Size([3]))
     """
     check_tokens("inp", inp)
-    row_map, rows = row_map_of(routing_map, inp.shape[0], num_out_tokens, "mask")
+    row_map, rows = _row_map(routing_map, inp.shape[0], num_out_tokens, "mask")
     check_probs("probs", probs, tuple(routing_map.shape))
     y, permuted = scatter_rows(inp, row_map, rows, probs)
     return y, permuted, row_map
@@ -298,10 +298,23 @@ def check_probs(name: str, probs: Any, shape: tuple[int, ...]) -> None:
 # Row maps.
 
 
-def row_map_of(
+def _row_map(
     routing_map: Any, tokens: int, num_out_tokens: Any, map_type: str
 ) -> tuple[Tensor, int]:
-    """The row map of a routing map, and R; raises for one that does not fit the tokens."""
+    """The row map of a routing map, and R."""
+    _check_routing_map(routing_map, tokens, map_type)
+    row_map = row_map_op(routing_map)[0] if map_type == "mask" else _map_of_index(routing_map)
+    return row_map, _rows_of(row_map, num_out_tokens)
+
+
+def _rows_of(row_map: Tensor, num_out_tokens: Any) -> int:
+    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
+    if rows is None or rows == -1:
+        rows = int(row_map[0, -1]) if row_map.shape[0] else 0
+    return rows
+
+
+def _check_routing_map(routing_map: Any, tokens: int, map_type: str) -> None:
     check_integers("routing_map", routing_map, 2)
     if routing_map.dtype == torch.bool and map_type == "index":
         raise TypeError(
@@ -313,11 +326,30 @@ def row_map_of(
             f"routing_map must have a row for each of the {tokens} tokens of inp; got shape "
             f"{tuple(routing_map.shape)}. Pass the map of the same tokens."
         )
-    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
-    row_map = (row_map_op if map_type == "mask" else _map_of_index)(routing_map)
-    if rows is None or rows == -1:
-        rows = int(row_map[0, -1]) if tokens else 0
-    return row_map, rows
+
+
+def routed(
+    routing_map: Any, tokens: int, experts: int | None = None, num_out_tokens: Any = None
+) -> tuple[Tensor, int, Tensor]:
+    """Where tokens go, so that those of an expert are side by side.
+
+    Args:
+        routing_map: ``[T, E]``, a mask; or with ``experts`` ``[T, K]`` of integers, the experts of
+            each token. What is not in ``range(experts)`` is none.
+        tokens: T.
+        experts: E.
+        num_out_tokens: of a mask, as ``moe_permute`` takes it.
+
+    Returns:
+        The row map; R, which is ``T * K`` with ``experts``; and ``[E]`` int32: where the rows of
+        each expert end.
+    """
+    _check_routing_map(routing_map, tokens, "index" if experts else "mask")
+    row_map, ends = row_map_op(routing_map, experts or 0)
+    if experts:
+        return row_map, routing_map.numel(), ends
+    rows = _rows_of(row_map, num_out_tokens)
+    return row_map, rows, ends.clamp(max=rows)
 
 
 def _map_of_index(index: Tensor) -> Tensor:

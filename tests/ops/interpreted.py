@@ -315,7 +315,11 @@ def check_permute() -> None:
 
     for T, S in ((0, 3), (5, 0), (300, 130), (70, 3), (1, 1)):
         for mask in (torch.rand(T, S) < 0.4, (torch.rand(S, T) < 0.1).int().t() * 7):
-            same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+            all_same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+    for T, K, E in ((0, 3, 4), (5, 0, 2), (300, 4, 130), (70, 3, 5), (1, 1, 1)):
+        index = torch.randint(-1, E + 2, (K, T)).t()
+        for one in (index, index.short()):
+            all_same(permute.row_map_of(one, E), permute.reference.row_map_of(one, E))
 
 
 def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
@@ -629,11 +633,11 @@ if __name__ == "__main__":
     check_transpose_and_dequantize()
     check_turned_values()
     check_rotary()
-    check_permute()
-    check_router()
     check_update_scales()
     check_norm()
     check_fp8_norm()
     check_sources()
     check_activations()
     check_groups()
+    check_permute()
+    check_router()

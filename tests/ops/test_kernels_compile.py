@@ -288,6 +288,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
     "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
     "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
+    "row-map-index": lambda: permute.row_map_of(torch.zeros(512, 8, dtype=torch.int64), 128),
     "permute": scattered(),
     "permute-1x128-with-probs": scattered(True, scales=32),
     "permute-backward": gathered(with_probs=False),

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from float8lab.ops.kernels import _launch
 from float8lab.ops.kernels._launch import Launched, launched
@@ -157,6 +158,10 @@ def test_run_time_arguments_are_those_of_the_call(host, kernel):
     assert (factor, flag) == (2.0, False)
 
 
+def described(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [rows, 64])
+
+
 DIFFERENT = {
     "dtype": {"x": x.int()},
     "alignment": {"y": torch.zeros(64, dtype=torch.bfloat16)[1:]},
@@ -174,6 +179,9 @@ DIFFERENT = {
     "constant-bool": {"BLOCK": False},
     "constant-name": {"KIND": "tensor"},
     "constant-dtype": {"KIND": tl.float32},
+    "descriptor": {"y": described(torch.zeros(64, 64), 16)},
+    "descriptor-rows": {"y": described(torch.zeros(64, 64), 32)},
+    "descriptor-dtype": {"y": described(torch.zeros(64, 64, dtype=torch.bfloat16), 16)},
     "option": {"num_warps": 8},
     "other-option": {"num_stages": 4},
 }
@@ -219,6 +227,14 @@ def test_it_is_the_kernel_that_triton_would_choose(host, kernel):
         kernel.function[(3,)](*args, **constants)
         (chosen, _), (wanted, _) = host.runs[-2:]
         assert chosen == wanted
+
+
+def test_descriptors_of_other_sizes_need_no_other_kernel(host, kernel):
+    call(kernel, y=described(torch.zeros(64, 64), 16))()
+    for x in (torch.zeros(5, 64), torch.zeros(64, 256)[:, :128]):
+        assert host.went_past_triton(call(kernel, y=described(x, 16)))
+        kernel.function[(3,)](*arguments(y=described(x, 16))[0], **arguments()[1])
+    assert len({key for key, _ in host.runs}) == 1
 
 
 def test_devices_and_streams(host, kernel):

@@ -166,6 +166,7 @@ def test_permute(tokens: int, device: torch.device) -> None:
     row_map = torch.cat([row_map, torch.full_like(row_map, -1)])[:tokens]
     scale, rows = torch.rand(2, tokens, device=device).t(), torch.randn(5, 70, device=device)
     check(ops.row_map_op, probs > 0.5)
+    check(ops.row_map_op, row_map, 4)
     check(ops.scatter_rows_op, x, row_map, 5)
     check(ops.scatter_rows_op, x, row_map, 5, probs, rows)
     check(ops.scatter_rows_op, x.byte(), row_map, 5, probs, None, scale, scale)

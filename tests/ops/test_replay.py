@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from float8lab.ops import declare
 from float8lab.ops.kernels import _launch, _replay
@@ -462,3 +465,26 @@ def test_a_tensor_by_name_is_not_remembered():
         x = torch.randn(3, 4)
         assert torch.equal(launcher(x, torch.randn(4)), x.sum(0))
     assert len(calls) == 4
+
+
+def test_a_descriptor_is_made_anew_of_each_call_s_tensors():
+    kernel = Kernel(lambda x, y: y.base.copy_(x.base * 3))
+    held = []
+
+    @replayed
+    def launcher(x: Tensor) -> Tensor:
+        held.append(weakref.ref(x))
+        y = x.new_empty(x.shape)
+        rows = y.view(-1, 16)
+        kernel(
+            TensorDescriptor.from_tensor(x, [2, 16]), TensorDescriptor.from_tensor(rows, [2, 16])
+        )
+        return y
+
+    for _ in range(5):
+        x = torch.randn(3, 2, 16).view(6, 16)
+        assert torch.equal(launcher(x), x * 3)
+    assert kernel.launches == 5
+    assert len(held) == 2
+    del x
+    assert held[1]() is None, "a plan keeps no tensor"

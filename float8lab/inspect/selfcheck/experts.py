@@ -94,7 +94,14 @@ def _check_row_map(cases: Cases) -> None:
             cases.begin(f"{T} tokens {S} places {name_of(dtype)}")
             mask = (cases.uniform(S, T) < 0.1).to(dtype).t()
             mask = mask if dtype == torch.int64 else mask.contiguous()
-            cases.same(ops.row_map_op(mask.to(cases.device)), permute.row_map_of(mask))
+            cases.same(
+                _there(ops.row_map_op(mask.to(cases.device))), _there(permute.row_map_of(mask))
+            )
+    for T, K, E in ((300, 8, 128), (33, 3, 5), (1, 1, 1), (0, 4, 2)):
+        cases.begin(f"{T} tokens {K} of {E} experts")
+        index = (cases.uniform(K, T) * (E + 2)).to(torch.int64).t() - 1
+        got = ops.row_map_op(index.to(cases.device), E)
+        cases.same(_there(got), _there(permute.row_map_of(index, E)))
 
 
 @checks("experts", "float64; choices: the reference on the CPU", "route_op", "route_backward_op")

@@ -24,8 +24,9 @@ from float8lab.checkpoints.source import CheckpointError, Source, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.other_experts import experts_class
-from float8lab.nn.precision import Precision, W, X, precisions
+from float8lab.nn.precision import Precision, W, X
 from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import (
     DelayedScaling,
@@ -435,10 +436,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
             static = any(_stem(name) in plan.input_scales for name in names)
             fits = static and recipe == Float8CurrentScaling()
             chosen[product.name] = _STATIC if fits else recipe
-    for name, module in model.named_modules():
-        recipe = _recipe_of_experts(module)
-        if recipe is not None:
-            chosen[name] = recipe
+    chosen |= _recipes_of_experts(model, by_name)
     for recipe in dict.fromkeys(chosen.values()):
         meant = {name for name, found in chosen.items() if found == recipe}
         notes += _convert(model, recipe, meant)
@@ -459,21 +457,29 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     return notes
 
 
+def _recipes_of_experts(model: nn.Module, by_name: Mapping[str, Item]) -> dict[str, Recipe]:
+    """The recipes of modules whose experts are all stored so that one uses them as they are."""
+    chosen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertsBase) or experts_class(module) is None:
+            continue
+        stacks = [local for local, p in module._parameters.items() if p is not None and p.ndim == 3]
+        items = [by_name.get(f"{name}.{local}" if name else local) for local in stacks]
+        specs = {item.spec for item in items if item is not None}
+        recipe = _recipe_for(
+            replace(spec, block=spec.block[1:])
+            for spec in specs
+            if isinstance(spec, Float8Spec) and spec.block[0] == 1
+        )
+        if None not in items and len(specs) == 1 and recipe is not None:
+            chosen[name] = recipe
+    return chosen
+
+
 def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
     convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
     undone = [layer for layer in conversion_report(model).skipped if layer.name in meant]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
-
-
-def _recipe_of_experts(module: nn.Module) -> Recipe | None:
-    """The recipe that uses stacked experts as they are stored, if they have none yet."""
-    if experts_class(module) is None or any(precisions(module)):
-        return None
-    stacked = [p for p in module._parameters.values() if p is not None and p.ndim == 3]
-    specs = [p.spec for p in stacked if isinstance(p, Float8Tensor)]
-    if len(specs) < len(stacked):
-        return None
-    return _recipe_for(replace(spec, block=spec.block[-2:]) for spec in specs)
 
 
 def _recipe_for(specs: Iterable[Float8Spec | Float4Spec | None]) -> Recipe | None:

@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import Parameter
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from float8lab.ops.declare import RECORDING
@@ -168,8 +167,8 @@ def _key_of(
     """All that Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
 
     A kernel differs for an integer that is 1, divisible by 16, or above 32 bits: hence its value.
-    Of tensors it knows the dtype and whether the address is divisible by 16, of what the copy
-    engine is told of a tensor the tile, of others the type.
+    Of tensors it knows the dtype and whether the address is divisible by 16, of descriptors for the
+    copy engine the dtype and what is copied at a time, of others the type.
     """
     key = [device, len(constants), *constants, *constants.values()]
     for arg in args:
@@ -182,8 +181,9 @@ def _key_of(
                 key.append("unaligned")
         elif kind is float or kind is bool or arg is None:
             key.append(kind)
-        elif kind is TensorDescriptor:
-            key += (arg.base.dtype, *arg.block_shape, arg.layout)
+        elif hasattr(arg, "block_shape"):  # a descriptor: Triton knows neither sizes nor strides
+            layout = getattr(arg, "layout", None)
+            key.append((kind, arg.base.dtype, *arg.block_shape, layout, arg.padding))
         else:
             return None
     return tuple(key)

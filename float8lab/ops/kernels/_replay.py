@@ -51,6 +51,9 @@ _VIEWS: dict[Any, Callable[..., Tensor]] = {
     _aten.alias.default: _aten.alias.default,
     _aten.detach.default: Tensor.detach,
     _aten.slice.Tensor: _aten.slice.Tensor,
+    _aten.select.int: torch.select,
+    _aten.transpose.int: torch.transpose,
+    _aten.unsqueeze.default: torch.unsqueeze,
     _aten._unsafe_view.default: _aten._unsafe_view.default,
 }
 _STEPS: dict[Any, Callable[..., Tensor]] = {
@@ -60,6 +63,7 @@ _STEPS: dict[Any, Callable[..., Tensor]] = {
     _aten.clone.default: torch.clone,
     _aten._to_copy.default: _aten._to_copy.default,
     _aten._scaled_mm.default: torch._scaled_mm,
+    _aten._grouped_mm.default: torch._grouped_mm,
 }
 """Torch's kernels that are repeated between our own, and what calls each in the least time."""
 if hasattr(torch, "_scaled_mm_v2"):
@@ -171,7 +175,8 @@ class _Recording(TorchDispatchMode):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.tensors = tensors  # those given, then those allocated; all kept, so that ids differ
+        # Those given, then those allocated, and descriptors; all kept, so that ids differ.
+        self.tensors: list[Any] = tensors
         self.kept: list[Any] = []
         self.views: dict[int, tuple[Any, Any, Any]] = {}  # by id, until a step needs them as such
         self.given = len(tensors)
@@ -238,6 +243,15 @@ class _Recording(TorchDispatchMode):
         func, args, kwargs = self.views.pop(id(tensor))
         return self._take(_VIEWS[func], args, kwargs, tensor)
 
+    def _describe(self, descriptor: Any) -> int:
+        """A step that makes a descriptor for the copy engine anew, and its number."""
+        base = _Number(self._number(descriptor.base, as_it_is=False))
+        self.fits &= base != -1
+        made = functools.partial(_described_as, _described_as(descriptor, None))
+        self.steps.append(_Step(made, (base,), {}, len(self.tensors)))
+        self.tensors.append(descriptor)
+        return len(self.tensors) - 1
+
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], known: Any) -> None:
         """A launch of the kernel that is ``known``, with run-time arguments ``args``."""
         if known is None:
@@ -253,7 +267,11 @@ class _Recording(TorchDispatchMode):
     def _numbered(self, args: tuple[Any, ...], *, as_they_are: bool = True) -> tuple[Any, ...]:
         """Arguments, with its number in the place of each tensor."""
         numbered = tuple(
-            _Number(self._number(arg, as_it_is=as_they_are)) if isinstance(arg, Tensor) else arg
+            _Number(self._number(arg, as_it_is=as_they_are))
+            if isinstance(arg, Tensor)
+            else _Number(self._describe(arg))
+            if hasattr(arg, "block_shape")
+            else arg
             for arg in args
         )
         if _Number(-1) in [arg for arg in numbered if type(arg) is _Number]:
@@ -307,6 +325,14 @@ def _with_lists(
     """Call a function of which some arguments are lists of one."""
     made = ([arg] if alone else arg for arg, alone in zip(args, lists, strict=True))
     return function(*made, **kwargs)
+
+
+def _described_as(descriptor: Any, base: Tensor | None) -> Any:
+    """The same descriptor of another tensor, without checking it again."""
+    copy = object.__new__(type(descriptor))
+    copy.__dict__.update(descriptor.__dict__)
+    copy.base = base
+    return copy
 
 
 def _has_tensor(args: Iterable[Any]) -> bool:

@@ -40,10 +40,10 @@ from float8lab.ops.kernels._common import (
     ceil_div,
     multiprocessors,
     next_power_of_2,
-    on_device_of_first,
 )
 from float8lab.ops.kernels._copy_engine import async_load
 from float8lab.ops.kernels._launch import launched
+from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.block_gemm import (
     HALF,
     PART,
@@ -449,7 +449,7 @@ def mode_of(
     return None
 
 
-@on_device_of_first
+@replayed
 def grouped_mm(
     a: Tensor,
     a_scale: Tensor | None,

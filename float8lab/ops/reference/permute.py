@@ -16,22 +16,36 @@ from torch import Tensor
 __all__ = ["gather_rows", "row_map_of", "scatter_rows"]
 
 
-def row_map_of(routing_map: Tensor) -> Tensor:
+def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     """The row map that puts the tokens of each expert side by side, in their order.
 
     Args:
-        routing_map: ``[T, S]`` of bools or integers, not 0 where an expert gets a token.
+        routing_map: ``[T, S]``. Without ``experts``, bools or integers, not 0 where an expert gets
+            a token; with it, the expert of each place, and none if there is no such expert.
+        experts: E; 0 is one for each place.
 
     Returns:
-        ``[T, S + 1]`` int32.
+        - ``[T, S + 1]`` int32: the row map.
+        - ``[E]`` int32: where the rows of each expert end.
     """
     T, S = routing_map.shape
-    by_expert = (routing_map.t() != 0).reshape(-1)
-    ends = by_expert.cumsum(0, dtype=torch.int32)
+    if experts:
+        goes = (routing_map >= 0) & (routing_map < experts)
+        own = torch.where(goes, routing_map, experts).reshape(-1).long()
+        rows = torch.empty_like(own)
+        rows[own.argsort(stable=True)] = torch.arange(T * S, device=own.device)
+        rows = torch.where(goes, rows.view(T, S), -1)
+        counts = own.bincount(minlength=experts + 1)[:experts]
+    else:
+        goes = routing_map != 0
+        by_expert = goes.t().reshape(-1)
+        rows = (by_expert.cumsum(0) * by_expert - 1).view(S, T).t()
+        counts = goes.sum(0)
+    ends = counts.cumsum(0, dtype=torch.int32)
     row_map = ends.new_empty((T, S + 1))
-    row_map[:, :-1] = (ends * by_expert - 1).view(S, T).t()
-    row_map[:, -1] = ends[-1] if ends.numel() else 0
-    return row_map
+    row_map[:, :-1] = rows
+    row_map[:, -1] = counts.sum()
+    return row_map, ends
 
 
 def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, Tensor]:
