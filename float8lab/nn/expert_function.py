@@ -18,7 +18,7 @@ from torch import Tensor
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import PARTS, Gradient, backward, forward
 from float8lab.nn.precision import Call
-from float8lab.ops import Source, gather_rows_op
+from float8lab.ops import Source, gather_rows_op, scatter_rows_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["Layer", "expert_mlp"]
@@ -58,11 +58,11 @@ def expert_mlp(
 
 def _tokens_of_rows(row_map: Tensor, rows: int) -> Tensor:
     """The token of each row, ``[rows]`` int32; -1 where there is none."""
-    to = row_map[:, :-1]
-    to = torch.where((to >= 0) & (to < rows), to, rows)
-    token = torch.arange(to.shape[0], dtype=torch.int32, device=to.device)[:, None].expand_as(to)
-    found = row_map.new_full((rows + 1,), -1)  # the last is for what goes nowhere
-    return found.scatter_(0, to.reshape(-1).long(), token.reshape(-1))[:rows]
+    tokens = row_map.shape[0]
+    numbers = torch.arange(1, tokens + 1, dtype=torch.int32, device=row_map.device)
+    # Bytes move as they are, and rows that no token fills are zeros.
+    moved = scatter_rows_op(numbers.view(torch.uint8).view(tokens, 4), row_map, rows)[0]
+    return moved.view(torch.int32).view(rows) - 1
 
 
 class _MlpCall(NamedTuple):
