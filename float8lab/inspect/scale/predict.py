@@ -305,7 +305,7 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
     """Predict a step.
 
     Raises:
-        ValueError: the mesh cannot share this model, or the batch cannot be shared by it.
+        ValueError: the mesh cannot share this model, this batch, or parameters as told.
 
     >>> from float8lab.inspect.scale.mesh import Mesh
     >>> from float8lab.inspect.scale.predict import Job, predict
@@ -320,6 +320,12 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
         raise ValueError(
             f"batch must be a multiple of dp times the micro-batch ({mesh.dp * job.micro}); "
             f"got {job.batch}. Pass a multiple."
+        )
+    ranks = mesh.dp * mesh.cp
+    if job.shard and ranks % min(job.shard, ranks):
+        raise ValueError(
+            f"shard must divide the data and context parallel ranks ({ranks}); got {job.shard}. "
+            "Pass a divisor."
         )
     count = job.batch // mesh.dp // job.micro
     layers = -(-size.layers // mesh.pp)
