@@ -141,7 +141,7 @@ def product_of(a_block: Sequence[int], b_block: Sequence[int]) -> Product | None
 
 
 class _Blocks:
-    """What a block shape says, whatever the format of the elements."""
+    """A block shape and what follows from it, for any format of the elements."""
 
     block: tuple[int, ...]
 

@@ -43,21 +43,21 @@ class Stack(Item):
     """For each expert, matrices whose rows are joined."""
 
     def codes(self, box: Box) -> Tensor:
-        """As of any item."""
+        """The bytes of the codes of a box, uint8."""
         return _join(self.parts, lambda item, place: item.codes(place), box)
 
     def scales(self, box: Box | None = None) -> Tensor:
-        """As of any item."""
+        """The scales of the blocks of a box, or of all, float32."""
         box = box or tuple(slice(0, n) for n in self.entry.shape)
         return _join(self.parts, lambda item, place: item.scales(place), box)
 
     def values(self, box: Box | None = None) -> Tensor:
-        """As of any item; also where the formats of the parts differ."""
+        """The values of a box, or all, float32; also where the formats of the parts differ."""
         box = box or tuple(slice(0, n) for n in self.entry.shape)
         return _join(self.parts, lambda item, place: item.values(place), box)
 
     def whole_scale(self, box: Box | None = None) -> Tensor | None:
-        """As of any item: one for each expert, or for each row where those of its parts differ."""
+        """One scale for each expert, or for each row where those of its parts differ."""
         if self.tensor_scale is None:
             return None
         found = [[_whole(item) for item in group] for group in self.parts]
@@ -82,7 +82,7 @@ class Stack(Item):
 
 
 def _join(parts: Sequence[Sequence[Item]], read: Callable[[Item, Box], Tensor], box: Box) -> Tensor:
-    """What ``read`` gives of each part of a box, rows joined and experts stacked."""
+    """Read each part of a box, join the rows and stack the experts."""
     experts, rows, columns = box
     result = []
     for group in parts[experts]:

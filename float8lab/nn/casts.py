@@ -24,7 +24,7 @@ from float8lab.ops import Source, cast_op, round_up
 from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import version_of
 
 __all__ = [
@@ -252,7 +252,7 @@ def plain(weight: Tensor, event: Tensor | None = None) -> Tensor:
     A compiled forward keeps nothing of it for a backward that gives ``event``, a tensor of its own.
     """
     if not isinstance(weight, Float8Tensor):
-        return weight
+        return weight.dequantize() if isinstance(weight, Float4Tensor) else weight
     if event is not None and torch.compiler.is_compiling():
         return weight._decode(event)
     return weight.dequantize()

@@ -64,7 +64,7 @@ from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
 from float8lab.recipes.cost import Times
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, in_backward
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 
 __all__ = [
     "convert_to_float8",
@@ -402,6 +402,8 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
     for name, parameter in named:
         if is_tensor_parallel(parameter, sharded=sharded):
             return f"its {name} is a DTensor; FP8 does not run under tensor parallelism yet"
+        if isinstance(parameter, Float4Tensor):
+            return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
     if isinstance(layer, nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies in a fused function"
     if names := own_matrices(layer):

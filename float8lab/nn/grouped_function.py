@@ -121,9 +121,11 @@ def _cast_again(
     """In backward, what the forward has cast, by what ``_cast`` gave beside it."""
     source = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
     delayed = call.plan.delayed
+    # Blocks have no amax that is known: through the dispatcher, the op gives an empty tensor.
+    known = factor if delayed or spec.block == (-1, -1) else None
     results = cast_groups_op(
         *source, offs, spec.fp8_dtype, spec.block, "encode" if delayed else spec.scale_rule,
-        call.plan.amax_epsilon, not transposed, transposed, False, factor,
+        call.plan.amax_epsilon, not transposed, transposed, False, known,
     )  # fmt: skip
     q, own = results[3:5] if transposed else results[:2]
     return q, own if not delayed or scale is None else scale
@@ -450,7 +452,7 @@ def _dgrad(
     else:
         if w_q is None:
             assert weight is not None, "kept for this"
-            high = plain(weight) if isinstance(weight, Float8Tensor) else weight
+            high = plain(weight)
             w_q, scale = _cast_again(high, None, right, scale, factor, call)
         # Square blocks: same bytes. All matrices are turned as one.
         E, rows, columns = w_q.shape

@@ -15,6 +15,7 @@ SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
 # Public names that Transformer Engine has nothing like.
 OWN = {
     "backward_on_this_core", "compute_intensive_ops",
+    "ExpertMLP",
     "Float4Tensor", "Float8Tensor", "conversion_report", "convert_to_float8", "count_gemms",
     "distributed", "fallback", "graphed", "inspect", "integrations", "moe_combine", "moe_dispatch",
     "nn", "optim", "quantize", "recipes", "router", "selfcheck", "to_high_precision",

@@ -87,8 +87,18 @@ def test_a_layer_multiplies_by_the_values_and_keeps_the_packed_weight(
     assert torch.equal(y, y2)
     assert torch.equal(x.grad, x2.grad)
     assert layer.weight.grad is None
+
+
+def test_a_compiled_layer():
+    layer = nn.Linear(64, 32)
+    layer.weight = nn.Parameter(packed(32, 64), requires_grad=False)
+    x = torch.randn(5, 64, requires_grad=True)
+    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), y2)
+    assert torch.equal(compiled(x), layer(x))
+    (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+    torch._dynamo.reset()
+    assert torch.equal(gradient, *torch.autograd.grad(layer(x).sum(), x))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,8 @@ from float8lab.checkpoints.source import CheckpointError, Source, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.expert_mlp import ExpertsBase
+from float8lab.nn.other_experts import experts_class
 from float8lab.nn.precision import Precision, W, X
 from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import (
@@ -434,6 +436,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
             static = any(_stem(name) in plan.input_scales for name in names)
             fits = static and recipe == Float8CurrentScaling()
             chosen[product.name] = _STATIC if fits else recipe
+    chosen |= _recipes_of_experts(model, by_name)
     for recipe in dict.fromkeys(chosen.values()):
         meant = {name for name, found in chosen.items() if found == recipe}
         notes += _convert(model, recipe, meant)
@@ -452,6 +455,25 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     if kept:
         notes.append(f"{_some(kept)}: the recipe they have casts these weights again")
     return notes
+
+
+def _recipes_of_experts(model: nn.Module, by_name: Mapping[str, Item]) -> dict[str, Recipe]:
+    """The recipes of modules whose experts are all stored so that one uses them as they are."""
+    chosen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertsBase) or experts_class(module) is None:
+            continue
+        stacks = [local for local, p in module._parameters.items() if p is not None and p.ndim == 3]
+        items = [by_name.get(f"{name}.{local}" if name else local) for local in stacks]
+        specs = {item.spec for item in items if item is not None}
+        recipe = _recipe_for(
+            replace(spec, block=spec.block[1:])
+            for spec in specs
+            if isinstance(spec, Float8Spec) and spec.block[0] == 1
+        )
+        if None not in items and len(specs) == 1 and recipe is not None:
+            chosen[name] = recipe
+    return chosen
 
 
 def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:

@@ -19,6 +19,8 @@ from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import cast
 from float8lab.nn.convert import matches
+from float8lab.nn.expert_mlp import ExpertsBase
+from float8lab.nn.grouped_function import spec_of_experts
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.nn.report import is_unseen
@@ -26,7 +28,7 @@ from float8lab.ops import cast_op
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
-from float8lab.tensor.blocks import block_amax
+from float8lab.tensor.blocks import block_amax, quantize_blocks
 
 __all__ = ["Product", "find_weights", "products"]
 
@@ -98,7 +100,7 @@ def find_weights(
         ValueError: siblings that cannot share a scale.
     """
     found = products(model)
-    stacks = _stacks(model, exclude)
+    stacks = _stacks(model, exclude, recipe, default, unseen)
     converted = bool(stacks) or any(p.precision is not None for p in found)
     plain = _shared_with_others(model, found)
     weights = []
@@ -120,73 +122,101 @@ def find_weights(
     return [*_tie(weights, share_scales), *stacks]
 
 
-def _stacks(model: nn.Module, exclude: Sequence[str]) -> list[Weight]:
-    """Experts that are stored in FP8 as one tensor ``[E, N, K]``."""
+def _stacks(
+    model: nn.Module, exclude: Sequence[str], recipe: Recipe | None, default: Recipe, unseen: bool
+) -> list[Weight]:
+    """Experts that one parameter ``[E, N, K]`` holds: stored in FP8, or cast by their modules."""
     weights = []
     for name, module in model.named_modules():
         if any(matches(name, pattern) for pattern in exclude):
             continue
         prefix = f"{name}." if name else ""
-        for local, kinds in PARTS.items():
+        for local, part in zip(PARTS, ExpertsBase.parts, strict=True):
             parameter = module._parameters.get(local)
-            if isinstance(parameter, Float8Tensor) and parameter.ndim == 3:
-                parts = functools.partial(_matrices, module, prefix, local, kinds)
-                weights.append(_whole(f"{prefix}{local}", parameter, experts=parts))
+            if parameter is None or parameter.ndim != 3:
+                continue
+            spec = parameter.spec if isinstance(parameter, Float8Tensor) else None
+            precision = dict(precisions(module)).get(part)
+            if spec is None and precision is not None and isinstance(module, ExpertsBase):
+                chosen = _recipe(precision, recipe, default)
+                passed_over = isinstance(parameter, Float4Tensor) or not _is_usual(module)
+                passed_over |= is_unseen(module) and not unseen
+                # Delayed scales lie with the module, one for each expert: its weights stay as they
+                # are.
+                if chosen is None or passed_over or chosen.linear.delayed:
+                    continue
+                spec = spec_of_experts(chosen.linear.w) if chosen.linear.fprop else None
+            if spec is not None:
+                weights.append(_stack(module, prefix, local, spec))
     return weights
 
 
-def _whole(path: str, weight: Float8Tensor, **more: Any) -> Weight:
+def _stack(module: nn.Module, prefix: str, local: str, spec: Float8Spec) -> Weight:
+    """A stacked parameter; ``experts`` are each expert's matrices, as Transformers saves them."""
+
+    def of(weight: Any, spec: Float8Spec) -> Any:
+        if isinstance(weight, Float8Tensor):
+            return weight.detach()
+        with torch.no_grad():
+            return Float8Tensor(*quantize_blocks(weight.detach(), spec), spec, weight.dtype)
+
     def make(*, amax: bool = False) -> list[Stored]:
-        own: Any = weight.detach()
-        return [Stored(own.qdata, own.scale, own.amax)]
+        whole = of(getattr(module, local), spec)
+        return [Stored(whole.qdata, whole.scale, whole.amax)]
 
-    what = (path,), (tuple(weight.shape),), path.removesuffix(".weight"), weight.spec
-    return Weight(*what, None, make, stored=True, **more)
-
-
-def _matrices(
-    module: nn.Module, prefix: str, local: str, kinds: Sequence[str]
-) -> tuple[Weight, ...]:
-    """Each expert's matrices of a stacked parameter, as Transformers saves them.
-
-    None where the module's parameters are not of its usual shapes, as in models that have them
-    transposed, or whose rows alternate between ``kinds``: no other library knows them by name.
-    """
-    up, down = (module._parameters.get(each) for each in PARTS)
-    usual = up is not None and down is not None and up.ndim == down.ndim == 3
-    usual = usual and up.shape[1:] == (2 * down.shape[2], down.shape[1])  # type: ignore[union-attr]
-    whole: Any = module._parameters[local]
-    if not usual or any(each.endswith("_bias") for each in module._parameters):
-        return ()
-    rows = whole.shape[1] // len(kinds)
-    height, width = whole.spec.block[1:]
-    height = -1 if width == -1 and height in (-1, rows) else height
-    if len(kinds) > 1 and height > 1 and rows % height:
-        raise ValueError(
-            f"{prefix}{local} must have a multiple of {height} rows for each of "
-            f"{' and '.join(kinds)}, or blocks would lie across them; got {rows}. Exclude it, or "
-            "export it in format='float8lab'."
-        )
-    spec = replace(whole.spec, block=(height, width))
-
-    def make(expert: int, first: int, *, amax: bool = False) -> list[Stored]:
-        part: Any = getattr(module, local).detach()[expert, first : first + rows]
+    def make_part(expert: int, rows: slice, *, amax: bool = False) -> list[Stored]:
+        one = of(getattr(module, local)[expert], replace(spec, block=spec.block[1:]))
+        part = one[rows]
         return [Stored(part.qdata, part.scale, part.amax)]
 
-    return tuple(
-        Weight(
-            (f"{prefix}{expert}.{kind}.weight",),
-            ((rows, whole.shape[2]),),
-            f"{prefix}{expert}.{kind}",
-            spec,
-            None,
-            functools.partial(make, expert, index * rows),
-            stored=True,
-            parameters=(f"{prefix}{local}",),
+    weight: Any = module._parameters[local]
+    path, (experts, rows, columns) = f"{prefix}{local}", weight.shape
+    stored = isinstance(weight, Float8Tensor)
+
+    def split() -> tuple[Weight, ...]:
+        kinds = PARTS[local]
+        if not _is_usual(module):
+            return ()
+        each, (height, width) = rows // len(kinds), spec.block[1:]
+        height = -1 if width == -1 and height in (-1, each) else height
+        if len(kinds) > 1 and height > 1 and each % height:
+            raise ValueError(
+                f"{path} must have a multiple of {height} rows for each of {' and '.join(kinds)}, "
+                f"or blocks would lie across them; got {each}. Exclude it, or export it in "
+                "format='float8lab'."
+            )
+        matrix = replace(spec, block=(height, width))
+        return tuple(
+            Weight(
+                (f"{prefix}{expert}.{kind}.weight",),
+                ((each, columns),),
+                f"{prefix}{expert}.{kind}",
+                matrix,
+                None,
+                functools.partial(make_part, expert, slice(i * each, (i + 1) * each)),
+                stored=stored,
+                parameters=(path,),
+            )
+            for expert in range(experts)
+            for i, kind in enumerate(kinds)
         )
-        for expert in range(whole.shape[0])
-        for index, kind in enumerate(kinds)
-    )
+
+    what = (path,), (tuple(weight.shape),), path, spec
+    return Weight(*what, None, make, stored=stored, experts=split)
+
+
+def _is_usual(module: nn.Module) -> bool:
+    """Whether stacked parameters lie as Transformers has them in most models.
+
+    Not transposed, nor with biases, as in models whose rows alternate between gate and up: no other
+    library has names for the matrices of these.
+    """
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    up, down = (own.get(name) for name in PARTS)
+    if up is None or down is None or not up.ndim == down.ndim == 3:
+        return False
+    biased = any(name.endswith("_bias") for name in own)
+    return up.shape[1:] == (2 * down.shape[2], down.shape[1]) and not biased
 
 
 def _shared_with_others(model: nn.Module, found: Sequence[Product]) -> set[int]:

@@ -39,10 +39,12 @@ SPAN = 128
 def padded_rows(rows: int, groups: int) -> int:
     """Columns of the transpose of so many rows: enough for any sizes of the groups.
 
-    >>> padded_rows(1000, 3)
-    1408
+    No more groups than rows are not empty, and one is that of the rows that belong to nobody.
+
+    >>> padded_rows(1000, 3), padded_rows(2, 100)
+    (1408, 256)
     """
-    return (rows + (groups + 1) * (SPAN - 1)) // SPAN * SPAN
+    return (rows + torch.sym_min(groups + 1, rows) * (SPAN - 1)) // SPAN * SPAN
 
 
 def _bounds(offs: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -97,8 +99,9 @@ def cast_groups(
     Returns:
         As ``cast``. Of groups: data ``[M, K]``; scales ``[1, 1]``, ``[M, 1]`` or
         ``[M, blocks]``; the amax ``[1, 1]`` if it was found for the whole; the transpose
-        ``[K, padded_rows(M, E)]``; its scales ``[1, 1]``, ``[E, K, 1]`` or ``[K, blocks]``; sums
-        ``[E, K]``. Of a batch: ``[E, ...]`` of each. K and N are padded to ``ALIGN``.
+        ``[K, padded_rows(M, E)]``, of which what is behind the last group may hold anything; its
+        scales ``[1, 1]``, ``[E, K, 1]`` or ``[K, blocks]``; sums ``[E, K]``. Of a batch:
+        ``[E, ...]`` of each. K and N are padded to ``ALIGN``.
     """
     how = (fp8_dtype, tuple(block), rule, eps)
     if offs is None:

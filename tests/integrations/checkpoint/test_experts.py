@@ -354,6 +354,30 @@ def test_parts_that_make_no_stack():
             load_fp8(damaged, model())
 
 
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ((1, 1, -1), "row"),
+        ((1, WIDTH, -1), None),
+        ((1, -1, -1), "tensor"),
+        ((-1, -1, -1), "tensor"),
+    ],
+    ids=str,
+)
+def test_stacks_with_other_scales_are_split(tmp_path, block, words):
+    source = model()
+    experts = source["mlp"].experts
+    for name, parameter in list(experts.named_parameters()):
+        stored = float8lab.quantize(parameter.detach(), block=block)
+        setattr(experts, name, nn.Parameter(stored, requires_grad=False))
+    if words is None:  # a scale for gate and one for up, but two for the rows of down
+        experts.down_proj = nn.Parameter(experts.down_proj.dequantize())
+        words = "tensor"
+    report = export(source, tmp_path / "out", "compressed-tensors")
+    assert set(report.fp8.values()) == {f"e4m3 {words} fp32"}
+    assert diff(tmp_path / "out", source.state_dict()).equal
+
+
 def test_a_stack_whose_blocks_lie_across_its_parts_is_not_split(tmp_path):
     broken = model()
     experts = broken["mlp"].experts
