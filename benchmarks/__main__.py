@@ -34,6 +34,7 @@ SUBJECTS = (
     "quantize",
     "permute",
     "linear",
+    "grouped",
     "norm_linear",
     "mlp",
     "attention",

@@ -69,7 +69,8 @@ def _flops(
     """Of a contraction in FP8 the room between the groups is left out, to within one span."""
     contraction = a[1]
     if len(b) == 2 and scale is not None:
-        contraction = max(contraction - (offs[0] + 1) * (reference.SPAN - 1), 0)
+        room = (offs[0] + 1) * (reference.SPAN - 1)
+        contraction = max(contraction - room, contraction // reference.SPAN)
     return 2 * a[0] * contraction * b[-2]
 
 

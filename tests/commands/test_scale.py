@@ -66,7 +66,8 @@ def test_the_picture(capsys, tmp_path):
     ("arguments", "message"),
     [
         (("--mesh", "dp=3", "--gpus", "8"), "mesh must be of 8 GPUs; got 'dp=3', which is of 3."),
-        (("--mesh", "dp=2", "--batch", "3"), "batch must be a multiple of 2, dp times"),
+        (("--mesh", "dp=2", "--batch", "3"), "batch must be a multiple of dp times the micro-"),
+        (("--mesh", "dp=8", "--shard", "3"), "shard must divide the data and context parallel"),
         (("--mesh", "tp=16"), "mesh tp must divide the key-value heads (8); got 16."),
         (("--gpus", "7", "--batch", "3"), "gpus must share 3 sequences of llama-3-8b; got 7."),
         (("--svg", "missing/step.svg"), "missing"),

@@ -63,7 +63,8 @@ def assert_same_bytes(a: Any, b: Any) -> None:
 
 def check_experts_of_one_parameter(ranks: Ranks) -> None:
     """Ranks have some experts each, or none; every matrix is gathered in its own bytes."""
-    for recipe, stored, experts in itertools.product(RECIPES, (True, False), (1, 5)):
+    cases = [(RECIPES[0], True, 1), (RECIPES[2], False, 5), *((r, True, 5) for r in RECIPES)]
+    for recipe, stored, experts in cases:
         torch.manual_seed(0)
         with float8lab.fp8_model_init(stored, recipe=recipe):
             single = float8lab.GroupedLinear(

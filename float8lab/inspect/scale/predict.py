@@ -234,8 +234,6 @@ def _again(found: Seconds) -> Seconds:
 
 def _head(size: ModelSize, M: int, job: Job, mesh: Mesh) -> Seconds:
     """The output layer in high precision, and the loss of its results in float32."""
-    if not size.vocabulary:
-        return {}
     columns = -(-size.vocabulary // mesh.tp)
     found = products(None, M, [(columns, size.width)], job)
     return {**found, "elementwise": cost.moved(20.0 * M * columns)}
@@ -261,9 +259,6 @@ class _Held:
     def sharded(self) -> float:
         """Parameters that the GPU keeps."""
         return self.dense / self.shard + self.experts / self.expert_shard
-
-    def times(self, layers: float) -> _Held:
-        return _Held(layers * self.dense, layers * self.experts, self.shard, self.expert_shard)
 
 
 def _held(size: ModelSize, job: Job, mesh: Mesh) -> _Held:
@@ -305,7 +300,7 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
     """Predict a step.
 
     Raises:
-        ValueError: the mesh cannot share this model, or the batch cannot be shared by it.
+        ValueError: the mesh cannot share this model, this batch, or parameters as told.
 
     >>> from float8lab.inspect.scale.mesh import Mesh
     >>> from float8lab.inspect.scale.predict import Job, predict
@@ -321,6 +316,12 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
             f"batch must be a multiple of dp times the micro-batch ({mesh.dp * job.micro}); "
             f"got {job.batch}. Pass a multiple."
         )
+    ranks = mesh.dp * mesh.cp
+    if job.shard and ranks % min(job.shard, ranks):
+        raise ValueError(
+            f"shard must divide the data and context parallel ranks ({ranks}); got {job.shard}. "
+            "Pass a divisor."
+        )
     count = job.batch // mesh.dp // job.micro
     layers = -(-size.layers // mesh.pp)
     once = passing(size, recipe, job, mesh)
@@ -328,8 +329,7 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
     gpu = dict.fromkeys(KINDS, 0.0) | total([once], count)
     held = _held(size, job, mesh)
     ends = size.vocabulary_parameters / mesh.tp / mesh.pp
-    kept_ends = ends / held.shard
-    if mesh.dp * mesh.cp > 1:
+    if ranks > 1:
         gather, scatter = _exchange(held, recipe, job, mesh)
         busy = sum(once.values()) / layers
         # Stages keep their parameters gathered for all micro-batches, others gather them anew.
@@ -344,7 +344,7 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
         M = job.micro * job.sequence // mesh.cp
         between = 4 * M * size.width / mesh.tp / rate
         gpu["bubble"] = (mesh.pp - 1) * (sum(once.values()) + between) + count * between
-    mine = layers * held.sharded + kept_ends
+    mine = layers * held.sharded + ends / held.shard
     gpu["optimizer"] = cost.moved(7 * job.weight_bytes * mine)  # 4 are read and 3 are written
     memory = _memory(size, recipe, job, mesh, held, mine, ends, count)
     return Step(mesh=mesh, recipe=recipe, job=job, gpu=gpu, cpu=cpu, memory=memory)

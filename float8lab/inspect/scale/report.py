@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
 from float8lab.inspect.html import svg
 from float8lab.inspect.scale.mesh import Mesh
-from float8lab.inspect.scale.predict import KINDS, RING, Job, Step
+from float8lab.inspect.scale.predict import KINDS, RING, Job, Step, predict
 from float8lab.inspect.scale.published import PUBLISHED
 from float8lab.inspect.scale.search import (
     Product,
@@ -144,11 +144,11 @@ class Scale(Printed):
         used = [kind for kind in KINDS if any(s.gpu[kind] >= 5e-5 for s in self.steps.values())]
         steps = Grid(
             f"On mesh {self.mesh}",
-            ("recipe", "ms", "tokens/s a GPU", "x", "GB", *used),
+            ("recipe", "ms", "tokens/s a GPU", "x", "GB", "CPU", *used),
             [
                 (
                     name, f"{1e3 * step.seconds:.1f}", f"{step.tokens:.0f}",
-                    f"{self.gain(name):.2f}", _gigabytes(step),
+                    f"{self.gain(name):.2f}", _gigabytes(step), f"{1e3 * step.cpu:.1f}",
                     *(f"{1e3 * step.gpu[kind]:.1f}" for kind in used),
                 )
                 for name, step in self.steps.items()
@@ -319,11 +319,7 @@ def scale(
         chosen = True
     else:
         chosen = False
-        if job.batch % (mesh.dp * (micro or 1)):
-            raise ValueError(
-                f"batch must be a multiple of {mesh.dp * (micro or 1)}, dp times the micro-batch; "
-                f"got {job.batch}. Pass a multiple."
-            )
+        predict(size, None, replace(job, micro=micro or 1), mesh)  # raises if it cannot be shared
     steps = {}
     for name, recipe in {HIGH: None, **recipes}.items():
         step = best(size, recipe, job, mesh, micro, recompute)

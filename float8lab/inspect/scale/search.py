@@ -31,7 +31,8 @@ _FEWEST_TOKENS = 64
 
 def _ways(job: Job, mesh: Mesh, micro: int | None, recompute: bool | None) -> Iterator[Job]:
     each, rest = divmod(job.batch, mesh.dp)
-    if rest or not each:
+    ranks = mesh.dp * mesh.cp
+    if rest or not each or (job.shard and ranks % min(job.shard, ranks)):
         return
     sizes = [2**power for power in range(each.bit_length())] if micro is None else [micro]
     for sequences in sizes:

@@ -39,10 +39,12 @@ SPAN = 128
 def padded_rows(rows: int, groups: int) -> int:
     """Columns of the transpose of so many rows: enough for any sizes of the groups.
 
-    >>> padded_rows(1000, 3)
-    1408
+    No more groups than rows are not empty, and one is that of the rows that belong to nobody.
+
+    >>> padded_rows(1000, 3), padded_rows(2, 100)
+    (1408, 256)
     """
-    return (rows + (groups + 1) * (SPAN - 1)) // SPAN * SPAN
+    return (rows + torch.sym_min(groups + 1, rows) * (SPAN - 1)) // SPAN * SPAN
 
 
 def _bounds(offs: Tensor) -> Iterator[tuple[int, int, int]]:
