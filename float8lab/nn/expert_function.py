@@ -89,7 +89,8 @@ class _ExpertMlp(Float8Function):
     ) -> Tensor:
         dtype, needs = output_dtype(x), ctx.needs_input_grad
         needs_dh, needs_dw2 = any(needs[:3]), needs[3]
-        source, token = x, None
+        source: Tensor | Source = x
+        token: Tensor | None = None
         if row_map is not None:
             token = _tokens_of_rows(row_map, how.rows)
             source = Source("permute", [x, token], dtype)

@@ -32,8 +32,8 @@ from float8lab.nn.linear import (
 )
 from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
-from float8lab.tensor import Float8Tensor, moe_unpermute
-from float8lab.tensor.permute import routed, scatter_rows
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.permute import check_probs, gather_rows, routed, scatter_rows
 
 __all__ = ["ExpertMLP", "ExpertsBase"]
 
@@ -255,11 +255,11 @@ class ExpertMLP(ExpertsBase):
             row_map, rows, offs = routed(routing_map, x.shape[0], self.num_experts)
         else:
             row_map, rows, offs = routed(routing_map, x.shape[0], None, num_out_tokens)
+        check_probs("probs", probs, tuple(routing_map.shape))
         y = self._run_experts(
             x, offs, self._layers(), self.activation, is_first_microbatch, (row_map, rows)
         )
-        y = moe_unpermute(y, row_map, probs)
-        return y.view(inp.shape)
+        return gather_rows(y, row_map, probs).view(inp.shape)
 
     def run_rows(
         self,

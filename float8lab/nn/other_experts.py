@@ -20,8 +20,8 @@ from float8lab.nn.expert_function import Layer
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
-from float8lab.tensor import Float8Tensor, moe_unpermute
-from float8lab.tensor.permute import routed
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.permute import gather_rows, routed
 
 __all__ = ["OtherExperts", "experts_class", "routers"]
 
@@ -171,7 +171,7 @@ def _route(
     row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
     y = self._run_experts(x, offs, layers, activation, to=(row_map, rows))
     y = y if after is None else after(y)
-    y = moe_unpermute(y, row_map, weights)
+    y = gather_rows(y, row_map, weights)
     return y.to(hidden_states.dtype).view(hidden_states.shape)
 
 
