@@ -35,7 +35,15 @@ from float8lab.ops import Groups, as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import check_probs, gather_rows, routed, scatter_rows
 
-__all__ = ["ExpertMLP", "ExpertsBase"]
+__all__ = ["ExpertMLP", "ExpertsBase", "like"]
+
+
+def like(y: Tensor, x: Tensor) -> Tensor:
+    """A matrix with the dimensions of ``x``; no view, on which FSDP2 refuses ops in place."""
+    if x.ndim == 2:
+        return y
+    shaped: Tensor = torch.ops.aten._unsafe_view.default(y, x.shape)
+    return shaped
 
 
 class ExpertsBase(nn.Module):
@@ -259,7 +267,7 @@ class ExpertMLP(ExpertsBase):
         y = self._run_experts(
             x, offs, self._layers(), self.activation, is_first_microbatch, (row_map, rows)
         )
-        return gather_rows(y, row_map, probs).view(inp.shape)
+        return like(gather_rows(y, row_map, probs), inp)
 
     def run_rows(
         self,
@@ -281,7 +289,7 @@ class ExpertMLP(ExpertsBase):
         x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
         offs = ends_of(m_splits, x, self.num_experts, "num_experts")
         y = self._run_experts(x, offs, self._layers(), self.activation, is_first_microbatch)
-        return y.view(rows.shape)
+        return like(y, rows)
 
     def _layers(self) -> tuple[Layer, Layer]:
         return (self.fc1_weight, self.fc1_bias), (self.fc2_weight, self.fc2_bias)

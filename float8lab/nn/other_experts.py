@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from float8lab.nn.expert_function import Layer
-from float8lab.nn.expert_mlp import ExpertsBase
+from float8lab.nn.expert_mlp import ExpertsBase, like
 from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
@@ -172,7 +172,7 @@ def _route(
     y = self._run_experts(x, offs, layers, activation, to=(row_map, rows))
     y = y if after is None else after(y)
     y = gather_rows(y, row_map, weights)
-    return y.to(hidden_states.dtype).view(hidden_states.shape)
+    return like(y.to(hidden_states.dtype), hidden_states)
 
 
 def _plain(x: Tensor) -> Tensor:

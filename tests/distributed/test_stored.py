@@ -87,6 +87,30 @@ def check_experts_of_one_parameter(ranks: Ranks) -> None:
                 torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
 
 
+def check_mlps_of_experts(ranks: Ranks) -> None:
+    """Both weights of ``ExpertMLP``, stored in FP8 or not."""
+    for recipe, stored in ((RECIPES[0], True), (RECIPES[2], False)):
+        torch.manual_seed(0)
+        with float8lab.fp8_model_init(stored, recipe=recipe):
+            single = float8lab.ExpertMLP(5, 64, 48, device=ranks.device)
+        model = copy.deepcopy(single)
+        fully_shard(model, mesh=ranks.mesh())
+        index = torch.arange(32, device=ranks.device).view(16, 2) % 5
+        weights = torch.rand(16, 2, generator=torch.Generator().manual_seed(1)).to(ranks.device)
+        for step in range(2):
+            results = []
+            for mlp in (model, single):
+                mlp.zero_grad()
+                with float8lab.autocast(recipe=recipe):
+                    y = mlp(inputs(ranks, step), weights, index)
+                y.square().mean().backward()
+                results.append(y)
+            assert torch.equal(*results)
+            for name, parameter in model.named_parameters():
+                whole = single.get_parameter(name)
+                torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+
 def check_gathered_bytes_and_results(ranks: Ranks) -> None:
     for recipe in RECIPES:
         for policy in (True, False):
