@@ -20,8 +20,10 @@ memory      what a layer and a stack hold, and whether many steps need more
 accuracy    SQNR of a linear layer; needs no GPU
 advise      how far the steps that ``float8lab.inspect.advise`` predicts are from measured ones
 fsdp        sharded training steps, by torchrun on several GPUs
+links       what a GPU sends to others, by torchrun; prints
 offload     CPU offload of activations; not among "all"
 watch       what ``float8lab.inspect.watch`` costs; prints, and is in docs/watch.md
+scale       how far predicted steps are from the rows of RESULTS.md; prints; needs no GPU
 report_page how fast the report of a large run opens in a browser; prints; needs no GPU
 =========== ====================================================================================
 

@@ -74,12 +74,16 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
     gather = partial(Case, op=ops.gather_rows_op, reference=reference.gather_rows)
     yield Case("copy", torch.clone, torch.clone, (rows,))
     yield Case("row map", ops.row_map_op, reference.row_map_of, (mask,))
+    yield Case("row map of indices", ops.row_map_op, reference.row_map_of, (experts, E))
     yield scatter("permute", arguments=(x, row_map, R))
     yield scatter("permute, index map", arguments=(x, index_map, R))
     yield scatter("permute, with probabilities", arguments=(x, row_map, R, probs))
     yield scatter("permute, FP8 1x128", arguments=(codes, row_map, R, None, None, *scales))
-    yield gather("unpermute", arguments=(rows, row_map))
-    yield gather("unpermute, with probabilities", arguments=(rows, row_map, probs))
+    yield gather("unpermute", arguments=(rows, row_map, rows.dtype))
+    yield gather("unpermute, with probabilities", arguments=(rows, row_map, rows.dtype, probs))
+    fp8 = float8lab.quantize(rows, block=(1, 128))
+    in_fp8 = (fp8.qdata, row_map, rows.dtype, None, None, fp8.scale, 128)
+    yield gather("unpermute, FP8 1x128", arguments=in_fp8)
     yield scatter(
         "unpermute backward, with probabilities",
         arguments=(x, row_map, R, probs, rows),

@@ -284,9 +284,16 @@ def selfcheck(folder: Path) -> None:
     command("env", "env", "--device", "cpu", cwd=folder, columns=110)
 
 
+def scale(folder: Path) -> None:
+    """docs/scale.md: where the time of a step goes."""
+    work = ("--model", "llama-3-70b", "--gpus", "1024", "--mesh", "dp=128,tp=8")
+    run = [sys.executable, "-m", "float8lab", "scale", *work, "--svg", str(IMAGES / "scale.svg")]
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     function.__name__: function
-    for function in (tensor, watch, report, advise, checkpoints, selfcheck)
+    for function in (tensor, watch, report, advise, checkpoints, selfcheck, scale)
 }
 
 

@@ -1,4 +1,4 @@
-"""FP8 on this machine, and FP8 checkpoints: ``python -m float8lab COMMAND --help``."""
+"""FP8 on this machine and on many, and FP8 checkpoints: ``python -m float8lab COMMAND --help``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from float8lab.commands import checkpoints
+from float8lab.commands import checkpoints, scale
 from float8lab.commands.terminal import fail
 from float8lab.inspect.environment import environment
 from float8lab.inspect.selfcheck import selfcheck
@@ -29,7 +29,7 @@ _COLOURS = {
     "failed": 31,
     "FAILED": 31,
 }
-_DESCRIPTION = "FP8 on this machine, and what FP8 checkpoints hold."
+_DESCRIPTION = "FP8 on this machine and on many GPUs, and what FP8 checkpoints hold."
 _WORDS = re.compile(rf"(?<!\b0 )\b({'|'.join(_COLOURS)})\b(?!:)")  # but "0 failed"
 
 
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.set_defaults(run=_about_the_machine)
     checkpoints.add_commands(commands)
+    scale.add_commands(commands)
     options = parser.parse_args(arguments)
     if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU; leave --device out or pass cpu")

@@ -113,7 +113,9 @@ def check_size(name: str, value: Any, *, minimum: int = 0, optional: bool = Fals
         return value
     wanted = f"{'None or ' if optional else ''}an integer of at least {minimum}"
     try:
-        size = None if isinstance(value, bool) else operator.index(value)
+        size = value  # of a graph's size, index() would make a constant
+        if type(value) is not int:
+            size = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         size = None
     if size is None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from float8lab.checkpoints.replacing import replacing
-from float8lab.commands.terminal import fail, progress_bar, show
+from float8lab.commands.terminal import guarded, present, progress_bar
 from float8lab.inspect.checkpoint import (
     CheckpointDiff,
     CheckpointReport,
@@ -19,8 +17,6 @@ from float8lab.inspect.checkpoint import (
 )
 
 __all__ = ["add_commands"]
-
-_T = TypeVar("_T")
 
 _KINDS = (
     "a safetensors file, its index or a directory of them; a file by torch.save; a directory by "
@@ -89,10 +85,10 @@ def _inspect(options: argparse.Namespace) -> int:
                 partial.write_text(page(report), encoding="utf-8")
         return report
 
-    report = _guarded("inspect", look)
+    report = guarded("inspect", look)
     if report is None:
         return 2
-    _print(report, options)
+    present(report, options.json, None if options.all else options.limit)
     return 1 if options.strict and report.suspicious else 0
 
 
@@ -101,27 +97,8 @@ def _diff(options: argparse.Namespace) -> int:
         with progress_bar("comparing") as progress:
             return diff(options.a, options.b, layer=options.layer, progress=progress)
 
-    found = _guarded("diff", compare)
+    found = guarded("diff", compare)
     if found is None:
         return 2
-    _print(found, options)
+    present(found, options.json, None if options.all else options.limit)
     return 0 if found.equal else 1
-
-
-def _print(found: Any, options: argparse.Namespace) -> None:
-    if options.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        show(found.summary(), found.tables(None if options.all else options.limit))
-
-
-def _guarded(command: str, run: Callable[[], _T]) -> _T | None:
-    """Return ``run()``; None, after a one-line message, if a file cannot be read or written."""
-    program = f"python -m float8lab {command}"
-    try:
-        return run()
-    except (ValueError, ModuleNotFoundError) as error:  # a CheckpointError, or a wrong argument
-        fail(program, error)
-    except OSError as error:
-        fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
-    return None

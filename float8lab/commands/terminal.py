@@ -5,16 +5,19 @@ Output to a file or a pipe is plain text, in which nothing is cut off and nothin
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from float8lab.arguments import printable
 from float8lab.inspect.text import Grid, rich_table
 
-__all__ = ["fail", "progress_bar", "show"]
+__all__ = ["fail", "guarded", "present", "progress_bar", "show"]
+
+_T = TypeVar("_T")
 
 _FOLDED = {"tensor": 30, "why": 24, "A -> B": 16, "format": 10, "dtype": 10}
 """Columns whose cells may be folded, with the least width in characters that is left to each."""
@@ -61,6 +64,14 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
         if taken > width and i > 1:
             return grid.columns[:i]
     return grid.columns
+
+
+def present(found: Any, as_json: bool, limit: int | None) -> None:
+    """Print a result as JSON with all rows, or as text with so many rows of each table."""
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found.summary(), found.tables(limit))
 
 
 @contextmanager
@@ -112,6 +123,18 @@ def fail(program: str, message: object) -> int:
     with suppress(OSError):  # nobody can be told then
         print(f"{program}: error: {printable(' '.join(str(message).split()))}", file=sys.stderr)
     return 2
+
+
+def guarded(command: str, run: Callable[[], _T]) -> _T | None:
+    """Return ``run()``; None, after a one-line message, if a file cannot be read or written."""
+    program = f"python -m float8lab {command}"
+    try:
+        return run()
+    except (ValueError, ModuleNotFoundError) as error:  # a CheckpointError, or a wrong argument
+        fail(program, error)
+    except OSError as error:
+        fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
+    return None
 
 
 def _rich() -> Any:

@@ -43,13 +43,13 @@ class DispatchHandle:
     """Where ``moe_dispatch`` sent rows and from where it got them, for ``moe_combine``."""
 
     row_map: Tensor
-    """Of this rank's tokens, by expert."""
+    """Where the tokens of this rank go, ordered by expert."""
     order: Tensor | None
-    """Row map from the order in which rows come, by rank, to that of the experts; None is as is."""
+    """Row map from the order in which rows come, by rank, to that of experts; None leaves them."""
     sent: tuple[int, ...]
-    """Rows for each rank."""
+    """How many rows go to each rank."""
     received: tuple[int, ...]
-    """Rows of each rank."""
+    """How many rows come from each rank."""
     group: Any
     gradient: Float8Spec | None
 

@@ -44,7 +44,8 @@ from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.other_linear import sizes
-from float8lab.recipes.auto import MODES, Parts, Prediction, Times, choose, estimate_parts
+from float8lab.recipes.auto import Prediction, choose
+from float8lab.recipes.cost import MODES, Parts, Times, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, inside
 

@@ -15,7 +15,7 @@ from float8lab.arguments import check_instance
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.statistics import Histogram, blocks, stats
 
-__all__ = ["exponent_bars", "filled", "heat_cells", "html", "page_of"]
+__all__ = ["exponent_bars", "filled", "heat_cells", "html", "page_of", "svg"]
 
 MOST_CELLS = 32
 """Rows and columns of a heat map; more blocks than that share a cell, which shows the largest."""
@@ -77,7 +77,8 @@ def heat_cells(scales: Tensor, most: int = MOST_CELLS) -> Tensor:
     return logs.masked_fill(logs == -math.inf, math.nan).cpu()
 
 
-def _svg(width: int, height: int, title: str, body: str) -> str:
+def svg(width: int, height: int, title: str, body: str) -> str:
+    """A picture of SVG elements under a title."""
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height + 34}' "
         "font-family='sans-serif' font-size='10' fill='currentColor'>"
@@ -106,7 +107,7 @@ def exponent_bars(found: Histogram) -> str:
         f"<text x='{len(counts) * step}' y='{height + 14}' text-anchor='end'>"
         f"{_power(str(exponents[-1]))}</text>"
     )
-    return _svg(len(counts) * step, height, "codes by exponent", "".join(parts) + ends)
+    return svg(len(counts) * step, height, "codes by exponent", "".join(parts) + ends)
 
 
 def _heat_map(scales: Tensor) -> str:
@@ -133,4 +134,4 @@ def _heat_map(scales: Tensor) -> str:
     ends = f"{_power(f'{low:.1f}')}<tspan dy='4'> (dark) to </tspan>{_power(f'{high:.1f}')}"
     words = f"<text x='0' y='{rows * tall + 14}'>{ends}</text>"
     title = f"scales {tuple(scales.shape)}"
-    return _svg(max(columns * wide, 110), rows * tall, title, "".join(parts) + words)
+    return svg(max(columns * wide, 110), rows * tall, title, "".join(parts) + words)

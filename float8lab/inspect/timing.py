@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from float8lab.recipes.auto import Times
+from float8lab.recipes.cost import Times
 
 __all__ = ["CudaTimer", "Timer", "sleep_rate"]
 

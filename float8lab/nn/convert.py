@@ -60,7 +60,8 @@ from float8lab.nn.report import (
     remember_conversion,
     shapes_of,
 )
-from float8lab.recipes.auto import Auto, Prediction, Times, choose, explain, predict
+from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
+from float8lab.recipes.cost import Times
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 from float8lab.tensor import Float4Tensor, Float8Tensor

@@ -33,28 +33,9 @@ from float8lab.nn.linear import (
 from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
 from float8lab.tensor import Float8Tensor, moe_permute, moe_unpermute
+from float8lab.tensor.permute import permute_by_index
 
-__all__ = ["ExpertMLP", "ExpertsBase", "routed"]
-
-
-def routed(x: Tensor, index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens in the order of their experts; where each went; the ends of the experts' rows.
-
-    Nothing waits for the GPU.
-
-    Args:
-        x: ``[T, H]``.
-        index: ``[T, K]`` of integers, the experts of each token. Whatever is none of
-            ``range(experts)`` names none.
-        experts: E.
-
-    Returns:
-        ``[T * K, H]``, with those of no expert at the end; the row map of ``moe_permute``; ``[E]``.
-    """
-    rows, row_map = moe_permute(x, index, index.numel(), map_type="index")
-    own = torch.where((index < 0) | (index >= experts), experts, index).reshape(-1).long()
-    counts = own.new_zeros(experts + 1).scatter_add_(0, own, torch.ones_like(own))
-    return rows, row_map, counts[:experts].cumsum(0)
+__all__ = ["ExpertMLP", "ExpertsBase"]
 
 
 class ExpertsBase(nn.Module):
@@ -266,7 +247,7 @@ class ExpertMLP(ExpertsBase):
         check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         if isinstance(routing_map, Tensor) and routing_map.dtype != torch.bool:
-            rows, row_map, offs = routed(x, routing_map, self.num_experts)
+            rows, row_map, offs = permute_by_index(x, routing_map, self.num_experts)
         else:
             rows, row_map = moe_permute(x, routing_map, num_out_tokens)
             offs = routing_map.sum(0).cumsum(0).clamp(max=rows.shape[0])

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from float8lab.nn.expert_function import Layer
-from float8lab.nn.expert_mlp import ExpertsBase, routed
+from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor, moe_unpermute
+from float8lab.tensor.permute import permute_by_index
 
 __all__ = ["OtherExperts", "experts_class", "routers"]
 
@@ -157,7 +158,7 @@ def _route(
 ) -> Tensor:
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(_plain(hidden_states))
-    rows, row_map, offs = routed(x, index, layers[0][0].shape[0])
+    rows, row_map, offs = permute_by_index(x, index, layers[0][0].shape[0])
     y = self._run_experts(rows, offs, layers, activation)
     y = y if after is None else after(y)
     y = moe_unpermute(y, row_map, weights)

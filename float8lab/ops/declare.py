@@ -75,6 +75,7 @@ _TYPES = {
     "Sequence[str]": "str[]",
     "torch.dtype": "ScalarType",
     "int": "int",
+    "int | torch.SymInt": "SymInt",
     "float": "float",
     "bool": "bool",
     "str": "str",

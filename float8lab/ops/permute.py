@@ -13,10 +13,11 @@ from float8lab.ops.reference import permute as reference
 __all__ = ["empty_row_map", "gather_rows_op", "row_map_op", "scatter_outputs", "scatter_rows_op"]
 
 
-def empty_row_map(routing_map: Tensor) -> Tensor:
-    """Room for the row map of a routing map."""
-    T, S = routing_map.shape
-    return routing_map.new_empty((T, S + 1), dtype=torch.int32)
+def empty_row_map(of: Any) -> tuple[Tensor, Tensor]:
+    """Room for the row map of a routing map, and for the ends of the experts' rows."""
+    T, S = of.routing_map.shape
+    row_map = of.routing_map.new_empty((T, S + 1), dtype=torch.int32)
+    return row_map, row_map.new_empty(of.experts or S)
 
 
 def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
@@ -32,13 +33,13 @@ def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
 def _gather_outputs(of: Any) -> tuple[Tensor | None, ...]:
     T, S = of.row_map.shape[0], of.row_map.shape[1] - 1
     beside = None if of.beside is None else of.beside.new_empty((T, S))
-    return of.y.new_empty((T, of.y.shape[1])), beside
+    return of.y.new_empty((T, of.y.shape[1]), dtype=of.dtype), beside
 
 
 row_map_op = declare(
     reference.row_map_of,
     cuda="permute:row_map_of",
-    outputs=lambda of: empty_row_map(of.routing_map),
+    outputs=empty_row_map,
     any_strides=True,
 )
 scatter_rows_op = declare(

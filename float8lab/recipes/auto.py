@@ -2,24 +2,18 @@
 
 M tokens, N out features, K in features.
 
-A training step of a layer is three GEMMs of ``2 M N K`` operations and, in FP8, a cast of x, w and
-dy in both orientations. Its calls take CPU time too, whatever its size. The CPU may be layers ahead
-of the GPU, or the GPU may wait for it, so a model's layers take the sum of their GPU times or the
-sum of their CPU times, whichever is more.
-
-Sources: benchmarks/RESULTS.md at commit 8b34738, one H200. GEMM rates: floors of "Linear layer",
-less the bytes of the casts at the rate of a copy, median of the three shapes. Casts: the straight
-line through the two sizes of "Quantize". CPU: "CPU overhead", a layer alone; in models it is about
-half of that, which leaves room for what else a model calls.
+A model's calls take CPU time as well. The CPU may be layers ahead of the GPU, or the GPU may wait
+for it, so a model's layers take the sum of their GPU times or the sum of their CPU times, whichever
+is more. The times are those of ``float8lab/recipes/cost.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from float8lab.arguments import check_choice, check_size
+from float8lab.recipes.cost import MODES, Times, estimate, has_rates
 from float8lab.recipes.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -28,133 +22,14 @@ from float8lab.recipes.recipe import (
     Recipe,
 )
 
-__all__ = [
-    "MODES",
-    "TIE",
-    "Auto",
-    "Parts",
-    "Prediction",
-    "Times",
-    "choose",
-    "estimate",
-    "estimate_parts",
-    "explain",
-    "predict",
-]
+__all__ = ["TIE", "Auto", "Prediction", "choose", "explain", "predict"]
 
-MODES = ("eager", "compile", "cuda_graph")
-"""How a model's calls reach the GPU."""
 TIE = 0.02
 """Times that differ by no more count as equal: then the better numerics are preferred."""
 
 
-@dataclass(frozen=True)
-class _Rates:
-    """Rates and times, in seconds, of layers whose tensors have scales of one kind."""
-
-    gemm: float
-    """Operations a second."""
-    cast: float
-    """GPU time for each element in both orientations; 0 in high precision."""
-    cast_start: float
-    """GPU time for each tensor, whatever its size."""
-    eager: float
-    """CPU time of forward and backward."""
-    compiled: float
-    """The same in a compiled graph: the ops alone, 170 us in forward and as much in backward."""
-
-    def cpu(self, mode: str) -> float:
-        """CPU time of forward and backward; a CUDA graph needs none."""
-        return {"eager": self.eager, "compile": self.compiled, "cuda_graph": 0.0}[mode]
-
-
-_COPY = 4.27e12
-"""Bytes a second, read and written."""
-_GEMM_START = 3.8e-6
-"""GPU time of a kernel that has next to nothing to do: that of a cast with a given scale."""
-_BFLOAT16 = _Rates(gemm=763e12, cast=0.0, cast_start=0.0, eager=93e-6, compiled=42e-6)
-_FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
-    ((-1, -1), True): _Rates(1451e12, 1.03e-12, 3.8e-6, 1316e-6, 340e-6),
-    ((-1, -1), False): _Rates(1451e12, 1.49e-12, 9.0e-6, 1163e-6, 340e-6),
-    ((1, -1), False): _Rates(1409e12, 1.69e-12, 10.4e-6, 1300e-6, 340e-6),
-    ((1, 128), False): _Rates(1137e12, 1.28e-12, 9.4e-6, 1319e-6, 340e-6),
-}
-"""Rates by the block of x that has one scale, and by whether scales are delayed."""
-
-
-class Times(NamedTuple):
-    """Seconds that a training step takes, forward and backward."""
-
-    gpu: float
-    cpu: float
-
-
-class Parts(NamedTuple):
-    """Seconds of a training step, the GPU's by what it does."""
-
-    quantize: float
-    gemm: float
-    cpu: float
-
-    @property
-    def gpu(self) -> float:
-        """All of the GPU's."""
-        return self.quantize + self.gemm
-
-
 Prediction = Mapping[Recipe | None, Times]
 """Times of one layer in high precision (None) and by recipe, best numerics first."""
-
-
-def _rates(recipe: Recipe | None) -> _Rates | None:
-    if recipe is None:
-        return _BFLOAT16
-    return _FP8.get((recipe.linear.x.block, recipe.linear.delayed))
-
-
-def estimate(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager") -> Times:
-    """Predict the time of a linear layer's training step on a Hopper GPU.
-
-    Args:
-        recipe: None is bfloat16.
-        M: tokens, rows of one call.
-        N: out features.
-        K: in features.
-        mode: one of ``MODES``.
-
-    Raises:
-        ValueError: the recipe's kind of scales was not measured, since Hopper has no GEMM for it.
-
-    >>> bf16, fp8 = (estimate(r, 16384, 4096, 14336).gpu for r in (None, DelayedScaling()))
-    >>> print(f"{1e3 * bf16:.1f} ms, {1e3 * fp8:.1f} ms")
-    7.6 ms, 4.4 ms
-    """
-    parts = estimate_parts(recipe, M, N, K, mode=mode)
-    return Times(parts.gpu, parts.cpu)
-
-
-def estimate_parts(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager") -> Parts:
-    """``estimate`` with the casts and the GEMMs apart.
-
-    >>> estimate_parts(None, 16384, 4096, 4096).quantize
-    0.0
-    """
-    rates = _rates(recipe)
-    if rates is None:
-        raise ValueError(
-            f"recipe must have scales per tensor, row or 1x128 block; got {recipe!r}. "
-            "Of others no speed is known."
-        )
-    plan = recipe.linear if recipe is not None else None
-    in_fp8 = (plan.fprop, plan.dgrad, plan.wgrad) if plan is not None else (False, False, False)
-    outputs = (M * N, M * K, N * K)  # of fprop, dgrad, wgrad; the other two are its operands
-    elements = sum(outputs)
-    gemms = 0.0
-    for output, fp8 in zip(outputs, in_fp8, strict=True):
-        moved = 2 * output + (1 if fp8 else 2) * (elements - output)
-        rate = rates.gemm if fp8 else _BFLOAT16.gemm
-        gemms += _GEMM_START + max(2 * M * N * K / rate, moved / _COPY)
-    return Parts(3 * rates.cast_start + elements * rates.cast, gemms, rates.cpu(mode))
 
 
 def predict(
@@ -264,7 +139,7 @@ class Auto:
         check_size("tokens", tokens, minimum=1)
         check_choice("mode", self.mode, MODES)
         known = isinstance(candidates, tuple) and all(
-            isinstance(recipe, Recipe) and _rates(recipe) is not None for recipe in candidates
+            isinstance(recipe, Recipe) and has_rates(recipe) for recipe in candidates
         )
         if not known:
             raise ValueError(

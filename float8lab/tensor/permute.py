@@ -38,6 +38,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "permute_by_index",
     "scatter_rows",
 ]
 
@@ -130,7 +131,7 @@ def moe_unpermute(
     """Add up the rows of each token, in float32 and in the order of its experts.
 
     Args:
-        inp: ``[R, H]``, the rows as ``moe_permute`` ordered them. A Float8Tensor is dequantized.
+        inp: ``[R, H]``, the rows as ``moe_permute`` ordered them; a Float8Tensor as it is.
         row_id_map: the row map that ``moe_permute`` returned.
         merging_probs: ``[T, E]``, or ``[T, K]`` where the map is of indices; any float. Each row is
             multiplied by its probability.
@@ -174,8 +175,6 @@ def moe_unpermute(
             f"restore_shape must be None or {wanted}, the tokens of the row map and the features "
             f"of inp; got {shown(restore_shape)}. Leave it out."
         )
-    if isinstance(inp, Float8Tensor):
-        inp = inp.dequantize()
     return gather_rows(inp, row_id_map, merging_probs)
 
 
@@ -303,6 +302,15 @@ def _row_map(
     routing_map: Any, tokens: int, num_out_tokens: Any, map_type: str
 ) -> tuple[Tensor, int]:
     """The row map of a routing map, and R."""
+    _check_routing_map(routing_map, tokens, map_type)
+    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
+    row_map = row_map_op(routing_map)[0] if map_type == "mask" else _map_of_index(routing_map)
+    if rows is None or rows == -1:
+        rows = int(row_map[0, -1]) if tokens else 0
+    return row_map, rows
+
+
+def _check_routing_map(routing_map: Any, tokens: int, map_type: str) -> None:
     check_integers("routing_map", routing_map, 2)
     if routing_map.dtype == torch.bool and map_type == "index":
         raise TypeError(
@@ -314,11 +322,25 @@ def _row_map(
             f"routing_map must have a row for each of the {tokens} tokens of inp; got shape "
             f"{tuple(routing_map.shape)}. Pass the map of the same tokens."
         )
-    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
-    row_map = (row_map_op if map_type == "mask" else _map_of_index)(routing_map)
-    if rows is None or rows == -1:
-        rows = int(row_map[0, -1]) if tokens else 0
-    return row_map, rows
+
+
+def permute_by_index(x: Tensor, index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Permute as ``moe_permute`` does by an index map, where the number of experts is known.
+
+    Args:
+        x: ``[T, H]``, plain or in FP8.
+        index: ``[T, K]`` of integers, the experts of each token. What is not in
+            ``range(experts)`` is none.
+        experts: E.
+
+    Returns:
+        ``[T * K, H]``: the rows, zeros after those of the last expert; the row map; and ``[E]``
+        int32: where the rows of each expert end.
+    """
+    _check_routing_map(index, x.shape[0], "index")
+    row_map, ends = row_map_op(index, experts)
+    rows, _ = scatter_rows(x, row_map, index.numel())
+    return rows, row_map, ends
 
 
 def _map_of_index(index: Tensor) -> Tensor:
@@ -360,9 +382,16 @@ def scatter_rows(
 
 
 def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Add up the rows of each token, times ``[T, S]`` probabilities; differentiable."""
+    """Add up rows, plain or in FP8, times ``[T, S]`` probabilities; differentiable."""
     result: Tensor = _Gather.run(y, row_map, probs)
     return result
+
+
+def _of_rows(x: Float8Tensor) -> Float8Tensor:
+    """The tensor with no block of several rows but one of all."""
+    if x._window is not None:
+        x._refresh()
+    return x if x.spec.block[0] == -1 else cut(x, (1, x.spec.block[1]))
 
 
 def _scattered(
@@ -372,17 +401,29 @@ def _scattered(
     if not isinstance(x, Float8Tensor):
         y, beside, *_ = scatter_rows_op(x, row_map, rows, probs)
         return y, None if probs is None else beside
-    if x._window is not None:
-        x._refresh()
-    scales: tuple[Any, Any] = (None, None)
-    if x.spec.block[0] != -1:
-        x = cut(x, (1, x.spec.block[1]))
-        scales = x.scale, x.amax
+    x = _of_rows(x)
+    shared = x.spec.block[0] == -1
+    scales = (None, None) if shared else (x.scale, x.amax)
     codes = x.qdata.view(torch.uint8)
     codes, beside, *moved = scatter_rows_op(codes, row_map, rows, probs, None, *scales)
-    scale, amax = moved if scales[0] is not None else (x.scale.clone(), x.amax.clone())
+    scale, amax = (x.scale.clone(), x.amax.clone()) if shared else moved
     y = x.replace(qdata=codes.view(x.qdata.dtype), scale=scale, amax=amax)
     return y, None if probs is None else beside
+
+
+def _gathered(
+    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums of rows, and what lies beside each if there is anything."""
+    data: Tensor = y
+    how: tuple[Any, ...] = ()
+    if isinstance(y, Float8Tensor):
+        y = _of_rows(y)
+        data, columns = y.qdata, y.spec.block[1]
+        scale = y.scale.expand(y.shape[0], y.scale.shape[1])
+        how = scale, max(y.shape[1], 1) if columns == -1 else columns
+    x, back = gather_rows_op(data, row_map, y.dtype, probs, beside, *how)
+    return x, back
 
 
 class _Scatter(Float8Function):
@@ -397,8 +438,7 @@ class _Scatter(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dprobs: Tensor | None) -> tuple[Any, ...]:
         (row_map,) = ctx.saved_tensors
-        dy = dy.dequantize() if isinstance(dy, Float8Tensor) else dy
-        dx, back = gather_rows_op(dy, row_map, None, dprobs)
+        dx, back = _gathered(dy, row_map, None, dprobs)
         return dx, None, None, None if dprobs is None else back
 
 
@@ -407,8 +447,7 @@ class _Gather(Float8Function):
     def forward(ctx: Any, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
         ctx.rows = y.shape[0]
         ctx.save_for_backward(row_map, *(() if probs is None else (probs, y)))
-        x: Tensor = gather_rows_op(y, row_map, probs)[0]
-        return x
+        return _gathered(y, row_map, probs)[0]
 
     @staticmethod
     @once_differentiable
@@ -416,6 +455,6 @@ class _Gather(Float8Function):
         row_map, *merged = ctx.saved_tensors
         if not merged:
             return _scattered(dx, row_map, ctx.rows)[0], None, None
-        dx = dx.dequantize() if isinstance(dx, Float8Tensor) else dx
-        dy, dprobs, *_ = scatter_rows_op(dx, row_map, ctx.rows, *merged)
+        dx, probs, y = (t.dequantize() if isinstance(t, Float8Tensor) else t for t in (dx, *merged))
+        dy, dprobs, *_ = scatter_rows_op(dx, row_map, ctx.rows, probs, y)
         return dy, None, dprobs

@@ -61,6 +61,31 @@ def assert_same_bytes(a: Any, b: Any) -> None:
     assert torch.equal(a.scale, b.scale)
 
 
+def check_experts_of_one_parameter(ranks: Ranks) -> None:
+    """Ranks have some experts each, or none; every matrix is gathered in its own bytes."""
+    for recipe, stored, experts in itertools.product(RECIPES, (True, False), (1, 5)):
+        torch.manual_seed(0)
+        with float8lab.fp8_model_init(stored, recipe=recipe):
+            single = float8lab.GroupedLinear(
+                experts, 64, 48, single_grouped_weight=True, device=ranks.device
+            )
+        model = copy.deepcopy(single)
+        fully_shard(model, mesh=ranks.mesh())
+        splits = torch.tensor([16] if experts == 1 else [3, 0, 7, 5, 1], device=ranks.device)
+        for step in range(2):
+            results = []
+            for layer in (model, single):
+                layer.zero_grad()
+                with float8lab.autocast(recipe=recipe):
+                    y = layer(inputs(ranks, step), splits)
+                y.square().mean().backward()
+                results.append(y)
+            assert torch.equal(*results)
+            for name, parameter in model.named_parameters():
+                whole = single.get_parameter(name)
+                torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+
 def check_gathered_bytes_and_results(ranks: Ranks) -> None:
     for recipe in RECIPES:
         for policy in (True, False):

@@ -16,7 +16,7 @@ from float8lab import inspect, recipes
 from float8lab.inspect.advice import advise_by
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.precision import precisions_below
-from float8lab.recipes.auto import Times, estimate, estimate_parts
+from float8lab.recipes.cost import Times, estimate, estimate_parts
 from float8lab.recipes.region import advance_scales
 from tests.inspect.models import Noted, snapshot
 

@@ -49,6 +49,11 @@ def bounds(sizes: list[int]) -> Iterator[tuple[int, int, int, int]]:
         start, place = start + size, place + round_up(size, SPAN)
 
 
+def used_columns(sizes: list[int]) -> int:
+    """Columns of a transpose up to the end of the last group."""
+    return sum(round_up(size, SPAN) for size in sizes)
+
+
 def cast_alone(x: Tensor, block: tuple[int, int], rule: str, *given: Tensor) -> tuple:
     """A group's rows, and their transpose, each cast as a matrix of its own."""
     straight = reference.cast(

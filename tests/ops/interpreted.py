@@ -269,6 +269,11 @@ def check_rotary() -> None:
                 )
 
 
+def one_for_all(rows: int) -> Tensor:
+    """A scale for each row, of which there is one in memory."""
+    return torch.rand(1, 1).expand(rows, 1)
+
+
 def row_map(tokens: int, places: int, rows: int, filled: int) -> Tensor:
     """Rows below ``filled`` at random places; among the numbers for nowhere, some out of range."""
     nowhere = torch.tensor([-1, -7, rows, 2**31 - 1], dtype=torch.int32)
@@ -298,16 +303,23 @@ def check_permute() -> None:
         y_wanted, dots_wanted, *_ = permute.reference.scatter_rows(*arguments)
         same(y, y_wanted)
         torch.testing.assert_close(dots, dots_wanted)
+        fp8, kind = merged.to(E5M2), (FP32, probs, None)
         for arguments in (
-            (merged, places), (merged, places, probs), (merged.double(), places),
-            (torch.randn(H, R).t(), places, probs, torch.rand(R).half()),
+            (merged, places, FP32), (merged, places, FP32, probs), (merged.double(), places, FP32),
+            (torch.randn(H, R).t(), places, FP32, probs, torch.rand(R).half()),
+            (fp8, places, *kind, torch.rand(B, R).t(), max(-(-H // B), 1)),
+            (fp8, places, *kind, one_for_all(R), H),
         ):  # fmt: skip
             got, want = permute.gather_rows(*arguments), permute.reference.gather_rows(*arguments)
             all_same_or_none(got, want)
 
     for T, S in ((0, 3), (5, 0), (300, 130), (70, 3), (1, 1)):
         for mask in (torch.rand(T, S) < 0.4, (torch.rand(S, T) < 0.1).int().t() * 7):
-            same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+            all_same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+    for T, K, E in ((0, 3, 4), (5, 0, 2), (300, 4, 130), (70, 3, 5), (1, 1, 1)):
+        index = torch.randint(-1, E + 2, (K, T)).t()
+        for one in (index, index.short()):
+            all_same(permute.row_map_of(one, E), permute.reference.row_map_of(one, E))
 
 
 def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
@@ -419,7 +431,11 @@ def check_groups() -> None:
                     continue
                 inputs = [one, one] if kind == "relu_backward" else [one]
                 arguments = (kind, inputs, one.dtype, offs, fp8_dtype, block, rule, 0.0, *wanted)
-                same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
+                same_casts(
+                    grouped_cast.cast_groups(*arguments),
+                    reference.cast_groups(*arguments),
+                    groups.used_columns(sizes),
+                )
             for w in batch if all(wanted) else batch[:1]:
                 arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *wanted[:2])
                 same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
@@ -430,6 +446,7 @@ def check_groups() -> None:
         same_casts(
             grouped_cast.cast_groups("", [x], BF16, *rest, slots[0]),
             reference.cast_groups("", [x], BF16, *rest, slots[1]),
+            groups.used_columns(sizes),
         )
         same(*slots)
     factors = torch.rand(2, 8)[:, 0]
@@ -442,11 +459,19 @@ def check_groups() -> None:
     same(*slots)
 
 
-def same_casts(got: Sequence[Any], want: Sequence[Any]) -> None:
+def same_casts(got: Sequence[Any], want: Sequence[Any], used: int | None = None) -> None:
+    """``used``: so many columns of a transpose mean something."""
     *got, sums = got
     *want, sums_wanted = want
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
+    q_t = want[3]
+    for index, (one, other) in enumerate(zip(got, want, strict=True)):
+        width = None
+        if used is not None and index >= 3 and other is not None and other.ndim == 2:
+            width = used if index == 3 else -(-used * other.shape[1] // q_t.shape[1])
+            width = max(width, 1) if other.shape[1] == 1 else width
+        same(
+            one if one is None else one[..., :width], other if other is None else other[..., :width]
+        )
         assert one is None or one.stride() == other.stride() or 1 in one.shape
     if sums_wanted is not None:
         sums_close(sums, sums_wanted)
@@ -604,11 +629,11 @@ if __name__ == "__main__":
     check_transpose_and_dequantize()
     check_turned_values()
     check_rotary()
-    check_permute()
-    check_router()
     check_update_scales()
     check_norm()
     check_fp8_norm()
     check_sources()
     check_activations()
     check_groups()
+    check_permute()
+    check_router()

@@ -229,11 +229,14 @@ def scattered(with_probs: bool = False, scales: int = 0, merged: bool = False) -
     return lambda: permute.scatter_rows(rows, to, 64, probs, y, scale, scale)
 
 
-def gathered(with_probs: bool) -> Any:
+def gathered(with_probs: bool, in_fp8: bool = False) -> Any:
     to, probs = torch.zeros((32, 129), dtype=torch.int32), torch.zeros(32, 128)
     beside = None if with_probs else torch.zeros(64)
     y = x.view(64, -1)
-    return lambda: permute.gather_rows(y, to, probs if with_probs else None, beside)
+    how = (y.dtype, probs if with_probs else None, beside)
+    if in_fp8:
+        return lambda: permute.gather_rows(y.to(E5M2), to, *how, torch.ones(16, 64).t(), 128)
+    return lambda: permute.gather_rows(y, to, *how)
 
 
 def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
@@ -282,9 +285,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
     "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
     "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
+    "row-map-index": lambda: permute.row_map_of(torch.zeros(512, 8, dtype=torch.int64), 128),
     "permute": scattered(),
     "permute-1x128-with-probs": scattered(True, scales=32),
     "permute-backward": gathered(with_probs=False),
+    "unpermute-fp8": gathered(with_probs=False, in_fp8=True),
     "unpermute-with-probs": gathered(with_probs=True),
     "unpermute-with-probs-backward": scattered(True, merged=True),
     "rotary": rotated(128, interleaved=False, back=False),
@@ -536,7 +541,10 @@ def test_every_kernel_is_compiled_here() -> None:
     assert compiled == set(all_kernels())
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+REMEMBERED = {**LAUNCHES, **{n: call for n, call in PRODUCTS.items() if n.startswith("groups")}}
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
 def test_launches_can_be_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher passes what ``Launched`` leaves to Triton at every call."""
     monkeypatch.setattr(_launch, "current_device", lambda: 0)
@@ -544,7 +552,7 @@ def test_launches_can_be_remembered(name: str, monkeypatch: pytest.MonkeyPatch) 
     compiled = SimpleNamespace(
         metadata=SimpleNamespace(target=target), run=None, function=None, packed_metadata=None
     )
-    for kernel, args, constants in launches(LAUNCHES[name]):
+    for kernel, args, constants in launches(REMEMBERED[name]):
         again = Launched(kernel)
         again._remember(compiled, args, constants)
         assert again._known, kernel.fn.__name__

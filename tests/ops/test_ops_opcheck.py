@@ -166,11 +166,14 @@ def test_permute(tokens: int, device: torch.device) -> None:
     row_map = torch.cat([row_map, torch.full_like(row_map, -1)])[:tokens]
     scale, rows = torch.rand(2, tokens, device=device).t(), torch.randn(5, 70, device=device)
     check(ops.row_map_op, probs > 0.5)
+    check(ops.row_map_op, row_map, 4)
     check(ops.scatter_rows_op, x, row_map, 5)
     check(ops.scatter_rows_op, x, row_map, 5, probs, rows)
     check(ops.scatter_rows_op, x.byte(), row_map, 5, probs, None, scale, scale)
-    check(ops.gather_rows_op, rows, row_map)
-    check(ops.gather_rows_op, rows.bfloat16(), row_map, probs, rows[:, 0].half())
+    check(ops.gather_rows_op, rows, row_map, rows.dtype)
+    check(ops.gather_rows_op, rows, row_map, torch.bfloat16, probs, rows[:, 0].half())
+    shared = torch.rand(1, 3, device=device).expand(5, 3)
+    check(ops.gather_rows_op, rows.to(E4M3), row_map, torch.half, probs, None, shared, 32)
 
 
 @pytest.mark.parametrize("tokens", [0, 4])

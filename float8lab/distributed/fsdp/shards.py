@@ -85,7 +85,7 @@ class Shard:
             mine = shard if whole else shard[rows]
             parts.append(cast_rows(mine, weight.factor[blocks], layout.spec).view(torch.uint8))
         if layout.padding or not parts:
-            size = (layout.padding, layout.shape[1])
+            size = (layout.padding, *layout.shape[1:])
             parts.append(torch.zeros(size, dtype=torch.uint8, device=shard.device))
         sent = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (sent,), (weight.scale, weight.amax)

@@ -70,10 +70,13 @@ def shard_mesh(parameter: Any) -> Any:
 
 
 class Layout(NamedTuple):
-    """The rows of a weight ``[N, K]`` that are a rank's shard, by the rule of ``torch.chunk``."""
+    """The rows of a weight ``[N, K]`` that are a rank's shard, by the rule of ``torch.chunk``.
+
+    Of the weights of several experts, ``[E, N, K]`` in blocks of one expert each, they are experts.
+    """
 
     spec: Float8Spec  # the format, blocks and scale rule of the whole weight
-    shape: tuple[int, int]  # the shape of the whole weight
+    shape: tuple[int, ...]  # the shape of the whole weight
     blocks: tuple[int, ...]  # the shape of the weight's scales
     numbers: int  # floats from these scales to the next weight's, so that all are aligned
     start: int  # the first row of the shard in the weight
@@ -88,7 +91,7 @@ class Layout(NamedTuple):
     @staticmethod
     def of(spec: Float8Spec, shape: Any, mesh: Any) -> Layout:
         """The layout of a weight that is cut for the ranks of ``mesh``."""
-        N, K = shape
+        N = shape[0]
         chunk = -(-N // mesh.size())
         start = min(N, chunk * mesh.get_local_rank())
         rows = min(chunk, N - start)
@@ -99,9 +102,9 @@ class Layout(NamedTuple):
             for low, high in ((0, head), (head, rows))
             if low < high
         )
-        blocks = spec.scale_shape((N, K))
+        blocks = spec.scale_shape(tuple(shape))
         numbers = round_up(math.prod(blocks), _ALIGNED)
-        return Layout(spec, (N, K), blocks, numbers, start, rows, chunk - rows, runs)
+        return Layout(spec, tuple(shape), blocks, numbers, start, rows, chunk - rows, runs)
 
     def block_rows(self, size: int, device: torch.device) -> slice | Tensor:
         """The weight's block rows in which the shard's blocks, of ``size`` rows each, begin."""
@@ -270,6 +273,8 @@ def reduced_amaxes(
 
 
 def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
+    if block[0] == 1 and rows.spec.block == tuple(block):
+        return rows.scale  # no block is shared
     scale = expand_scale(rows.scale, (rows.spec.block[0], 1), rows.shape)
     return block_amax(scale.expand(rows.shape[0], -1), (block[0], 1))
 

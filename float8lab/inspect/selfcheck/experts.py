@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
+from float8lab.formats import E5M2
 from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, name_of
 from float8lab.inspect.selfcheck.harness import BF16, FP16, FP32, Cases, checks
 from float8lab.ops.reference import permute, router
@@ -52,10 +53,12 @@ def _check_permute(cases: Cases) -> None:
             cases.begin(name + what)
             want = permute.scatter_rows(*arguments)
             cases.same(_there(ops.scatter_rows_op(*_to(cases, arguments))), _there(want))
-        for what, arguments in (
-            ("", (rows, row_map)),
-            (" sums", (rows, row_map, probs, rows[:, 0])),
-        ):
+        added: list[tuple[str, tuple[Any, ...]]] = [
+            ("", (rows, row_map, dtype)),
+            (" sums", (rows, row_map, dtype, probs, rows[:, 0])),
+            (" FP8", (rows.to(E5M2), row_map, dtype, None, None, cases.uniform(9, R).t(), 128)),
+        ]
+        for what, arguments in added:
             cases.begin(name + what)
             sums = permute.gather_rows(*arguments)
             cases.same(_there(ops.gather_rows_op(*_to(cases, arguments))), _there(sums))
@@ -91,7 +94,14 @@ def _check_row_map(cases: Cases) -> None:
             cases.begin(f"{T} tokens {S} places {name_of(dtype)}")
             mask = (cases.uniform(S, T) < 0.1).to(dtype).t()
             mask = mask if dtype == torch.int64 else mask.contiguous()
-            cases.same(ops.row_map_op(mask.to(cases.device)), permute.row_map_of(mask))
+            cases.same(
+                _there(ops.row_map_op(mask.to(cases.device))), _there(permute.row_map_of(mask))
+            )
+    for T, K, E in ((300, 8, 128), (33, 3, 5), (1, 1, 1), (0, 4, 2)):
+        cases.begin(f"{T} tokens {K} of {E} experts")
+        index = (cases.uniform(K, T) * (E + 2)).to(torch.int64).t() - 1
+        got = ops.row_map_op(index.to(cases.device), E)
+        cases.same(_there(got), _there(permute.row_map_of(index, E)))
 
 
 @checks("experts", "float64; choices: the reference on the CPU", "route_op", "route_backward_op")

@@ -4,7 +4,8 @@ M rows, K columns of what is cast, E groups or matrices; ROWS, COLUMNS the same 
 ACROSS the columns of a transpose. A program has a tile of 128 rows and 128 columns, and no tile has
 rows of two groups: it finds out from the ends of the groups, on the device, where its rows are. In
 a transpose tile i has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. Behind
-the groups come the tiles of the rows that belong to nobody, which read nothing and write zeros.
+the groups come the tiles of the rows that belong to nobody, which read nothing and write zeros; in
+a transpose, where no product reads them, nothing.
 
 Tiles are read by words, as ``prologue.load_words`` says.
 """
@@ -278,6 +279,8 @@ def _cast_groups_kernel(  # noqa: PLR0915
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K, FROM_END)
     group, row, end, limit = _rows_of_tile(tile_m, offs_ptr, M, E, ROWS, COUNT)
     place, limit_t = tile_m * TILE_M, ACROSS
+    if offs_ptr is not None:
+        limit_t = tl.where(group < E, ACROSS, 0)
     if offs_ptr is None:
         a_ptr += group * stride_ae
         place = row
@@ -422,7 +425,9 @@ def cast_groups(
     stride, source = 0, inputs
     if offs is None:
         E, M, K = first.shape
-        batch, stride, source = (E,), first.stride(0), [first[0]]
+        batch, stride = (E,), first.stride(0)
+        # A view that a replay knows, where it can be one.
+        source = [first.view(-1, K) if first.is_contiguous() else first[0]]
         rows = across = round_up(M, ALIGN)
         tiles = E * ceil_div(rows, SPAN)
     else:

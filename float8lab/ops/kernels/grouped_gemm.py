@@ -157,7 +157,7 @@ def _find(tile, where, plan_ptr, BAND: gl.constexpr, CONTRACTS: gl.constexpr):
         left = gl.load(plan_ptr + 4 * m + 2) - row
         steps = gl.where(group < E, steps, 0)
         group = gl.minimum(group, E - 1)
-        first = 0
+        first = group * 0
         b_row = group * b_rows + column
         b_column = group * b_columns
         y_row = row
@@ -201,30 +201,26 @@ def _store(sums, y_desc, y_ptr, y_tile, row, column, left, N):
 
 
 @gluon.jit
-def _scale(sums, scales, group, row, column, M, N, BIAS: gl.constexpr):
+def _scale(sums, scales, group, row, column, M, N):
     """The sums of a part times the scales of its rows and columns, which span the contraction."""
-    a_scale_ptr, b_scale_ptr, a_stride, _, b_stride, b_row_stride, a_row_stride, bias_ptr, _ = (
-        scales
-    )
+    a_scale_ptr, b_scale_ptr, a_stride, _, b_stride, b_row_stride, a_row_stride, _, _ = scales
     rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout)) + row
     columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
     rows = gl.minimum(rows, M - 1)
     columns = gl.minimum(columns, N - 1)
     a_scale = gl.load(a_scale_ptr + (group * a_stride + rows * a_row_stride))
     b_scale = gl.load(b_scale_ptr + (group * b_stride + columns * b_row_stride))
-    sums = sums * a_scale[:, None] * b_scale[None, :]
-    if BIAS:
-        sums += gl.load(bias_ptr + (group * N + columns)).to(gl.float32)[None, :]
-    return sums
+    return sums * a_scale[:, None] * b_scale[None, :]
 
 
 @gluon.jit
-def _add_bias(sums, scales, group, column, N):
-    """To a part whose scales are in the sums."""
+def _add_bias(sums, scales, group, column, steps, N):
+    """The sums of a part plus the biases of its columns; not in rows that belong to nobody."""
     _, _, _, _, _, _, _, bias_ptr, _ = scales
     columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
     columns = gl.minimum(columns, N - 1)
-    return sums + gl.load(bias_ptr + (group * N + columns)).to(gl.float32)[None, :]
+    bias = gl.load(bias_ptr + (group * N + columns)).to(gl.float32)
+    return sums + gl.where(steps > 0, bias, 0.0)[None, :]
 
 
 @gluon.jit
@@ -237,10 +233,11 @@ def _multiply_fast(
     tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = where
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 32])
     count = 0
+    last = tiles_m * tiles_n - 1
+    group, row, _first, _b_row, _b_column, steps, y_row, left, column = _find(
+        gl.minimum(first_tile, last), where, plan_ptr, BAND, CONTRACTS
+    )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
-        group, row, _first, _b_row, _b_column, steps, y_row, left, column = _find(
-            tile, where, plan_ptr, BAND, CONTRACTS
-        )
         sums = gl.zeros([HALF, 2 * PART], gl.float32, LAYOUT)
         for step in range(steps):
             stage = count % STAGES
@@ -254,8 +251,16 @@ def _multiply_fast(
         sums = warpgroup_mma_wait(0, (sums,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
         below = HALF * number
-        sums = _scale(sums, scales, group, row + below, column, M, N, BIAS)
+        sums = _scale(sums, scales, group, row + below, column, M, N)
+        ahead = gl.minimum(tile + programs, last)
+        if BIAS:
+            sums = _add_bias(sums, scales, group, column, steps, N)
+        else:  # the next tile's place arrives while this one is stored; with a bias it would spill
+            following = _find(ahead, where, plan_ptr, BAND, CONTRACTS)
         _store(sums, y_desc, y_ptr, y_tiles.index(number), y_row + below, column, left - below, N)
+        if BIAS:
+            following = _find(ahead, where, plan_ptr, BAND, CONTRACTS)
+        group, row, _first, _b_row, _b_column, steps, y_row, left, column = following
     tma.store_wait(0)
 
 
@@ -280,10 +285,11 @@ def _multiply_parts(  # noqa: PLR0915
     column1: gl.constexpr = PART * number if B_BY_ROW else PART
     part = gl.zeros([HALF, PART], gl.float32, LAYOUT)
     count = 0
+    last = tiles_m * tiles_n - 1
+    group, row, first, _b_row, _b_column, steps, y_row, left, column = _find(
+        gl.minimum(first_tile, last), where, plan_ptr, BAND, CONTRACTS
+    )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
-        group, row, first, _b_row, _b_column, steps, y_row, left, column = _find(
-            tile, where, plan_ptr, BAND, CONTRACTS
-        )
         sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         sums1 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         # The last of a group without steps may be beyond all scales: it reads the one before.
@@ -298,9 +304,9 @@ def _multiply_parts(  # noqa: PLR0915
                 next_a1 = gl.load(a_scales + a1)
                 b0 = gl.minimum(column + column0 + columns, N - 1) * b_row_stride
             else:
-                last = (N - 1) // PART
-                b0 = gl.minimum(column // PART, last) * b_row_stride
-                b1 = gl.minimum(column // PART + 1, last) * b_row_stride
+                edge = (N - 1) // PART
+                b0 = gl.minimum(column // PART, edge) * b_row_stride
+                b1 = gl.minimum(column // PART + 1, edge) * b_row_stride
                 next_b1 = gl.load(b_scales_ptr + b1)
             next_b0 = gl.load(b_scales_ptr + b0)
         for step in range(steps):
@@ -334,19 +340,22 @@ def _multiply_parts(  # noqa: PLR0915
             mbarrier.arrive(empty.index(stage), count=1)
             sums1 = add_part(sums1, part, scale1, b_scale, B_BY_ROW, BLOCK)
             count += 1
+        # The next tile's place arrives while this one is stored.
+        following = _find(gl.minimum(tile + programs, last), where, plan_ptr, BAND, CONTRACTS)
         if not BLOCK:
-            sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N, BIAS)
-            sums1 = _scale(sums1, scales, group, row + row1, column + column1, M, N, BIAS)
-        elif BIAS:
-            sums0 = _add_bias(sums0, scales, group, column + column0, N)
-            sums1 = _add_bias(sums1, scales, group, column + column1, N)
+            sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N)
+            sums1 = _scale(sums1, scales, group, row + row1, column + column1, M, N)
+        if BIAS:
+            sums0 = _add_bias(sums0, scales, group, column + column0, steps, N)
+            sums1 = _add_bias(sums1, scales, group, column + column1, steps, N)
         y_tile = y_tiles.index(number)
         _store(sums0, y_desc, y_ptr, y_tile, y_row + row0, column + column0, left - row0, N)
         _store(sums1, y_desc, y_ptr, y_tile, y_row + row1, column + column1, left - row1, N)
+        group, row, first, _b_row, _b_column, steps, y_row, left, column = following
     tma.store_wait(0)
 
 
-@gluon.jit
+@launched(language=gluon)
 def _multiply_groups_kernel(
     a_desc,  # [M, K] fp8, in tiles of [128, 128]; or [M, L] where the contraction is in groups
     b_desc,  # [E N, K], or [N, E K], fp8, in tiles of [256, 128]; or [N, L]
@@ -454,7 +463,7 @@ def grouped_mm(
     fast_accum: bool,
 ) -> Tensor:
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
-        return _in_high_precision(a, b, bias, offs, out_dtype, a_scale is None)
+        return _in_high_precision(a, b, bias, offs, out_dtype)
     mode = mode_of(a, tuple(a_block), b, tuple(b_block), out_dtype, fast_accum)
     if mode is None:
         return _dequantized(
@@ -478,11 +487,13 @@ def multiply_groups(
             b, b_columns = turned.reshape(N, E * K), K
         else:
             b, b_rows = b.reshape(E * N, K), N
+    elif not b.is_contiguous():
+        b = b.contiguous()
     if mode in ("block", "rows") and a_scale.shape[0] > 1 and a_scale.stride(0) != 1:
         a_scale = a_scale.t().contiguous().t()
     plan, tiles = _plan(offs, M, by_tile=not contracts)
     y = a.new_empty((E, M, N) if contracts else (M, N), dtype=out_dtype)
-    a_stride, a_row, a_step, b_stride, b_row, b_step = _strides(mode, a_scale, b_scale)
+    a_stride, a_row, a_step, b_stride, b_row, b_step = _strides(a_scale, b_scale)
     down = E * ceil_div(M, _ROWS) if contracts else tiles
     programs = min(multiprocessors(a.device), down * ceil_div(N, _COLUMNS))
     _multiply_groups_kernel[(programs,)](
@@ -497,7 +508,7 @@ def multiply_groups(
     return y
 
 
-def _strides(mode: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int, int, int]:
+def _strides(a: Tensor, b: Tensor) -> tuple[int, int, int, int, int, int]:
     """Of the scales of a, then of b: from group to group, row to row, step to step."""
 
     def of(scale: Tensor) -> tuple[int, int, int]:
@@ -512,17 +523,16 @@ def _strides(mode: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int, int, 
 
 
 def _in_high_precision(
-    a: Tensor, b: Tensor, bias: Tensor | None, offs: Tensor, out_dtype: torch.dtype, fits: bool
+    a: Tensor, b: Tensor, bias: Tensor | None, offs: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """Operands without scales, or nothing to multiply."""
-    if 0 in a.shape or 0 in b.shape or not offs.shape[0] or not fits:
-        plain = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
-        return reference.grouped_mm(*plain, bias, offs, out_dtype, False)
-    strided = all(_has_torch_strides(x) for x in (a, b))
-    if a.dtype != torch.bfloat16 or out_dtype != a.dtype or not strided:
-        return reference.grouped_mm(a, None, (), b, None, (), bias, offs, out_dtype, False)
-    if capability_of(a.device) < (9, 0):
-        return reference.grouped_mm(a, None, (), b, None, (), bias, offs, out_dtype, False)
+    E, M, N = offs.shape[0], a.shape[0], b.shape[-2]
+    if bias is None and 0 in (E, M, N, a.shape[1]):
+        return a.new_zeros((M, N) if b.ndim == 3 else (E, M, N), dtype=out_dtype)
+    known = a.dtype == out_dtype == torch.bfloat16 and capability_of(a.device) >= (9, 0)
+    if not known or not all(x.numel() and _has_torch_strides(x) for x in (a, b)):
+        high = (a.to(out_dtype), None, (), b.to(out_dtype), None, ())
+        return reference.grouped_mm(*high, bias, offs, out_dtype, False)
     y = torch._grouped_mm(a, b.mT, offs=offs.to(torch.int32), out_dtype=out_dtype)
     if bias is not None:
         rows = torch.arange(a.shape[0], device=a.device, dtype=offs.dtype)
@@ -591,8 +601,8 @@ def _dequantized(
             scale = b_scale.repeat_interleave(b_block[0], 1)[:, :N].reshape(E * N, -1)
             b_block = (1, b_block[1])
         right = dequantize(b.reshape(E * N, K), scale, b_block, out_dtype).view(E, N, K)
-        return _in_high_precision(left, right, bias, offs, out_dtype, True)
+        return _in_high_precision(left, right, bias, offs, out_dtype)
     right = dequantize(b, b_scale, b_block, out_dtype)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     ends = ((sizes + (SPAN - 1)) // SPAN * SPAN).cumsum(0).to(offs.dtype)
-    return _in_high_precision(left, right, None, ends, out_dtype, True)
+    return _in_high_precision(left, right, None, ends, out_dtype)

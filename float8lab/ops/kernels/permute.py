@@ -27,8 +27,8 @@ _SCATTER = Tile(rows=1, columns=4096, warps=4)
 _GATHER = Tile(rows=1, columns=4096, warps=4)
 """The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""
 
-_MAP_ELEMENTS = 8192
-"""Of the routing map, of a program."""
+_MAP_ELEMENTS = 4096
+"""Numbers that a program has at once, tokens times experts."""
 
 _LAST = tl.constexpr(2**62)
 
@@ -41,67 +41,95 @@ def _part(H: int, x: Tensor, tile: Tile) -> dict[str, int]:
 
 
 @triton.jit
-def _load_mask(
-    mask_ptr, tile, T, S, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr
-):
-    """Tokens, places and 0 or 1 of a tile of the routing map."""
-    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    places = tl.arange(0, PLACES)[None, :]
-    inside = (tokens < T) & (places < S)
-    mask = tl.load(mask_ptr + tokens * stride_t + places * stride_s, mask=inside, other=0)
-    return tokens, places, (mask != 0).to(tl.int32)
+def _counts_of(
+    map_ptr, tokens, T, S, stride_t, stride_s,
+    INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """How often each expert gets each of some tokens, [TOKENS, EXPERTS]."""
+    experts = tl.arange(0, EXPERTS)[None, :]
+    if INDEX:
+        counts = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
+        for place in range(S):
+            at = tokens * stride_t + place * stride_s
+            counts += (tl.load(map_ptr + at, mask=tokens < T, other=-1) == experts).to(tl.int32)
+    else:
+        inside = (tokens < T) & (experts < S)
+        goes = tl.load(map_ptr + tokens * stride_t + experts * stride_s, mask=inside, other=0)
+        counts = (goes != 0).to(tl.int32)
+    return counts
 
 
 @launched
 def _count_kernel(
-    mask_ptr,  # [T, S] any integer
-    counts_ptr,  # [S, tiles] int32
-    T, S, tiles, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr,
+    map_ptr,  # [T, S] any integer
+    counts_ptr,  # [E, tiles] int32
+    T, S, E, tiles, stride_t, stride_s,
+    INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    _, _, goes = _load_mask(mask_ptr, tile, T, S, stride_t, stride_s, TOKENS, PLACES)
-    places = tl.arange(0, PLACES)
-    tl.store(counts_ptr + places * tiles + tile, tl.sum(goes, 0), mask=places < S)
+    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    counts = _counts_of(map_ptr, tokens, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
+    experts = tl.arange(0, EXPERTS)
+    tl.store(counts_ptr + experts * tiles + tile, tl.sum(counts, 0), mask=experts < E)
 
 
 @launched
 def _row_map_kernel(
-    mask_ptr,  # [T, S] any integer
-    counts_ptr,  # [S, tiles] int32
-    ends_ptr,  # [S, tiles] int32: sums of the counts up to each
-    map_ptr,  # [T, S + 1] int32
-    T, S, tiles, stride_t, stride_s, TOKENS: tl.constexpr, PLACES: tl.constexpr,
+    map_ptr,  # [T, S] any integer
+    counts_ptr,  # [E, tiles] int32
+    sums_ptr,  # [E, tiles] int32: the counts up to each
+    row_map_ptr,  # [T, S + 1] int32
+    ends_ptr,  # [E] int32
+    T, S, E, tiles, stride_t, stride_s,
+    INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    tokens, places, goes = _load_mask(mask_ptr, tile, T, S, stride_t, stride_s, TOKENS, PLACES)
-    at = places * tiles + tile
-    begin = tl.load(ends_ptr + at, mask=places < S) - tl.load(counts_ptr + at, mask=places < S)
-    rows = tl.where(goes != 0, begin + tl.cumsum(goes, 0) - 1, -1)
-    inside = (tokens < T) & (places < S)
-    tl.store(map_ptr + tokens * (S + 1) + places, rows, mask=inside)
-    filled = tl.load(ends_ptr + S * tiles - 1)
-    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    filled = tl.zeros((TOKENS,), dtype=tl.int32) + filled
-    tl.store(map_ptr + tokens * (S + 1) + S, filled, mask=tokens < T)
+    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    experts = tl.arange(0, EXPERTS)[None, :]
+    counts = _counts_of(map_ptr, tokens, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
+    at = experts * tiles + tile
+    begin = tl.load(sums_ptr + at, mask=experts < E) - tl.load(counts_ptr + at, mask=experts < E)
+    ends = begin + tl.cumsum(counts, 0)  # up to each token
+    if INDEX:
+        ends -= counts
+        for place in range(S):
+            of = tokens * stride_t + place * stride_s
+            here = tl.load(map_ptr + of, mask=tokens < T, other=-1) == experts
+            ends += here.to(tl.int32)
+            rows = tl.max(tl.where(here & (experts < E), ends, 0), 1, keep_dims=True) - 1
+            tl.store(row_map_ptr + tokens * (S + 1) + place, rows, mask=tokens < T)
+    else:
+        rows = tl.where(counts != 0, ends, 0) - 1
+        inside = (tokens < T) & (experts < S)
+        tl.store(row_map_ptr + tokens * (S + 1) + experts, rows, mask=inside)
+    filled = tl.load(sums_ptr + E * tiles - 1) + tl.zeros((TOKENS, 1), dtype=tl.int32)
+    tl.store(row_map_ptr + tokens * (S + 1) + S, filled, mask=tokens < T)
+    experts = tl.arange(0, EXPERTS)
+    inside = (experts < E) & (tile == 0)
+    last = tl.load(sums_ptr + experts * tiles + tiles - 1, mask=inside)
+    tl.store(ends_ptr + experts, last, mask=inside)
 
 
 @on_device_of_first
-def row_map_of(routing_map: Tensor) -> Tensor:
+def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     T, S = routing_map.shape
-    row_map = empty_row_map(routing_map)
+    E = experts or S
+    row_map, ends = empty_row_map(SimpleNamespace(routing_map=routing_map, experts=experts))
     if not routing_map.numel():
-        return row_map.zero_()
-    places = next_power_of_2(S)
-    tile = {"TOKENS": max(_MAP_ELEMENTS // places, 1), "PLACES": places, "num_warps": 4}
+        return row_map.zero_(), ends.zero_()
+    block = next_power_of_2(E)
+    tile = {"TOKENS": max(_MAP_ELEMENTS // block, 1), "EXPERTS": block, "INDEX": experts > 0}
     tiles = ceil_div(T, tile["TOKENS"])
     if routing_map.dtype == torch.bool:
         routing_map = routing_map.view(torch.uint8)
-    counts = row_map.new_empty((S, tiles))
-    sizes = (T, S, tiles, *routing_map.stride())
-    _count_kernel[(tiles,)](routing_map, counts, *sizes, **tile)
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-    _row_map_kernel[(tiles,)](routing_map, counts, ends, row_map, *sizes, **tile)
-    return row_map
+    counts = row_map.new_empty((E, tiles))
+    sizes = (T, S, E, tiles, *routing_map.stride())
+    _count_kernel[(tiles,)](routing_map, counts, *sizes, **tile, num_warps=4)
+    sums = counts.view(-1).cumsum(0, dtype=torch.int32)
+    _row_map_kernel[(tiles,)](
+        routing_map, counts, sums, row_map, ends, *sizes, **tile, num_warps=4
+    )  # fmt: skip
+    return row_map, ends
 
 
 @triton.jit
@@ -124,7 +152,7 @@ def _scatter_kernel(
     y_ptr,  # [R, H]
     beside_ptr,  # [R]; [T, S] with MERGED
     new_scale_ptr,  # [R, B], each column contiguous
-    new_amax_ptr,  # likewise
+    new_amax_ptr,  # [R, B], each column contiguous
     T, S, R, H, B, stride_xt, stride_st, stride_sb, stride_at, stride_ab,
     HAS_PROBS: tl.constexpr, MERGED: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -224,10 +252,11 @@ def _gather_kernel(
     map_ptr,  # [T, S + 1] int32
     probs_ptr,  # [T, S] any float
     beside_ptr,  # [R]
+    scale_ptr,  # [R, B] fp32
     x_ptr,  # [T, H]
     back_ptr,  # [T, S]
-    S, R, H, stride_yr,
-    HAS_PROBS: tl.constexpr, HAS_BESIDE: tl.constexpr,
+    S, R, H, block, stride_yr, stride_sr, stride_sb,
+    HAS_PROBS: tl.constexpr, HAS_BESIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -251,6 +280,9 @@ def _gather_kernel(
             y_ptr + at + columns, mask=inside & (following != _LAST), other=0.0
         )  # on its way while this one is added
         term = y.to(tl.float32)
+        if HAS_SCALE:
+            scales = (key & 0xFFFFFFFF) * stride_sr + columns // block * stride_sb
+            term *= tl.load(scale_ptr + scales, mask=inside, other=0.0)
         if HAS_PROBS:
             term *= tl.load(probs_ptr + token * S + (key >> 32)).to(tl.float32)
         total += term
@@ -260,22 +292,29 @@ def _gather_kernel(
 
 @replayed
 def gather_rows(
-    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+    y: Tensor,
+    row_map: Tensor,
+    dtype: torch.dtype,
+    probs: Tensor | None = None,
+    beside: Tensor | None = None,
+    scale: Tensor | None = None,
+    block: int = 1,
 ) -> tuple[Tensor | None, ...]:
-    if y.element_size() > 4:
-        return reference.gather_rows(y, row_map, probs, beside)
+    if torch.float64 in (y.dtype, dtype):
+        return reference.gather_rows(y, row_map, dtype, probs, beside, scale, block)
     (R, H), T, S = y.shape, row_map.shape[0], row_map.shape[1] - 1
-    x = y.new_empty((T, H))
+    x = y.new_empty((T, H), dtype=dtype)
     back = None if beside is None else beside.new_empty((T, S))
     if T == 0:
         return x, back
     if y.stride(1) != 1:
         y = y.contiguous()
-    part = _part(H, y, _GATHER)
+    part = _part(H, x, _GATHER)
     _gather_kernel[(T, max(ceil_div(H, part["BLOCK_H"]), 1))](
         y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
-        beside if beside is None else beside.contiguous(), x, back, S, R, H, y.stride(0),
-        HAS_PROBS=probs is not None, HAS_BESIDE=beside is not None,
+        beside if beside is None else beside.contiguous(), scale, x, back, S, R, H, block,
+        y.stride(0), *((0, 0) if scale is None else scale.stride()),
+        HAS_PROBS=probs is not None, HAS_BESIDE=beside is not None, HAS_SCALE=scale is not None,
         BLOCK_S=next_power_of_2(S), **part, enable_fp_fusion=False,
     )  # fmt: skip
     return x, back

@@ -22,8 +22,8 @@ from float8lab.ops.router import route_outputs
 __all__ = ["route", "route_backward"]
 
 _MOST_EXPERTS = 4096
-_ELEMENTS = 512
-"""Scores that a program has at least; a warp takes a token."""
+_ELEMENTS = 1024
+"""Scores that a program has, if no token has more."""
 
 _LOWEST = tl.constexpr(-(2**63))
 _NAN = tl.constexpr(0x7FC00000)
@@ -32,8 +32,8 @@ LEAST_SUM = tl.constexpr(reference.LEAST_SUM)
 
 @triton.jit
 def _keys(values, places, valid):
-    """Keys of float32 ``values`` along the last dimension: of NaN the largest."""
-    bits = (values + 0.0).to(tl.int32, bitcast=True)  # of -0 those of 0
+    """Keys of float32 ``values`` along the last dimension; NaN has the largest."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     bits = tl.where(values != values, _NAN, bits)
     ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)
@@ -53,7 +53,7 @@ def _place_of(key):
 
 @triton.jit
 def _sigmoid(z):
-    """Of the absolute value there is no overflow."""
+    """1 / (1 + exp(-z)), by the exponential that is at most 1."""
     small = tl.exp(-tl.abs(z))
     return tl.div_rn(tl.where(z >= 0, 1.0, small), 1.0 + small)
 
@@ -83,7 +83,7 @@ def _softmax(z, valid):
 
 @triton.jit
 def _scores(z, FUNCTION: tl.constexpr):
-    """Of the functions of one logit."""
+    """Scores by a function of one logit, that is, any but softmax."""
     return _sigmoid(z) if FUNCTION == "sigmoid" else tl.sqrt_rn(_softplus(z))
 
 
@@ -171,7 +171,7 @@ def _route_kernel(
 def _tile(E: int) -> dict[str, int]:
     """Tokens and experts of a program."""
     block = next_power_of_2(E)
-    return {"BLOCK_E": block, "TOKENS": max(_ELEMENTS // block, 4), "num_warps": 4}
+    return {"BLOCK_E": block, "TOKENS": max(_ELEMENTS // block, 1), "num_warps": 4}
 
 
 @replayed

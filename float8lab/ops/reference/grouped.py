@@ -97,8 +97,9 @@ def cast_groups(
     Returns:
         As ``cast``. Of groups: data ``[M, K]``; scales ``[1, 1]``, ``[M, 1]`` or
         ``[M, blocks]``; the amax ``[1, 1]`` if it was found for the whole; the transpose
-        ``[K, padded_rows(M, E)]``; its scales ``[1, 1]``, ``[E, K, 1]`` or ``[K, blocks]``; sums
-        ``[E, K]``. Of a batch: ``[E, ...]`` of each. K and N are padded to ``ALIGN``.
+        ``[K, padded_rows(M, E)]``, of which what is behind the last group may hold anything; its
+        scales ``[1, 1]``, ``[E, K, 1]`` or ``[K, blocks]``; sums ``[E, K]``. Of a batch:
+        ``[E, ...]`` of each. K and N are padded to ``ALIGN``.
     """
     how = (fp8_dtype, tuple(block), rule, eps)
     if offs is None:

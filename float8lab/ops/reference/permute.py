@@ -16,25 +16,39 @@ from torch import Tensor
 __all__ = ["gather_rows", "row_map_of", "scatter_rows"]
 
 
-def row_map_of(routing_map: Tensor) -> Tensor:
+def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     """The row map that puts the tokens of each expert side by side, in their order.
 
     Args:
-        routing_map: ``[T, S]`` of bools or integers, not 0 where an expert gets a token.
+        routing_map: ``[T, S]``. Without ``experts``, bools or integers, not 0 where an expert gets
+            a token; with it, the expert of each place, and none if there is no such expert.
+        experts: E; 0 is one for each place.
 
     Returns:
-        ``[T, S + 1]`` int32.
+        - ``[T, S + 1]`` int32: the row map.
+        - ``[E]`` int32: where the rows of each expert end.
     """
     T, S = routing_map.shape
-    by_expert = (routing_map.t() != 0).reshape(-1)
-    ends = by_expert.cumsum(0, dtype=torch.int32)
+    if experts:
+        goes = (routing_map >= 0) & (routing_map < experts)
+        own = torch.where(goes, routing_map, experts).reshape(-1).long()
+        rows = torch.empty_like(own)
+        rows[own.argsort(stable=True)] = torch.arange(T * S, device=own.device)
+        rows = torch.where(goes, rows.view(T, S), -1)
+        counts = own.bincount(minlength=experts + 1)[:experts]
+    else:
+        goes = routing_map != 0
+        by_expert = goes.t().reshape(-1)
+        rows = (by_expert.cumsum(0) * by_expert - 1).view(S, T).t()
+        counts = goes.sum(0)
+    ends = counts.cumsum(0, dtype=torch.int32)
     row_map = ends.new_empty((T, S + 1))
-    row_map[:, :-1] = (ends * by_expert - 1).view(S, T).t()
-    row_map[:, -1] = ends[-1] if ends.numel() else 0
-    return row_map
+    row_map[:, :-1] = rows
+    row_map[:, -1] = counts.sum()
+    return row_map, ends
 
 
-def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, Tensor]:
     """Token, place and row of each move, by token and then by place."""
     to = row_map[:, :-1]
     token, place = ((to >= 0) & (to < rows)).nonzero(as_tuple=True)
@@ -44,7 +58,7 @@ def _moves(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 def scatter_rows(
     x: Tensor,
     row_map: Tensor,
-    rows: int,
+    rows: int | torch.SymInt,
     probs: Tensor | None = None,
     merged: Tensor | None = None,
     scale: Tensor | None = None,
@@ -91,24 +105,35 @@ def scatter_rows(
 
 
 def gather_rows(
-    y: Tensor, row_map: Tensor, probs: Tensor | None = None, beside: Tensor | None = None
+    y: Tensor,
+    row_map: Tensor,
+    dtype: torch.dtype,
+    probs: Tensor | None = None,
+    beside: Tensor | None = None,
+    scale: Tensor | None = None,
+    block: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Add up the rows of each token, in the order of its places, in float32.
 
     Args:
-        y: ``[R, H]``, any float.
+        y: ``[R, H]``, any float, FP8 too.
         row_map: see above.
+        dtype: of the sums; in float64 they are added up in float64.
         probs: ``[T, S]``, any float, that the rows are multiplied by.
         beside: ``[R]``, any float: one more number of each row.
+        scale: ``[R, B]`` float32, that ``y`` is multiplied by.
+        block: columns that share a scale.
 
     Returns:
-        - ``[T, H]``: the sums, in the dtype of ``y``; 0 for a token that went nowhere.
+        - ``[T, H]``: the sums in ``dtype``; 0 for a token that went nowhere.
         - ``[T, S]``: ``beside`` of the row of each place, 0 where nothing went. None without it.
     """
     token, place, row = _moves(row_map, y.shape[0])
-    wide = torch.promote_types(y.dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
     x = y.new_zeros((row_map.shape[0], y.shape[1]), dtype=wide)
-    terms = y[row].to(wide)
+    terms = (y.view(torch.uint8)[row].view(y.dtype) if y.element_size() == 1 else y[row]).to(wide)
+    if scale is not None:
+        terms *= scale[row].repeat_interleave(block, 1)[:, : y.shape[1]]
     if probs is not None:
         terms *= probs[token, place].to(wide)[:, None]
     x.index_add_(0, token, terms)
@@ -116,4 +141,4 @@ def gather_rows(
     if beside is not None:
         back = beside.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
         back[token, place] = beside[row]
-    return x.to(y.dtype), back  # type: ignore[return-value]  # see declare
+    return x.to(dtype), back  # type: ignore[return-value]  # see declare

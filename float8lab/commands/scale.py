@@ -1,0 +1,131 @@
+"""``python -m float8lab scale``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from float8lab.checkpoints.replacing import replacing
+from float8lab.commands.terminal import guarded, present
+from float8lab.inspect.scale.mesh import Links, parse
+from float8lab.inspect.scale.predict import Job
+from float8lab.inspect.scale.report import Scale, scale
+from float8lab.inspect.scale.search import RECIPES
+from float8lab.inspect.scale.sizes import KNOWN, model_size
+from float8lab.recipes.cost import MODES
+
+__all__ = ["add_commands"]
+
+_DESCRIPTION = f"""\
+Predict a training step of a transformer on many H200s, with what FP8 gains, the memory of a GPU,
+the fastest mesh, and where FP8 stops paying. MODEL is one of {", ".join(KNOWN)}; or sizes, as
+layers=32,width=4096,heads=32,groups=8,ffn=14336,vocabulary=128256; or a Transformers configuration
+file. Nothing is run."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add it to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
+    command = commands.add_parser(
+        "scale",
+        help="predict steps of a model on many GPUs",
+        description=_DESCRIPTION,
+        epilog="Exit status: 0; 2 if the model cannot be read or shared, or for wrong arguments.",
+    )
+    command.add_argument("--model", required=True, help="name, sizes, or configuration file")
+    command.add_argument("--gpus", type=_count, help="(default: those of the mesh, or 8)")
+    command.add_argument(
+        "--mesh", help="as dp=32,tp=8,cp=4,pp=1,ep=1 (default: the fastest); dp may be left out"
+    )
+    command.add_argument(
+        "--recipe", action="append", choices=RECIPES, help="may be given again (default: all)"
+    )
+    work = command.add_argument_group("the work")
+    work.add_argument("--sequence", type=_count, default=8192, help="tokens (default: 8192)")
+    work.add_argument("--batch", type=_count, help="sequences of a step (default: one a GPU)")
+    work.add_argument("--micro-batch", type=_count, help="sequences (default: the fastest)")
+    work.add_argument(
+        "--recompute", action=argparse.BooleanOptionalAction,
+        help="compute each layer's forward again in backward (default: where memory asks for it)",
+    )  # fmt: skip
+    work.add_argument("--mode", choices=MODES, default="compile", help="(default: compile)")
+    work.add_argument(
+        "--fused", action="store_true", help="TransformerLayer, in place of converted layers"
+    )
+    work.add_argument(
+        "--shard", type=_count, default=0, help="ranks that share parameters (default: all)"
+    )
+    work.add_argument(
+        "--tp-overlap", type=_part, default=0.0, metavar="PART",
+        help="part of tensor parallel communication that is hidden, 0 to 1 (default: 0)",
+    )  # fmt: skip
+    machine = command.add_argument_group("the machines")
+    links = Links()
+    machine.add_argument("--node", type=_count, default=links.node, help="GPUs (default: 8)")
+    machine.add_argument(
+        "--nvlink", type=_count, default=round(links.nvlink / 1e9), metavar="GB/S",
+        help="bytes that a GPU sends within a machine (default: %(default)s)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--network", type=_count, default=round(links.network / 1e9), metavar="GB/S",
+        help="bytes that a GPU sends to other machines (default: %(default)s)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--memory", type=_count, default=141, metavar="GB", help="of a GPU (default: %(default)s)"
+    )
+    rows = command.add_mutually_exclusive_group()
+    rows.add_argument(
+        "--limit", metavar="N", type=_count, default=10, help="rows of each table (default: 10)"
+    )
+    rows.add_argument("--all", action="store_true", help="all rows")
+    command.add_argument("--json", action="store_true", help="for programs; has all rows")
+    command.add_argument("--svg", metavar="OUT", help="also write the picture to OUT")
+    command.set_defaults(run=_scale)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {text!r}")
+    return int(text)
+
+
+def _part(text: str) -> float:
+    try:
+        part = float(text)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1; got {text!r}")
+    return part
+
+
+def _scale(options: argparse.Namespace) -> int:
+    def predict() -> Scale:
+        size = model_size(options.model)
+        mesh = parse(options.mesh, options.gpus) if options.mesh else None
+        gpus = mesh.gpus if mesh is not None else options.gpus or 8
+        job = Job(
+            sequence=options.sequence,
+            batch=options.batch or gpus,
+            mode=options.mode,
+            fused=options.fused,
+            shard=options.shard,
+            tp_overlap=options.tp_overlap,
+            memory=1e9 * options.memory,
+            links=Links(
+                node=options.node, nvlink=1e9 * options.nvlink, network=1e9 * options.network
+            ),
+        )
+        recipes = {name: RECIPES[name] for name in options.recipe or RECIPES}
+        how = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
+        found = scale(size, gpus, recipes, job, **how)
+        if options.svg is not None:
+            with replacing(Path(options.svg)) as partial:
+                partial.write_text(found.picture(), encoding="utf-8")
+        return found
+
+    found = guarded("scale", predict)
+    if found is None:
+        return 2
+    present(found, options.json, None if options.all else options.limit)
+    return 0

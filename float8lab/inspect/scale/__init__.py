@@ -1,0 +1,1 @@
+"""Predict training steps on many GPUs, and which mesh is the fastest."""

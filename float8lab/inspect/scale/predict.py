@@ -1,0 +1,430 @@
+"""Predict time and memory of a training step on one GPU of a mesh.  M tokens, D width, F features.
+
+A step is ``batch / dp / micro`` micro-batches on each data parallel rank, each a forward and a
+backward pass through the layers of a stage, and an optimizer step. Seconds of the GPU's work are
+those of ``recipes/cost.py``; seconds of communication count where nothing hides them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from float8lab.inspect.scale.mesh import Links, Mesh
+from float8lab.inspect.scale.sizes import ModelSize
+from float8lab.recipes import cost
+from float8lab.recipes.recipe import Recipe
+
+__all__ = [
+    "COMPUTE",
+    "KINDS",
+    "Job",
+    "Seconds",
+    "Step",
+    "activation",
+    "attention_block",
+    "kept",
+    "layer",
+    "norm",
+    "passing",
+    "passing_bytes",
+    "predict",
+    "products",
+]
+
+COMPUTE = ("gemm", "quantize", "attention", "elementwise", "sharding", "optimizer")
+"""Kinds of a GPU's own work: products; casts; attention; norms, activations and sums; copies of
+sharded parameters; the optimizer."""
+KINDS = (*COMPUTE, "tp", "cp", "ep", "dp", "bubble")
+"""The same, and communication by what it is for, and what a stage waits for another."""
+RING = 0.9
+"""Attention's speed when keys and values go round a ring: 90 % of ideal, forward and backward, as
+published for 8 GPUs (github.com/zhuzilin/ring-flash-attention, zigzag)."""
+_REDUCTION = 10e-6
+"""Seconds of an all-reduce of a few amaxes."""
+_REDUCTIONS: dict[tuple[int, ...], int] = {(-1, -1): 8, (1, -1): 4}
+"""Reductions of amaxes for each layer under tensor parallelism, by block: of x and dy of four
+linear layers; of those operands whose rows are split. Delayed scaling has one for the step."""
+
+Seconds = dict[str, float]
+"""Seconds by kind; ``"cpu"`` is beside the others, not after them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A step's work, and how it is done."""
+
+    sequence: int = 8192
+    batch: int = 1
+    """Sequences of a step, on all GPUs."""
+    micro: int = 1
+    """Sequences of a micro-batch on each data parallel rank."""
+    recompute: bool = False
+    """Whether backward computes each layer's forward again (activation checkpointing)."""
+    mode: str = "compile"
+    """One of ``recipes.cost.MODES``."""
+    fused: bool = False
+    """Whether layers are ``TransformerLayer``, which computes norms and activations in casts."""
+    sustained: bool = True
+    """Whether the GPU is at its power limit, as in training."""
+    fp8_gather: bool = True
+    """Whether FP8 layers gather their sharded weights in FP8."""
+    tp_overlap: float = 0.0
+    """Part of tensor parallel communication that products hide."""
+    shard: int = 0
+    """Ranks among which parameters are sharded, and copies of that all-reduce gradients; 0 is all
+    data and context parallel ranks."""
+    weight_bytes: int = 4
+    """Of parameters, gradients and each of Adam's two moments."""
+    memory: float = 141e9
+    """Bytes of a GPU."""
+    links: Links = field(default_factory=Links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A predicted step of one GPU."""
+
+    mesh: Mesh
+    recipe: Recipe | None
+    job: Job
+    gpu: Seconds
+    """Seconds by ``KINDS``."""
+    cpu: float
+    memory: dict[str, float]
+    """Bytes at the peak: parameters, optimizer, gradients, activations, and the rest."""
+
+    @property
+    def seconds(self) -> float:
+        """The GPU's time, or the CPU's where that is more."""
+        return max(sum(self.gpu.values()), self.cpu)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens a second on each GPU."""
+        return self.job.batch * self.job.sequence / self.mesh.gpus / self.seconds
+
+    @property
+    def bytes(self) -> float:
+        """Of memory, at the peak."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether it leaves 5 % of the GPU's memory, for what the allocator cannot use."""
+        return self.bytes <= 0.95 * self.job.memory
+
+
+def total(parts: Iterable[Seconds], times: float = 1.0) -> Seconds:
+    """Sum by kind."""
+    found: Seconds = defaultdict(float)
+    for part in parts:
+        for kind, seconds in part.items():
+            found[kind] += times * seconds
+    return dict(found)
+
+
+# Parts of a layer, forward and backward.
+
+
+def products(recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job: Job) -> Seconds:
+    """Linear layers: GEMMs, casts and the CPU's time."""
+    found = [
+        cost.estimate_parts(recipe, M, N, K, mode=job.mode, sustained=job.sustained)
+        for N, K in weights
+    ]
+    names = ("quantize", "gemm", "cpu")
+    return dict(zip(names, map(sum, zip(*found, strict=True)), strict=True))
+
+
+def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:
+    """A norm, whose backward reads two tensors and writes one."""
+    rate = cost.sources(recipe if fused else None).norm
+    return {"elementwise": elements * rate + cost.moved(6 * elements)}
+
+
+def activation(
+    recipe: Recipe | None, elements: float, *, gated: bool, fused: bool, eager: bool
+) -> Seconds:
+    """An activation of so many results; its gradient has twice as many if it is gated.
+
+    In eager mode, a gate by plain torch takes two kernels forward and three backward.
+    """
+    rates = cost.sources(recipe if fused else None)
+    seconds = rates.activation + (2 if gated else 1) * rates.gradient
+    return {"elementwise": elements * (seconds + cost.moved(12 if gated and eager else 0))}
+
+
+def attention_block(
+    recipe: Recipe | None, M: float, length: int, q: float, kv: float, job: Job, cp: int = 1
+) -> Seconds:
+    """Rotary embedding and attention; keys and values of other ranks come while it computes."""
+    attended = cost.attention(recipe, M * q, length, sustained=job.sustained)
+    return {
+        "attention": attended / (RING if cp > 1 else 1.0),
+        "elementwise": cost.moved(8 * M * (q + kv)),
+    }
+
+
+def layer(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Seconds:
+    """One layer and one micro-batch on one GPU, with all communication but that of parameters."""
+    M = job.micro * job.sequence // mesh.cp
+    hidden = M * size.width / mesh.tp
+    fused = job.fused and recipe is not None
+    parts = [
+        products(recipe, M, size.attention_weights(mesh.tp), job),
+        attention_block(recipe, M, job.sequence, size.q / mesh.tp, size.kv / mesh.tp, job, mesh.cp),
+        norm(recipe, 2 * hidden, fused=fused),
+        {"elementwise": cost.moved(24 * hidden)},  # two sums each way
+        _mlp(size, recipe, M, job, mesh, fused),
+        _communication(size, recipe, M, job, mesh),
+    ]
+    found = total(parts)
+    # A ring of keys and values, forward, and with their gradients backward, beside attention.
+    keys = 4 * M * size.kv * mesh.cp / mesh.tp
+    ring = 3 * job.links.seconds(keys, mesh.cp, mesh.tp, ring=True)
+    found["cp"] = max(0.0, ring - found["attention"])
+    return found
+
+
+def _mlp(
+    size: ModelSize, recipe: Recipe | None, M: int, job: Job, mesh: Mesh, fused: bool
+) -> Seconds:
+    def mlp(rows: int, features: int) -> list[Seconds]:
+        results = rows * features / mesh.tp
+        return [
+            products(recipe, rows, size.mlp_weights(features, mesh.tp), job),
+            activation(recipe, results, gated=size.gated, fused=fused, eager=eager),
+        ]
+
+    eager = job.mode == "eager" and not job.fused
+    if not size.experts:
+        return total(mlp(M, size.ffn))
+    here = size.experts // mesh.ep
+    rows = -(-M * size.active // here)  # what comes from and goes to other ranks is balanced
+    found = total(mlp(rows, size.ffn), here)
+    found["cpu"] /= here  # grouped products are one call
+    routed = M * size.active * size.width / mesh.tp
+    found["elementwise"] += cost.moved(16 * routed)  # permuted and summed, each way
+    if size.shared:
+        found = total([found, *mlp(M, size.shared)])
+    return found
+
+
+def _communication(size: ModelSize, recipe: Recipe | None, M: int, job: Job, mesh: Mesh) -> Seconds:
+    links, elements = job.links, M * size.width
+    fp8 = recipe is not None
+    gather, scatter = (
+        links.seconds(width * elements, mesh.tp, 1) for width in (1 if fp8 else 2, 2)
+    )
+    # Two each way, and the sharded inputs again for wgrad.
+    tp = (1 - job.tp_overlap) * (6 * gather + 4 * scatter)
+    if recipe is not None and mesh.tp > 1 and not recipe.linear.delayed:
+        tp += _REDUCTION * _REDUCTIONS.get(recipe.linear.x.block, 0)
+    routed = 2 * elements * size.active / mesh.tp
+    return {"tp": tp, "ep": 4 * links.seconds(routed, mesh.ep, mesh.tp)}
+
+
+def _again(found: Seconds) -> Seconds:
+    """A forward pass alone, as parts of forward and backward."""
+    share = {"gemm": 1 / 3, "quantize": 1 / 2, "attention": 1 / 3.5, "cpu": 1 / 2}
+    return {kind: seconds * share.get(kind, 0.4) for kind, seconds in found.items()}
+
+
+def _head(size: ModelSize, M: int, job: Job, mesh: Mesh) -> Seconds:
+    """The output layer in high precision, and the loss of its results in float32."""
+    if not size.vocabulary:
+        return {}
+    columns = -(-size.vocabulary // mesh.tp)
+    found = products(None, M, [(columns, size.width)], job)
+    return {**found, "elementwise": cost.moved(20.0 * M * columns)}
+
+
+# Parameters of a GPU.
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Parameters that a GPU computes with, and the groups that share them."""
+
+    dense: float
+    experts: float
+    shard: int
+    expert_shard: int
+
+    @property
+    def all(self) -> float:
+        return self.dense + self.experts
+
+    @property
+    def sharded(self) -> float:
+        """Parameters that the GPU keeps."""
+        return self.dense / self.shard + self.experts / self.expert_shard
+
+    def times(self, layers: float) -> _Held:
+        return _Held(layers * self.dense, layers * self.experts, self.shard, self.expert_shard)
+
+
+def _held(size: ModelSize, job: Job, mesh: Mesh) -> _Held:
+    """Of one layer."""
+    dense = (size.attention_parameters + size.dense_parameters) / mesh.tp
+    experts = size.expert_parameters / mesh.tp / mesh.ep
+    ranks = mesh.dp * mesh.cp
+    shard = min(job.shard, ranks) if job.shard else ranks
+    return _Held(dense, experts, shard, max(1, shard // mesh.ep))
+
+
+def _exchange(held: _Held, recipe: Recipe | None, job: Job, mesh: Mesh) -> tuple[float, float]:
+    """Seconds of gathering one layer's parameters, and of summing and scattering gradients."""
+    links, ranks = job.links, mesh.dp * mesh.cp
+    width = 1 if recipe is not None and job.fp8_gather else 2
+    groups = (
+        (held.dense, held.shard, mesh.tp),
+        (held.experts, held.expert_shard, mesh.tp * mesh.ep),
+    )
+    gather = sum(links.seconds(width * count, n, stride) for count, n, stride in groups if count)
+    scatter = sum(links.seconds(4 * count, n, stride) for count, n, stride in groups if count)
+    if held.shard < ranks:  # copies all-reduce their shards: a scatter and a gather
+        copies = ranks // held.shard
+        scatter += 2 * links.seconds(4 * held.sharded, copies, mesh.tp * held.shard)
+    return gather, scatter
+
+
+def passing(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Seconds:
+    """A forward and a backward pass of the layers of one stage, and its part of the head."""
+    one = layer(size, recipe, job, mesh)
+    if job.recompute:
+        one = total([one, _again(one)])
+    M = job.micro * job.sequence // mesh.cp
+    layers, head = total([one], -(-size.layers // mesh.pp)), _head(size, M, job, mesh)
+    return total([layers, total([head], 1 / mesh.pp)])
+
+
+def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Step:
+    """Predict a step.
+
+    Raises:
+        ValueError: the mesh cannot share this model, or the batch cannot be shared by it.
+
+    >>> from float8lab.inspect.scale.mesh import Mesh
+    >>> from float8lab.inspect.scale.predict import Job, predict
+    >>> from float8lab.inspect.scale.sizes import KNOWN
+    >>> step = predict(KNOWN["llama-3-8b"], None, Job(batch=8), Mesh(dp=8))
+    >>> 0.5 < step.seconds < 1.0 and step.fits
+    True
+    """
+    if why := mesh.why_not(size, job.sequence):
+        raise ValueError(f"mesh {why}. Choose another mesh.")
+    if job.batch % (mesh.dp * job.micro):
+        raise ValueError(
+            f"batch must be a multiple of dp times the micro-batch ({mesh.dp * job.micro}); "
+            f"got {job.batch}. Pass a multiple."
+        )
+    count = job.batch // mesh.dp // job.micro
+    layers = -(-size.layers // mesh.pp)
+    once = passing(size, recipe, job, mesh)
+    cpu = once.pop("cpu") * count
+    gpu = dict.fromkeys(KINDS, 0.0) | total([once], count)
+    held = _held(size, job, mesh)
+    ends = size.vocabulary_parameters / mesh.tp / mesh.pp
+    kept_ends = ends / held.shard
+    if mesh.dp * mesh.cp > 1:
+        gather, scatter = _exchange(held, recipe, job, mesh)
+        busy = sum(once.values()) / layers
+        # Stages keep their parameters gathered for all micro-batches, others gather them anew.
+        passes = count if mesh.pp == 1 else 1
+        hiding = busy if mesh.pp == 1 else busy * count
+        late = max(0.0, gather - hiding / 3) + max(0.0, gather + scatter - hiding * 2 / 3)
+        gpu["dp"] = passes * layers * late + gather + scatter
+        gpu["sharding"] = passes * cost.SHARDING * (layers * held.all + ends)
+    if mesh.pp > 1:
+        far = mesh.gpus // mesh.pp * 2 > job.links.node
+        rate = job.links.network if far else job.links.nvlink
+        M = job.micro * job.sequence // mesh.cp
+        between = 4 * M * size.width / mesh.tp / rate
+        gpu["bubble"] = (mesh.pp - 1) * (sum(once.values()) + between) + count * between
+    mine = layers * held.sharded + kept_ends
+    gpu["optimizer"] = cost.moved(7 * job.weight_bytes * mine)  # 4 are read and 3 are written
+    memory = _memory(size, recipe, job, mesh, held, mine, ends, count)
+    return Step(mesh=mesh, recipe=recipe, job=job, gpu=gpu, cpu=cpu, memory=memory)
+
+
+# Memory of a GPU.
+
+
+def kept(
+    size: ModelSize,
+    recipe: Recipe | None,
+    job: Job,
+    *,
+    sharded: bool = False,
+    half_input: bool = False,
+) -> float:
+    """Bytes for each token that a layer keeps from forward to backward.
+
+    Kept are q, k, v, the results of attention and of both sums, and what the MLP's first weight
+    gives. High precision keeps both norms' results and the activation's, and outside of
+    ``torch.compile`` the gate's; ``TransformerLayer`` in FP8 keeps casts of the first in place of
+    them, and computes the others again. Checked against "Memory" in benchmarks/RESULTS.md.
+
+    Args:
+        size: of the model.
+        recipe: None is bfloat16.
+        job: whether the layer is fused, and compiled.
+        sharded: by FSDP2, under which compiled layers were measured to keep what eager ones do.
+        half_input: whether the activation's input is kept in FP8 (``fp8_activation_input``).
+    """
+    mlp = size.ffn * size.active + size.shared if size.experts else size.ffn
+    inner = (2 if size.gated else 1) * mlp
+    both = 4 * size.width + 4 * size.q + 4 * size.kv
+    if size.experts:
+        both += 4 * size.active * size.width  # permuted inputs and results
+    if job.fused and recipe is not None:
+        return both + (1 if half_input else 2) * inner + 4 * size.width
+    eager = (job.mode == "eager" or sharded) and not job.fused and size.gated
+    return both + 2 * inner + (6 if job.fused else 4) * size.width + (4 if eager else 2) * mlp
+
+
+def passing_bytes(
+    size: ModelSize, recipe: Recipe | None, job: Job, *, half_input: bool = False
+) -> float:
+    """Bytes for each token that backward of one layer needs beside what was kept."""
+    mlp = size.ffn * max(1, size.active)
+    inner = (2 if size.gated else 1) * mlp
+    if recipe is not None:  # casts of the gradient of the MLP's first products, and their source
+        return (4 if half_input else 2) * inner + 2 * mlp + 2 * size.width
+    return 2 * mlp + 2 * size.width if job.mode == "compile" and not job.fused else 2 * inner
+
+
+def _memory(
+    size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh, held: _Held, mine: float,
+    ends: float, count: int,
+) -> dict[str, float]:  # fmt: skip
+    M = job.micro * job.sequence / mesh.cp / mesh.tp
+    layers = -(-size.layers // mesh.pp)
+    waiting = min(count, mesh.pp)  # micro-batches of the first stage that wait for backward
+    one = M * kept(size, recipe, job, sharded=mesh.dp * mesh.cp > 1)
+    if job.recompute:
+        activations = waiting * layers * 2 * M * size.width + one
+    else:
+        activations = waiting * layers * one
+    logits = 8.0 * M * size.vocabulary  # in bfloat16, float32, and gradients
+    width = 1 if recipe is not None and job.fp8_gather else 2
+    gathered = 0.0
+    if mesh.dp * mesh.cp > 1:  # one layer computes while the next is gathered
+        gathered = width * held.all * (layers if mesh.pp > 1 else 2) + 2 * ends / 2
+    gradient = job.weight_bytes * mine
+    backward = logits + M * passing_bytes(size, recipe, job)
+    states = {"parameters": gradient, "optimizer": 2 * gradient}
+    if count == 1 and mesh.dp * mesh.cp > 1:
+        if gradient > activations + backward + gathered:
+            return {**states, "gradients": gradient}
+        gradient = 0.0  # the last layers' gradients exist when the first layers' are not yet
+    return {
+        **states,
+        "gradients": gradient,
+        "gathered": gathered,
+        "activations": activations,
+        "backward": backward,
+    }

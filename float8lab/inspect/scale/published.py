@@ -1,0 +1,72 @@
+"""Gains of FP8 that others published for many GPUs, with what is predicted for the same work.
+
+None of it was measured here, and none of it by this package's kernels: torchao's FP8, where a cast
+costs more, on machines that are described in part only. What the sources leave open is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from float8lab.inspect.scale.mesh import Mesh
+from float8lab.inspect.scale.predict import Job, predict
+from float8lab.inspect.scale.search import RECIPES
+from float8lab.inspect.scale.sizes import KNOWN
+
+__all__ = ["PUBLISHED", "Published"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published ratio of tokens a second, FP8 to bfloat16."""
+
+    what: str
+    source: str
+    least: float
+    most: float
+    model: str
+    recipe: str
+    mesh: Mesh
+    job: Job
+    assumed: str = ""
+    """What the source does not tell."""
+    baseline: Job | None = None
+    """How bfloat16 runs, if not as FP8 does."""
+
+    def predicted(self) -> float:
+        """The same ratio by ``predict``."""
+        size = KNOWN[self.model]
+        high = predict(size, None, self.baseline or self.job, self.mesh)
+        fp8 = predict(size, RECIPES[self.recipe], self.job, self.mesh)
+        return high.seconds / fp8.seconds
+
+
+_TORCHTITAN = "github.com/pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
+_CRUSOE = (
+    "pytorch.org/blog, Accelerating Large Scale Training and Convergence with PyTorch Float8 "
+    "Rowwise on Crusoe 2K H200s"
+)
+_VANILLA = Job(batch=512, micro=16, recompute=True)
+_ASYNC = replace(_VANILLA, tp_overlap=0.5)
+
+PUBLISHED = (
+    Published(
+        "70B, 256 H100, tensorwise, TP 8", _TORCHTITAN, 1.36, 1.36, "llama-3-70b", "current",
+        Mesh(dp=32, tp=8), _VANILLA,
+    ),
+    Published(
+        "70B, 256 H100, tensorwise, async TP 8", _TORCHTITAN, 1.44, 1.44, "llama-3-70b",
+        "current", Mesh(dp=32, tp=8), _ASYNC, "half of TP is hidden",
+    ),
+    Published(
+        "the same, of bfloat16 without async TP", _TORCHTITAN, 1.58, 1.58, "llama-3-70b",
+        "current", Mesh(dp=32, tp=8), _ASYNC, "half of TP is hidden", _VANILLA,
+    ),
+    Published(
+        "70B, 1,920 H200, rowwise, HSDP and CP", _CRUSOE, 1.34, 1.43, "llama-3-70b", "rowwise",
+        Mesh(dp=960, cp=2), Job(batch=1920, micro=2, recompute=True, shard=64),
+        "CP 2, 8192 tokens a GPU, recomputed, 64 ranks share parameters",
+    ),
+)  # fmt: skip
+"""Those of 256 and about 2,000 GPUs. The first source has 1.00x for rowwise with TP 8 as well, of
+which it says that it is being looked into."""

@@ -1,0 +1,367 @@
+"""What ``python -m float8lab scale`` tells of a model on many GPUs: text, JSON, a picture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from float8lab.inspect.html import svg
+from float8lab.inspect.scale.mesh import Mesh
+from float8lab.inspect.scale.predict import KINDS, RING, Job, Step
+from float8lab.inspect.scale.published import PUBLISHED
+from float8lab.inspect.scale.search import (
+    Product,
+    best,
+    by_tokens,
+    fastest,
+    products_of_rank,
+)
+from float8lab.inspect.scale.sizes import ModelSize
+from float8lab.inspect.text import Grid, Printed
+from float8lab.recipes import Recipe
+
+__all__ = ["Scale", "scale"]
+
+HIGH = "bfloat16"
+_COLORS = {
+    "gemm": "#3572a5",
+    "quantize": "#e4572e",
+    "attention": "#76b041",
+    "elementwise": "#9c89b8",
+    "sharding": "#b08968",
+    "optimizer": "#6c757d",
+    "tp": "#f2a541",
+    "cp": "#f7d488",
+    "ep": "#d1a3a4",
+    "dp": "#8a5a44",
+    "bubble": "#dddddd",
+}
+_LETTERS = {
+    "gemm": "#", "quantize": "Q", "attention": "A", "elementwise": "E", "sharding": "S",
+    "optimizer": "O", "tp": "t", "cp": "c", "ep": "x", "dp": "d", "bubble": ".",
+}  # fmt: skip
+_WIDE = 60
+_PAYS = 1.02
+"""A gain that counts as one: times that differ by less are equal."""
+
+
+@dataclass(frozen=True, repr=False)
+class Scale(Printed):
+    """Predicted steps of a model on a number of GPUs."""
+
+    size: ModelSize
+    job: Job
+    gpus: int
+    chosen: bool
+    """Whether the mesh was searched for."""
+    steps: dict[str, Step]
+    """On one mesh, by recipe, ``"bfloat16"`` first."""
+    layouts: tuple[Step, ...]
+    """The best of each mesh by the fastest recipe, the fastest first."""
+    high_layout: Step | None
+    """The fastest in bfloat16."""
+    products: tuple[Product, ...]
+    tokens: dict[int, dict[str, float]]
+
+    @property
+    def recipe(self) -> str:
+        """The fastest recipe on the mesh."""
+        return min((name for name in self.steps if name != HIGH), key=self._seconds)
+
+    def _seconds(self, name: str) -> float:
+        return self.steps[name].seconds
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of ``steps``."""
+        return self.steps[HIGH].mesh
+
+    def gain(self, name: str) -> float:
+        """How many times faster a recipe is than bfloat16 on the mesh."""
+        return self._seconds(HIGH) / self._seconds(name)
+
+    def pays(self) -> str:
+        """Where FP8 stops paying, in a sentence."""
+        stops: dict[str, list[str]] = {}
+        for name in self.steps:
+            if name != HIGH:
+                small = [n for n, gains in self.tokens.items() if gains[name] < _PAYS]
+                where = (
+                    f"down to {min(self.tokens)} tokens a micro-batch on each rank" if not small
+                    else "never" if len(small) == len(self.tokens)
+                    else f"above {max(small)} tokens"
+                )  # fmt: skip
+                stops.setdefault(where, []).append(name)
+        told = "; ".join(f"{', '.join(names)} {where}" for where, names in stops.items())
+        slow = [p.name for p in self.products if p.gains[self.recipe] < _PAYS]
+        if slow:
+            told += f". By {self.recipe} scaling these products are no faster: {', '.join(slow)}"
+        return f"FP8 pays: {told}."
+
+    def summary(self) -> str:
+        """The result in a few lines, with the picture."""
+        which = "mesh"
+        if self.chosen:
+            fits = any(step.fits for step in self.steps.values())
+            which = "fastest mesh" if fits else "mesh of the least memory"
+        first, size, job = self.steps[self.recipe], self.size, self.steps[HIGH].job
+        lines = [
+            f"{size.name}: {size.parameters / 1e9:.1f} billion parameters, {size.layers} layers; "
+            f"{job.batch} sequences of {job.sequence} tokens a step, {self.gpus} GPUs",
+            f"{which} {self.mesh}: {_show(first.seconds)} a step by {self.recipe} scaling, "
+            f"{self.gain(self.recipe):.2f}x of bfloat16",
+        ]
+        if self.layouts and not self.chosen:
+            step = self.layouts[0]
+            lines.append(f"fastest mesh of all for it: {step.mesh}, {_show(step.seconds)}")
+        if self.high_layout is not None and self.layouts and self.layouts[0].fits:
+            gain = self.high_layout.seconds / self.layouts[0].seconds
+            lines.append(
+                f"fastest mesh for bfloat16: {self.high_layout.mesh}, "
+                f"{_show(self.high_layout.seconds)}; so FP8 gains {gain:.2f}x"
+            )
+        if not any(step.fits for step in self.steps.values()):
+            lines.append(f"does not fit in {job.memory / 1e9:.0f} GB by any recipe")
+        return "\n".join([*lines, self.pays(), "", *self._picture()])
+
+    def _picture(self) -> list[str]:
+        """A bar of letters for each recipe."""
+        most = max(map(self._seconds, self.steps))
+        lines = []
+        for name, step in self.steps.items():
+            bar, end = "", 0.0
+            for kind in KINDS:
+                end += step.gpu[kind]
+                bar += _LETTERS[kind] * (round(_WIDE * end / most) - len(bar))
+            lines.append(f"{name:9} {bar} {_show(step.seconds)}")
+        used = [kind for kind in KINDS if any(step.gpu[kind] for step in self.steps.values())]
+        return [*lines, ", ".join(f"{_LETTERS[kind]} {kind}" for kind in used)]
+
+    def tables(self, limit: int | None = None) -> list[Grid]:
+        """The steps, the meshes, where FP8 pays, what is assumed, and what others published."""
+        names = [name for name in self.steps if name != HIGH]
+        used = [kind for kind in KINDS if any(s.gpu[kind] >= 5e-5 for s in self.steps.values())]
+        steps = Grid(
+            f"On mesh {self.mesh}",
+            ("recipe", "ms", "tokens/s a GPU", "x", "GB", *used),
+            [
+                (
+                    name, f"{1e3 * step.seconds:.1f}", f"{step.tokens:.0f}",
+                    f"{self.gain(name):.2f}", _gigabytes(step),
+                    *(f"{1e3 * step.gpu[kind]:.1f}" for kind in used),
+                )
+                for name, step in self.steps.items()
+            ],
+        )  # fmt: skip
+        layouts = Grid(
+            f"Fastest meshes ({self.recipe})",
+            ("mesh", "micro-batch", "recomputed", "ms", "tokens/s a GPU", "GB"),
+            [
+                (
+                    str(step.mesh), str(step.job.micro), "yes" if step.job.recompute else "no",
+                    f"{1e3 * step.seconds:.1f}", f"{step.tokens:.0f}", _gigabytes(step),
+                )
+                for step in self.layouts
+            ],
+        )  # fmt: skip
+        tokens = Grid(
+            "x of bfloat16 by tokens of a micro-batch on each rank",
+            ("tokens", *names),
+            [(str(n), *(f"{g[name]:.2f}" for name in names)) for n, g in self.tokens.items()],
+        )
+        products = Grid(
+            "x of bfloat16 by linear layer of a rank",
+            ("layer", "N", "K", *names),
+            [
+                (p.name, str(p.N), str(p.K), *(f"{p.gains[name]:.2f}" for name in names))
+                for p in self.products
+            ],
+        )
+        published = Grid(
+            "Published gains of FP8 on other machines and kernels, and predicted for the same work",
+            ("what", "published", "predicted", "not told, assumed", "source"),
+            [
+                (
+                    one.what,
+                    f"{one.least:.2f}" + (f"-{one.most:.2f}" if one.most > one.least else ""),
+                    f"{one.predicted():.2f}", one.assumed, one.source,
+                )
+                for one in PUBLISHED
+            ],
+        )  # fmt: skip
+        assumed = Grid("Assumed", ("of", "what"), self.assumptions())
+        grids = [steps, layouts, tokens, products, published]
+        return [*(grid.first(limit) for grid in grids if grid.rows), assumed.first(None)]
+
+    def assumptions(self) -> list[tuple[str, str]]:
+        """What the numbers rest on."""
+        job, links = self.steps[HIGH].job, self.job.links
+        rows = [
+            ("rates", "an H200 under sustained load, measured: benchmarks/RESULTS.md"),
+            (
+                "links",
+                f"{links.nvlink / 1e9:.0f} GB/s within {links.node} GPUs, "
+                f"{links.network / 1e9:.0f} GB/s between machines for each GPU; not measured here",
+            ),
+            (
+                "layers",
+                ("TransformerLayer, " if job.fused else "converted, ")
+                + f"{job.mode}; bfloat16: plain layers",
+            ),
+            (
+                "parameters",
+                f"{job.weight_bytes} bytes each, as gradients and Adam's moments; sharded among "
+                + ("all" if not job.shard else str(job.shard))
+                + " data and context parallel ranks",
+            ),
+            (
+                "tensor parallel",
+                "sequence parallel too; FP8 gathers one byte for two; "
+                f"{100 * job.tp_overlap:.0f} % of it hidden",
+            ),
+            ("data parallel", "hidden by the passes, but for what takes longer than these"),
+            ("context parallel", f"attention at {100 * RING:.0f} % of its speed, as published"),
+            ("pipeline", "one forward, one backward; parameters stay gathered; equal stages"),
+            ("output layer", "in bfloat16"),
+        ]
+        if self.size.experts:
+            rows.append(
+                ("experts", "balanced; each a product of its own; exchanges are not hidden")
+            )
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as dicts, lists and numbers, in seconds and bytes."""
+        return {
+            "model": asdict(self.size),
+            "gpus": self.gpus,
+            "mesh": asdict(self.mesh),
+            "searched": self.chosen,
+            "recipe": self.recipe,
+            "steps": {name: _told(step) for name, step in self.steps.items()},
+            "layouts": [_told(step) for step in self.layouts],
+            "bfloat16": None if self.high_layout is None else _told(self.high_layout),
+            "pays": self.pays(),
+            "tokens": self.tokens,
+            "products": [asdict(product) for product in self.products],
+            "published": [
+                {
+                    "what": one.what, "source": one.source, "assumed": one.assumed,
+                    "published": [one.least, one.most], "predicted": one.predicted(),
+                }
+                for one in PUBLISHED
+            ],
+            "assumed": dict(self.assumptions()),
+        }  # fmt: skip
+
+    def picture(self) -> str:
+        """Where the time of a step goes, by recipe, as SVG."""
+        most = max(map(self._seconds, self.steps))
+        left, wide, tall = 70, 520, 22
+        parts = ["<style>@media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>"]
+        for i, (name, step) in enumerate(self.steps.items()):
+            y, x = i * (tall + 6), float(left)
+            parts.append(f"<text x='0' y='{y + 15}'>{escape(name)}</text>")
+            for kind in KINDS:
+                width = wide * step.gpu[kind] / most
+                parts.append(
+                    f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{tall}' "
+                    f"fill='{_COLORS[kind]}'><title>{kind}: {_show(step.gpu[kind])}</title></rect>"
+                )
+                x += width
+            parts.append(f"<text x='{x + 6:.1f}' y='{y + 15}'>{_show(step.seconds)}</text>")
+        under = len(self.steps) * (tall + 6) + 8
+        used = [kind for kind in KINDS if any(step.gpu[kind] for step in self.steps.values())]
+        for i, kind in enumerate(used):
+            x, y = left + 90 * (i % 6), under + 14 * (i // 6)
+            parts.append(f"<rect x='{x}' y='{y}' width='9' height='9' fill='{_COLORS[kind]}'/>")
+            parts.append(f"<text x='{x + 13}' y='{y + 9}'>{kind}</text>")
+        title = f"{self.size.name} on {self.gpus} GPUs, {self.mesh}: predicted step"
+        return svg(left + wide + 70, under + 16, title, "".join(parts)) + "\n"
+
+
+def scale(
+    size: ModelSize,
+    gpus: int,
+    recipes: dict[str, Recipe],
+    job: Job,
+    *,
+    mesh: Mesh | None = None,
+    micro: int | None = None,
+    recompute: bool | None = None,
+) -> Scale:
+    """Predict steps of a model.
+
+    Args:
+        size: of the model.
+        gpus: how many.
+        recipes: by name, of ``search.RECIPES``.
+        job: the work; its own ``micro`` and ``recompute`` do not count.
+        mesh: None takes the fastest.
+        micro: sequences of a micro-batch; None takes the fastest that fits in memory.
+        recompute: whether backward computes forward again; None does if it must.
+
+    Raises:
+        ValueError: the model or the batch cannot be shared in this way.
+    """
+    found = {
+        name: fastest(size, recipe, job, gpus, micro, recompute) for name, recipe in recipes.items()
+    }
+    if mesh is None:
+        firsts = [steps[0] for steps in found.values() if steps]
+        if not firsts:
+            raise ValueError(
+                f"gpus must share {job.batch} sequences of {size.name}; got {gpus}. "
+                "Pass a batch that they divide, in powers of two."
+            )
+        mesh = min(firsts, key=lambda step: (not step.fits, step.seconds)).mesh
+        chosen = True
+    else:
+        chosen = False
+        if job.batch % (mesh.dp * (micro or 1)):
+            raise ValueError(
+                f"batch must be a multiple of {mesh.dp * (micro or 1)}, dp times the micro-batch; "
+                f"got {job.batch}. Pass a multiple."
+            )
+    steps = {}
+    for name, recipe in {HIGH: None, **recipes}.items():
+        step = best(size, recipe, job, mesh, micro, recompute)
+        assert step is not None  # the mesh shares the batch
+        steps[name] = step
+    name = min(recipes, key=lambda name: steps[name].seconds)
+    high = fastest(size, None, job, gpus, micro, recompute)
+    same = steps[name].job
+    return Scale(
+        size=size,
+        job=job,
+        gpus=gpus,
+        chosen=chosen,
+        steps=steps,
+        layouts=tuple(found[name]),
+        high_layout=high[0] if high and high[0].fits else None,
+        products=tuple(products_of_rank(size, same, mesh, recipes)),
+        tokens=by_tokens(size, same, mesh, recipes),
+    )
+
+
+def _told(step: Step) -> dict[str, Any]:
+    return {
+        "mesh": asdict(step.mesh),
+        "micro_batch": step.job.micro,
+        "recompute": step.job.recompute,
+        "seconds": step.seconds,
+        "tokens_per_second_per_gpu": step.tokens,
+        "gpu": step.gpu,
+        "cpu": step.cpu,
+        "memory": step.memory,
+        "fits": step.fits,
+    }
+
+
+def _show(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _gigabytes(step: Step) -> str:
+    return f"{step.bytes / 1e9:.1f}" + ("" if step.fits else " (too much)")

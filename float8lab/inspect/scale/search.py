@@ -1,0 +1,149 @@
+"""Find the fastest mesh, and where FP8 stops paying on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from float8lab.inspect.scale.mesh import Mesh, meshes
+from float8lab.inspect.scale.predict import Job, Step, predict
+from float8lab.inspect.scale.sizes import ModelSize
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Recipe,
+    cost,
+)
+
+__all__ = ["RECIPES", "Product", "best", "by_tokens", "fastest", "products_of_rank"]
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=16, amax_compute_algo="max"),
+    "current": Float8CurrentScaling(),
+    "rowwise": Float8RowwiseScaling(),
+    "block": Float8BlockScaling(),
+}
+"""Recipes whose speed is known, by name."""
+_FEWEST_TOKENS = 64
+
+
+def _ways(job: Job, mesh: Mesh, micro: int | None, recompute: bool | None) -> Iterator[Job]:
+    each, rest = divmod(job.batch, mesh.dp)
+    if rest or not each:
+        return
+    sizes = [2**power for power in range(each.bit_length())] if micro is None else [micro]
+    for sequences in sizes:
+        for again in (False, True) if recompute is None else (recompute,):
+            if each % sequences == 0:
+                yield replace(job, micro=sequences, recompute=again)
+
+
+def best(
+    size: ModelSize,
+    recipe: Recipe | None,
+    job: Job,
+    mesh: Mesh,
+    micro: int | None = None,
+    recompute: bool | None = None,
+) -> Step | None:
+    """The fastest step on a mesh that fits in memory, or else the one with the least memory.
+
+    Args:
+        size: of the model.
+        recipe: None is bfloat16.
+        job: the work; its own ``micro`` and ``recompute`` do not count.
+        mesh: which shares it.
+        micro: sequences of a micro-batch; None tries powers of two.
+        recompute: whether backward computes forward again; None tries both.
+
+    Returns:
+        None if the mesh cannot share the batch.
+    """
+    steps = [predict(size, recipe, way, mesh) for way in _ways(job, mesh, micro, recompute)]
+    fitting = [step for step in steps if step.fits]
+    if fitting:
+        return min(fitting, key=lambda step: step.seconds)
+    return min(steps, key=lambda step: step.bytes, default=None)
+
+
+def fastest(
+    size: ModelSize,
+    recipe: Recipe | None,
+    job: Job,
+    gpus: int,
+    micro: int | None = None,
+    recompute: bool | None = None,
+) -> list[Step]:
+    """The best step of every mesh, the fastest first; those that do not fit in memory last."""
+    found = (
+        best(size, recipe, job, mesh, micro, recompute)
+        for mesh in meshes(size, gpus, job.sequence, job.links)
+    )
+    steps = [step for step in found if step is not None]
+    return sorted(
+        steps, key=lambda step: (not step.fits, step.seconds if step.fits else step.bytes)
+    )
+
+
+@dataclass(frozen=True)
+class Product:
+    """One linear layer's part on a rank, and how many times faster FP8 makes it."""
+
+    name: str
+    N: int
+    K: int
+    gains: dict[str, float]
+
+
+def products_of_rank(
+    size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]
+) -> list[Product]:
+    """Forward and backward of each linear layer of a rank, casts included."""
+    M = job.micro * job.sequence // mesh.cp
+    weights = dict(zip(("qkv", "attention out"), size.attention_weights(mesh.tp), strict=True))
+    names = ("gate and up" if size.gated else "up", "down")
+    rows = dict.fromkeys(weights, M)
+    for name, weight in zip(names, size.mlp_weights(size.ffn, mesh.tp), strict=True):
+        weights[name], rows[name] = weight, M
+        if size.experts:
+            rows[name] = -(-M * size.active * mesh.ep // size.experts)
+    return [
+        Product(
+            name if rows[name] == M else f"{name} of an expert", N, K,
+            {
+                key: cost.estimate(None, rows[name], N, K).gpu
+                / cost.estimate(recipe, rows[name], N, K).gpu
+                for key, recipe in recipes.items()
+            },
+        )
+        for name, (N, K) in weights.items()
+    ]  # fmt: skip
+
+
+def by_tokens(
+    size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]
+) -> dict[int, dict[str, float]]:
+    """How many times faster FP8 is, by the tokens of a micro-batch on each rank.
+
+    The number of micro-batches stays, and sequences are shorter where there is one alone.
+    """
+    count = job.batch // mesh.dp // job.micro
+    found: dict[int, dict[str, float]] = {}
+    micro, sequence = job.micro, job.sequence
+    while True:
+        smaller = replace(job, micro=micro, sequence=sequence, batch=count * mesh.dp * micro)
+        if mesh.why_not(size, sequence):
+            return found
+        high = predict(size, None, smaller, mesh).seconds
+        found[micro * sequence // mesh.cp] = {
+            name: high / predict(size, recipe, smaller, mesh).seconds
+            for name, recipe in recipes.items()
+        }
+        if micro > 1:
+            micro //= 2
+        elif sequence // 2 // mesh.cp >= _FEWEST_TOKENS and sequence % 2 == 0:
+            sequence //= 2
+        else:
+            return found

@@ -1,0 +1,263 @@
+"""The sizes of a transformer: a known model's, as told, or from a Transformers configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from float8lab.arguments import check_choice, check_flags, check_size
+
+__all__ = ["KNOWN", "ModelSize", "model_size"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """A decoder of equal layers: attention, and an MLP or experts."""
+
+    name: str = ""
+    layers: int
+    width: int
+    heads: int
+    groups: int = 0
+    """Heads of keys and values; 0 is as many as ``heads``."""
+    head: int = 0
+    """Features of a head; 0 is ``width / heads``."""
+    ffn: int
+    """Features inside the MLP, or inside each expert."""
+    vocabulary: int
+    gated: bool = True
+    """Whether the MLP's first weight has a gate, as SwiGLU does."""
+    tied: bool = False
+    """Whether the output layer has the embedding's weight."""
+    experts: int = 0
+    active: int = 0
+    """Experts that each token goes to."""
+    shared: int = 0
+    """Features inside the expert that every token goes to."""
+
+    def __post_init__(self) -> None:
+        check_flags(gated=self.gated, tied=self.tied)
+        for name in ("layers", "width", "heads", "ffn", "vocabulary"):
+            check_size(name, getattr(self, name), minimum=1)
+        for name in ("groups", "head", "experts", "active", "shared"):
+            check_size(name, getattr(self, name))
+        if not self.head and self.width % self.heads:
+            raise ValueError(
+                f"width must be a multiple of heads ({self.heads}); got {self.width}. "
+                "Pass head, the features of a head, as well."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"groups must divide heads ({self.heads}); got {self.groups}.")
+        if bool(self.experts) != bool(self.active) or self.active > self.experts:
+            raise ValueError(
+                f"active must be from 1 to experts ({self.experts}); got {self.active}. "
+                "Without experts, pass neither."
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.groups or self.heads
+
+    @property
+    def q(self) -> int:
+        """Features of the queries."""
+        return self.heads * (self.head or self.width // self.heads)
+
+    @property
+    def kv(self) -> int:
+        """Features of the keys, and of the values."""
+        return self.q // self.heads * self.kv_heads
+
+    def attention_weights(self, tp: int = 1) -> list[tuple[int, int]]:
+        """``(N, K)`` of a rank's products beside attention; those with one input are one."""
+        return [((self.q + 2 * self.kv) // tp, self.width), (self.width, self.q // tp)]
+
+    def mlp_weights(self, features: int, tp: int = 1) -> list[tuple[int, int]]:
+        """``(N, K)`` of a rank's products of an MLP, or of one expert."""
+        inner = features // tp
+        return [((2 if self.gated else 1) * inner, self.width), (self.width, inner)]
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer."""
+        return _count(self.attention_weights())
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters of one layer's MLP, or of its shared expert and router."""
+        if not self.experts:
+            return _count(self.mlp_weights(self.ffn))
+        return _count(self.mlp_weights(self.shared)) + self.experts * self.width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one layer."""
+        return self.experts * _count(self.mlp_weights(self.ffn))
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer's matrices."""
+        return self.attention_parameters + self.dense_parameters + self.expert_parameters
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Parameters of the embedding and of the output layer."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All but those of norms and biases.
+
+        >>> from float8lab.inspect.scale.sizes import KNOWN
+        >>> f"{KNOWN['llama-3-70b'].parameters / 1e9:.1f}"
+        '70.6'
+        """
+        return self.layers * self.layer_parameters + self.vocabulary_parameters
+
+
+def _count(weights: list[tuple[int, int]]) -> int:
+    return sum(N * K for N, K in weights)
+
+
+KNOWN = {
+    size.name: size
+    for size in (
+        ModelSize(
+            name="gpt2-124m", layers=12, width=768, heads=12, ffn=3072, vocabulary=50257,
+            gated=False, tied=True,
+        ),
+        ModelSize(
+            name="llama-3-1b", layers=16, width=2048, heads=32, groups=8, ffn=8192,
+            vocabulary=128256, tied=True,
+        ),
+        ModelSize(
+            name="llama-3-8b", layers=32, width=4096, heads=32, groups=8, ffn=14336,
+            vocabulary=128256,
+        ),
+        ModelSize(
+            name="llama-3-70b", layers=80, width=8192, heads=64, groups=8, ffn=28672,
+            vocabulary=128256,
+        ),
+        ModelSize(
+            name="llama-3-405b", layers=126, width=16384, heads=128, groups=8, ffn=53248,
+            vocabulary=128256,
+        ),
+        ModelSize(
+            name="mixtral-8x7b", layers=32, width=4096, heads=32, groups=8, ffn=14336,
+            vocabulary=32000, experts=8, active=2,
+        ),
+        ModelSize(
+            name="qwen3-30b-a3b", layers=48, width=2048, heads=32, groups=4, head=128, ffn=768,
+            vocabulary=151936, experts=128, active=8,
+        ),
+    )
+}  # fmt: skip
+"""Models by name, with the sizes of their published configurations."""
+
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "width": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "groups": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner"),
+    "vocabulary": ("vocab_size",),
+    "tied": ("tie_word_embeddings",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active": ("num_experts_per_tok",),
+    "shared": ("shared_expert_intermediate_size",),
+}
+"""Names in Transformers configurations, the first that is there counts."""
+_OTHER = {
+    "kv_lora_rank": "multi-head latent attention",
+    "first_k_dense_replace": "layers without experts among others",
+    "mlp_only_layers": "layers without experts among others",
+    "mamba_d_state": "state-space layers",
+    "linear_num_key_heads": "linear attention",
+}
+"""What the predictions know nothing of, by the name in a configuration that tells it."""
+_UNGATED = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron")
+
+
+def model_size(text: str) -> ModelSize:
+    """Find the sizes of a model.
+
+    Args:
+        text: one of ``KNOWN``; ``name=value`` pairs of ``ModelSize``'s fields, separated by
+            commas; or a Transformers configuration file, or a directory with its ``config.json``.
+
+    Raises:
+        ValueError: it is none of these, or a model whose layers are not as ``ModelSize``'s.
+        OSError: the file cannot be read.
+
+    >>> from float8lab.inspect.scale.sizes import model_size
+    >>> model_size("layers=2,width=64,heads=4,ffn=256,vocabulary=100").parameters
+    143872
+    """
+    if text in KNOWN:
+        return KNOWN[text]
+    if "=" in text:
+        return _from_pairs(text)
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists():
+        check_choice("model", text, [*KNOWN, "name=value,...", "a config.json"])
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model must be a JSON file; got {text}: {error}. Pass another.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"model must be a JSON object; got {text}. Pass a config.json.")
+    return _from_config(config, path)
+
+
+def _from_pairs(text: str) -> ModelSize:
+    names = [field.name for field in fields(ModelSize) if field.name != "name"]
+    told: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        check_choice("model", name, names)
+        if not value.isdecimal():
+            raise ValueError(f"model must have a whole number for {name}; got {value!r}.")
+        told[name] = bool(int(value)) if name in ("gated", "tied") else int(value)
+    for name in ("layers", "width", "heads", "ffn", "vocabulary"):
+        if name not in told:
+            raise ValueError(f"model must tell {name}; got {text!r}. Add {name}=... to it.")
+    return ModelSize(name="model", **told)
+
+
+def _from_config(config: Mapping[str, Any], path: Path) -> ModelSize:
+    config = config.get("text_config") or config
+    for name, what in _OTHER.items():
+        if config.get(name):
+            raise ValueError(
+                f"model must have equal layers of attention and MLP or experts; got {path} with "
+                f"{name}, {what}. Pass sizes that come near it."
+            )
+    found: dict[str, Any] = {}
+    for field, names in _NAMES.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"model must have a whole number for {names[0]}; got {value!r}.")
+        if value is not None:
+            found[field] = value
+    if found.get("experts"):
+        found["ffn"] = config.get("moe_intermediate_size") or found.get("ffn")
+        if config.get("n_shared_experts"):
+            found["shared"] = config["n_shared_experts"] * found["ffn"]
+    elif "width" in found:
+        found.setdefault("ffn", 4 * found["width"])
+        found["active"] = 0
+    for name in ("layers", "width", "heads", "vocabulary"):
+        if name not in found:
+            raise ValueError(
+                f"model must have {_NAMES[name][0]} in its configuration; got {path} without. "
+                "Pass sizes instead."
+            )
+    gated = config.get("model_type") not in _UNGATED
+    return ModelSize(name=str(config.get("_name_or_path") or path), gated=gated, **found)

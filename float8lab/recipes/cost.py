@@ -1,0 +1,259 @@
+"""Seconds of GPU and CPU that the work of a training step takes, from rates measured on an H200.
+
+M tokens, N out features, K in features.
+
+A training step of a linear layer is three GEMMs of ``2 M N K`` operations and, in FP8, a cast of x,
+w and dy in both orientations. Its calls take CPU time too, whatever its size. ``recipes.Auto``,
+``inspect.advise`` without a GPU and ``python -m float8lab scale`` all predict by these functions.
+
+Sources: benchmarks/RESULTS.md, one H200.
+
+- GEMM rates: floors of "Linear layer" at commit 8b34738, less the bytes of the casts at the rate of
+  a copy, median of the three shapes; of blocks, and how much faster fprop by rows is, "GEMM".
+- Casts: the straight line through the two sizes of "Quantize", but for blocks at that commit. What
+  a norm or an activation adds: the three tables below them; for rows, which have none there, the
+  rows of "Norm and MLP".
+- CPU: "CPU overhead", a layer alone; in models it is about half of that, which leaves room for what
+  else a model calls.
+- Attention: the straight line through the three shapes of "FP8 attention".
+- Sustained load, under which the GPU is at its power limit: products and attention are slower by as
+  much as the rows of "Training steps of 8 layers" exceed the parts measured alone.
+- Sharding: "FSDP2", on 2 H200s, beside those rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from float8lab.recipes.recipe import Recipe
+
+__all__ = [
+    "MODES",
+    "SHARDING",
+    "Parts",
+    "Times",
+    "attention",
+    "cast",
+    "estimate",
+    "estimate_parts",
+    "has_rates",
+    "moved",
+    "product",
+    "sources",
+]
+
+MODES = ("eager", "compile", "cuda_graph")
+"""How a model's calls reach the GPU."""
+SHARDING = 14e-12
+"""GPU time, for each parameter and step, of gathering sharded parameters for forward and again for
+backward and of scattering their gradients: copies, and what computes slower beside it."""
+
+
+class _Sources(NamedTuple):
+    """GPU time for each element that a norm, an activation or its gradient computes.
+
+    In FP8 it comes on top of the cast, within which the element is computed.
+    """
+
+    norm: float
+    activation: float
+    gradient: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rates:
+    """Rates and times, in seconds, of layers whose tensors have scales of one kind."""
+
+    gemm: tuple[float, float, float]
+    """Operations a second of fprop, dgrad and wgrad."""
+    cast: float = 0.0
+    """GPU time for each element in both orientations; 0 in high precision."""
+    cast_start: float = 0.0
+    """GPU time for each tensor, whatever its size."""
+    eager: float
+    """CPU time of forward and backward."""
+    compiled: float
+    """The same in a compiled graph: the ops alone, 170 us in forward and as much in backward."""
+    slowdown: float
+    """How much longer a GEMM takes under sustained load."""
+    sources: _Sources
+    attention: float
+    """GPU time of attention for each element of q: casts, and what grows with them."""
+
+    def cpu(self, mode: str) -> float:
+        """CPU time of forward and backward; a CUDA graph needs none."""
+        return {"eager": self.eager, "compile": self.compiled, "cuda_graph": 0.0}[mode]
+
+
+_COPY = 4.27e12
+"""Bytes a second, read and written."""
+_GEMM_START = 3.8e-6
+"""GPU time of a kernel that has next to nothing to do: that of a cast with a given scale."""
+_BFLOAT16 = _Rates(
+    gemm=(763e12, 763e12, 763e12), eager=93e-6, compiled=42e-6, slowdown=1.13,
+    sources=_Sources(1.03e-12, 1.52e-12, 1.28e-12), attention=4.8e-12,
+)  # fmt: skip
+_ATTENTION = {False: 581e12, True: 672e12}
+"""Operations a second of attention, forward and backward, by whether its forward is in FP8."""
+_FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
+    ((-1, -1), True): _Rates(
+        gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
+        cast=1.03e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
+        sources=_Sources(0.06e-12, 0.44e-12, 0.50e-12), attention=12e-12,
+    ),
+    ((-1, -1), False): _Rates(
+        gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
+        cast=1.49e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
+        sources=_Sources(0.40e-12, 1.19e-12, 1.20e-12), attention=14e-12,
+    ),
+    ((1, -1), False): _Rates(
+        gemm=(1545e12, 1351e12, 1351e12), slowdown=1.24,
+        cast=1.69e-12, cast_start=10.4e-6, eager=1300e-6, compiled=340e-6,
+        sources=_Sources(1.00e-12, 2.20e-12, 2.20e-12), attention=14e-12,
+    ),
+    ((1, 128), False): _Rates(
+        gemm=(1290e12, 1290e12, 1040e12), slowdown=1.22,
+        cast=1.05e-12, cast_start=4.6e-6, eager=1319e-6, compiled=340e-6,
+        sources=_Sources(0.18e-12, 0.60e-12, 0.63e-12), attention=14e-12,
+    ),
+}  # fmt: skip
+"""Rates by the block of x that has one scale, and by whether scales are delayed."""
+
+
+class Times(NamedTuple):
+    """Seconds that a training step takes, forward and backward."""
+
+    gpu: float
+    cpu: float
+
+
+class Parts(NamedTuple):
+    """Seconds of a training step, the GPU's by what it does."""
+
+    quantize: float
+    gemm: float
+    cpu: float
+
+    @property
+    def gpu(self) -> float:
+        """All of the GPU's."""
+        return self.quantize + self.gemm
+
+
+def has_rates(recipe: Recipe | None) -> bool:
+    """Whether the speed of a recipe was measured."""
+    return recipe is None or (recipe.linear.x.block, recipe.linear.delayed) in _FP8
+
+
+def _rates(recipe: Recipe | None) -> _Rates:
+    if not has_rates(recipe):
+        raise ValueError(
+            f"recipe must have scales per tensor, row or 1x128 block; got {recipe!r}. "
+            "Of others no speed is known."
+        )
+    return _BFLOAT16 if recipe is None else _FP8[recipe.linear.x.block, recipe.linear.delayed]
+
+
+def estimate(recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager") -> Times:
+    """Predict the time of a linear layer's training step on a Hopper GPU.
+
+    Args:
+        recipe: None is bfloat16.
+        M: tokens, rows of one call.
+        N: out features.
+        K: in features.
+        mode: one of ``MODES``.
+
+    Raises:
+        ValueError: the recipe's kind of scales was not measured, since Hopper has no GEMM for it.
+
+    >>> from float8lab.recipes import DelayedScaling
+    >>> bf16, fp8 = (estimate(r, 16384, 4096, 14336).gpu for r in (None, DelayedScaling()))
+    >>> print(f"{1e3 * bf16:.1f} ms, {1e3 * fp8:.1f} ms")
+    7.6 ms, 4.4 ms
+    """
+    parts = estimate_parts(recipe, M, N, K, mode=mode)
+    return Times(parts.gpu, parts.cpu)
+
+
+def estimate_parts(
+    recipe: Recipe | None, M: int, N: int, K: int, *, mode: str = "eager", sustained: bool = False
+) -> Parts:
+    """``estimate`` with the casts and the GEMMs apart; ``sustained`` is as in training for long.
+
+    >>> estimate_parts(None, 16384, 4096, 4096).quantize
+    0.0
+    """
+    plan = recipe.linear if recipe is not None else None
+    shapes = {"fprop": (M, N, K), "dgrad": (M, K, N), "wgrad": (N, K, M)}
+    gemms = sum(
+        product(recipe if getattr(plan, name, None) else None, name, *sizes, sustained=sustained)
+        for name, sizes in shapes.items()
+    )
+    casts = sum(cast(recipe, elements) for elements in (M * N, M * K, N * K))
+    return Parts(casts, gemms, _rates(recipe).cpu(mode))
+
+
+def cast(recipe: Recipe | None, elements: int) -> float:
+    """GPU seconds of a cast in both orientations; none in bfloat16."""
+    rates = _rates(recipe)
+    return rates.cast_start + elements * rates.cast
+
+
+def product(
+    recipe: Recipe | None,
+    name: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    *,
+    sustained: bool = False,
+) -> float:
+    """GPU seconds of one GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; ``depth`` is contracted.
+
+    >>> print(f"{1e3 * product(None, 'fprop', 16384, 4096, 4096):.2f} ms")
+    0.72 ms
+    """
+    rates = _rates(recipe)
+    rate = rates.gemm[("fprop", "dgrad", "wgrad").index(name)]
+    busy = 2 * rows * columns * depth / rate * (rates.slowdown if sustained else 1.0)
+    size = 2 * rows * columns + (2 if recipe is None else 1) * depth * (rows + columns)
+    return _GEMM_START + max(busy, moved(size))
+
+
+def attention(
+    recipe: Recipe | None,
+    elements: float,
+    length: int,
+    *,
+    causal: bool = True,
+    sustained: bool = False,
+) -> float:
+    """GPU seconds of attention, forward and backward; in FP8 if the recipe has ``fp8_dpa``.
+
+    Args:
+        recipe: None is bfloat16.
+        elements: of q, in all sequences and heads.
+        length: positions that each query may see.
+        causal: whether a query sees half of them, on average.
+        sustained: as in training for long.
+
+    >>> print(f"{1e3 * attention(None, 16384 * 4096, 4096):.2f} ms")
+    3.63 ms
+    """
+    fp8 = recipe is not None and recipe.fp8_dpa
+    operations = 14.0 * elements * length * (0.5 if causal else 1.0)
+    seconds = elements * (_rates(recipe) if fp8 else _BFLOAT16).attention
+    slowdown = _BFLOAT16.slowdown if sustained else 1.0
+    return seconds + slowdown * operations / _ATTENTION[fp8]
+
+
+def moved(size: float) -> float:
+    """GPU seconds of reading or writing so many bytes."""
+    return size / _COPY
+
+
+def sources(recipe: Recipe | None) -> _Sources:
+    """GPU seconds for each element of what norms and activations compute, beside any cast."""
+    return _rates(recipe).sources

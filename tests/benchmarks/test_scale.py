@@ -1,0 +1,65 @@
+"""Predictions for many GPUs against every row of RESULTS.md."""
+
+import pytest
+
+from benchmarks import scale
+from docs.make_performance import RESULTS
+
+TOLERANCE = 0.10
+BEYOND = {
+    ("4 ranks, 8 layers, sequence 8192, compile", "FP8 compute + FP8 all-gather"),
+    ("4 ranks, 8 layers, sequence 8192, compile", "FP8-stored weights, fp32 masters"),
+    ("4 ranks, 8 layers, sequence 8192, eager", "FP8-stored weights, fp32 masters"),
+}
+"""Rows of 4 GPUs whose host, as RESULTS.md says there, took longer to issue a step than the GPUs
+to run it. There is none of 1 or 2 GPUs."""
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return list(scale.compared(RESULTS.read_text()))
+
+
+def test_every_row_is_predicted_within_10_percent_or_says_why_not(rows):
+    wrong = [
+        (one.table, one.row, one.measured, one.predicted)
+        for one in rows
+        if abs(one.error) > TOLERANCE and (one.table.partition(": ")[2], one.row) not in BEYOND
+    ]
+    assert not wrong
+    silent = [(one.table, one.row) for one in rows if one.predicted is None and not one.why_not]
+    assert not silent, "benchmarks/scale.py must predict these rows, or say why not"
+
+
+def test_every_section_that_can_be_predicted_is(rows):
+    sections = {one.table.partition(":")[0] for one in rows if one.predicted is not None}
+    more = {"fsdp", "On 2 H200s", "memory", "Memory of compiled layers", "train_fsdp.py"}
+    assert sections >= {*scale.ROWS, *more}
+
+
+def test_the_table_that_is_printed(capsys):
+    assert scale.main() == 0
+    out = capsys.readouterr().out
+    assert "converted, rowwise, compile" in out
+    assert "rows are not predicted: another library's\n" in out
+
+
+def test_sustained_times_are_compared_with_sustained_predictions():
+    table = """
+## Transformer layer: forward and backward
+
+<!-- begin benchmarks.layer -->
+
+4 x 4096 tokens, width 4096, MLP 14336
+
+| implementation                   | GPU ms (quartiles) | sustained ms |
+| :------------------------------- | -----------------: | -----------: |
+| TransformerLayer, delayed, eager |       21.9 (21-22) |         24.6 |
+| torchao rowwise, compile         |       31.9 (31-32) |         33.0 |
+
+## Jobs on a GPU
+"""
+    alone, load, *others = scale.compared(table)
+    assert alone.predicted < load.predicted
+    assert load.measured == 24.6
+    assert [one.why_not for one in others] == [scale.OTHERS] * 2

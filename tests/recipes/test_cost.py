@@ -1,0 +1,87 @@
+"""Costs: predicted times against measured ones."""
+
+import itertools
+
+import pytest
+
+from float8lab import recipes
+from float8lab.recipes import Auto
+from float8lab.recipes.cost import MODES, estimate
+
+BLOCK, ROWWISE, CURRENT, DELAYED = Auto().candidates
+EVERY = (None, BLOCK, ROWWISE, CURRENT, DELAYED)
+MEASURED = {
+    (4096, 4096): (2.054, 1.572, 1.478, 1.368, 1.294),
+    (14336, 4096): (7.674, 5.246, 4.851, 4.404, 4.243),
+    (4096, 14336): (7.565, 5.232, 4.711, 4.461, 4.295),
+}
+"""GPU ms of a training step by (N, K), M = 16384, of bfloat16 and the recipes of EVERY: one H200,
+"Linear layer" in benchmarks/RESULTS.md at commit 8b34738."""
+SHAPES = [
+    (64, 64),
+    (512, 512),
+    (640, 640),
+    (896, 896),
+    (960, 960),
+    (1024, 1024),
+    (1536, 512),
+    (512, 1536),
+    (4096, 4096),
+    (17, 50304),
+]
+
+each_recipe = pytest.mark.parametrize("recipe", EVERY, ids=lambda r: type(r).__name__)
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_estimates_are_near_what_was_measured(shape):
+    for recipe, measured in zip(EVERY, MEASURED[shape], strict=True):
+        assert 1e3 * estimate(recipe, 16384, *shape).gpu == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_estimates_are_in_the_order_of_what_was_measured(shape):
+    estimated = [estimate(recipe, 16384, *shape).gpu for recipe in EVERY]
+    order = sorted(range(len(EVERY)), key=MEASURED[shape].__getitem__)
+    assert sorted(range(len(EVERY)), key=estimated.__getitem__) == order
+
+
+@each_recipe
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gpu_time_grows_with_the_tokens_and_cpu_time_does_not(recipe, shape):
+    times = [estimate(recipe, 2**power, *shape) for power in range(18)]
+    assert all(b.gpu > a.gpu > 0 for a, b in itertools.pairwise(times))
+    assert len({t.cpu for t in times}) == 1
+
+
+@pytest.mark.parametrize("recipe", EVERY[1:], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fp8_pays_from_some_number_of_tokens_on_or_never(recipe, shape):
+    pays = [
+        estimate(recipe, 2**power, *shape).gpu < estimate(None, 2**power, *shape).gpu
+        for power in range(26)
+    ]
+    assert pays == sorted(pays)
+    N, K = shape
+    # The seconds that a token saves, NK * 6 * (1 / 763e12 - 1 / rate), are those of its casts.
+    widths = {DELAYED: 553, CURRENT: 800, ROWWISE: 937, BLOCK: 739}
+    assert pays[-1] == (widths[recipe] < 2 * N * K / (N + K))
+
+
+def test_gemms_in_high_precision_take_its_time():
+    mixed = recipes.Float8CurrentScaling(override_linear_precision=(False, False, True))
+    fp8, both, high = (estimate(r, 16384, 4096, 4096).gpu for r in (CURRENT, mixed, None))
+    assert fp8 < both < high
+    none = recipes.Float8CurrentScaling(override_linear_precision=(True, True, True))
+    assert estimate(none, 16384, 4096, 4096).gpu > high  # it casts for nothing
+
+
+@each_recipe
+def test_cpu_time_by_mode(recipe):
+    eager, compiled, graph = (estimate(recipe, 16, 16, 16, mode=mode).cpu for mode in MODES)
+    assert eager > compiled > graph == 0
+
+
+def test_an_unmeasured_recipe_is_refused():
+    with pytest.raises(ValueError, match=r"recipe must have scales .*; got MXFP8BlockScaling\(\)"):
+        estimate(recipes.MXFP8BlockScaling(), 16, 16, 16)
