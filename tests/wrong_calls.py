@@ -208,6 +208,10 @@ def _forward_calls() -> dict[str, Call]:
         "GroupedLinear": (
             float8lab.GroupedLinear(2, H, H), {"inp": x, "m_splits": [S * B, 0]}
         ),
+        "ExpertMLP": (
+            float8lab.ExpertMLP(2, H, H),
+            {"inp": x, "probs": torch.ones(S * B, 1), "routing_map": torch.ones(S * B, 1).long()},
+        ),
         "LayerNorm": (float8lab.LayerNorm(H), {"inp": x}),
         "RMSNorm": (float8lab.RMSNorm(H), {"inp": x}),
         "LayerNormLinear": (float8lab.LayerNormLinear(H, H), {"inp": x}),
@@ -268,6 +272,13 @@ CALLS: dict[str, Call] = {
         float8lab.GroupedLinear,
         _constant(num_gemms=2, **_LINEAR),
         lambda layer: _train(_x(B, layer.in_features), [B] + [0] * (layer.num_gemms - 1))(layer),
+    ),
+    "ExpertMLP": Call(
+        float8lab.ExpertMLP,
+        _constant(num_experts=2, hidden_size=H, ffn_hidden_size=H, device="cpu"),
+        lambda layer: _train(
+            _x(B, layer.hidden_size), torch.ones(B, 1), torch.zeros(B, 1, dtype=torch.long)
+        )(layer),
     ),
     "LayerNormLinear": Call(float8lab.LayerNormLinear, _constant(**_LINEAR), _use_linear),
     "LayerNormMLP": Call(

@@ -41,9 +41,8 @@ from float8lab.inspect.trial import (
 )
 from float8lab.nn.convert import unambiguous
 from float8lab.nn.count import GEMM_OPS
-from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
-from float8lab.nn.other_linear import sizes
+from float8lab.nn.report import shapes_of
 from float8lab.recipes.auto import Prediction, choose
 from float8lab.recipes.cost import MODES, Parts, Times, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
@@ -67,7 +66,7 @@ class LayerAdvice:
     M: int
     K: int
     N: int
-    """For a ``LayerNormMLP``, K and N are those of its first GEMM; times are of both GEMMs."""
+    """For an MLP, or experts, K and N are those of the first GEMM; times are of both GEMMs."""
     calls: int
     """Calls in one forward pass; the times are of all calls together."""
     high_gpu: float
@@ -329,12 +328,14 @@ class _Case(NamedTuple):
     shares: bool
     """Whether the linear layer before it was given the same input, so that the two share a cast."""
     layer: nn.Module
+    others: Sequence[Any] = ()
+    """What the layer is called with beside its input: where experts' tokens go."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Case) and self[:-1] == other[:-1]
+        return isinstance(other, _Case) and self[:-2] == other[:-2]
 
     def __hash__(self) -> int:
-        return hash(self[:-1])
+        return hash(self[:-2])
 
     @property
     def tokens(self) -> int:
@@ -343,10 +344,35 @@ class _Case(NamedTuple):
     @property
     def weights(self) -> list[tuple[int, int]]:
         """``(N, K)`` of each GEMM."""
-        layer: Any = self.layer
-        if isinstance(layer, LayerNormMLP):
-            return [(w.shape[0], w.shape[1]) for w in (layer.fc1_weight, layer.fc2_weight)]
-        return [sizes(layer)]
+        return [(shape[-2], shape[-1]) for shape in shapes_of(self.layer)]
+
+    @property
+    def experts_of_a_token(self) -> int:
+        """How many rows the GEMMs have for each token."""
+        found = [o for o in self.others if _is_routing(o, self.tokens)]
+        return found[0].shape[1] if found else 1
+
+    def of_fewer(self, tokens: int) -> _Case:
+        """The same with fewer tokens, of which experts get the same shares."""
+        others = [_shortened(other, self.tokens, tokens) for other in self.others]
+        shape = (tokens, self.shape[-1])
+        return self._replace(shape=shape, shares=False, others=others)
+
+
+def _is_routing(x: Any, tokens: int) -> bool:
+    """Whether an argument says which experts each token goes to, by their numbers."""
+    integers = isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype == torch.bool)
+    return integers and x.ndim == 2 and x.shape[0] == tokens
+
+
+def _shortened(other: Any, tokens: int, fewer: int) -> Any:
+    if isinstance(other, Tensor) and other.ndim and other.shape[0] == tokens:
+        return other[:fewer]
+    if isinstance(other, Tensor) and not other.is_floating_point():
+        return other * fewer // max(tokens, 1)
+    if isinstance(other, (list, tuple)) and all(isinstance(size, int) for size in other):
+        return [size * fewer // max(tokens, 1) for size in other]
+    return other
 
 
 def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[str, int], int]:
@@ -372,6 +398,7 @@ def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[st
             autocast=torch.get_autocast_dtype(kind) if known else None,
             shares=shared,
             layer=layer,
+            others=[o.detach() if isinstance(o, Tensor) else o for o in trial.others],
         )
         calls[name].append(case)
 
@@ -398,7 +425,8 @@ class _Times(NamedTuple):
 
 def _modelled(case: _Case, recipe: Recipe, mode: str) -> _Times:
     def parts(recipe: Recipe | None, tokens: int) -> Parts:
-        found = [estimate_parts(recipe, tokens, N, K, mode=mode) for N, K in case.weights]
+        rows = tokens * case.experts_of_a_token
+        found = [estimate_parts(recipe, rows, N, K, mode=mode) for N, K in case.weights]
         return Parts(*map(sum, zip(*found, strict=True)))
 
     def both(tokens: int) -> tuple[Parts, Parts]:
@@ -431,7 +459,7 @@ def _measured(case: _Case, recipe: Recipe, timer: Timer, mode: str) -> _Times:
     gemm = _Bench(case, recipe).time_gemms(timer)
     saving = _Bench(case, recipe).time_shared_cast(timer) if case.shares else Times(0.0, 0.0)
     fewer = max(1, case.tokens // 4)
-    small = case._replace(shape=(fewer, case.shape[-1]), shares=False)
+    small = case.of_fewer(fewer)
     small_high, small_fp8 = (_Bench(small, choice).time(timer) for choice in (None, recipe))
 
     def line(tokens: int, at: Times, at_fewer: Times) -> Times:
@@ -475,7 +503,7 @@ class _Bench:
     def _call(self, layer: nn.Module, x: Tensor) -> Tensor:
         case = self.case
         with torch.autocast(x.device.type, case.autocast, enabled=case.autocast is not None):
-            y = layer(x)
+            y = layer(x, *case.others)
         result: Tensor = y[0] if isinstance(y, tuple) else y
         return result
 

@@ -215,6 +215,7 @@ class Trial:
         parameters: those whose gradients ``step`` returns.
         layers: after ``convert``, the layers that can run in FP8, by name.
         skipped: the candidates that cannot run in FP8, by name, and why.
+        others: in ``looking``, what the call was given beside its input.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class Trial:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers: dict[str, Linear | FusedModule] = {}
         self.skipped: dict[str, str] = {}
+        self.others: list[Any] = []
         self._start = start
 
     def forward(self) -> Any:
@@ -252,7 +254,9 @@ class Trial:
         def hook(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not in_backward():
                 y = output[0] if isinstance(output, tuple) else output
-                look(name, layer, args[0] if args else kwargs["inp"], y)
+                given = [*args, *kwargs.values()]
+                self.others = given[1:]
+                look(name, layer, given[0], y)
 
         with ExitStack() as stack:
             for name, layer in self.layers.items():

@@ -2,8 +2,10 @@
 
 ``y = activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert e. The
 activation is a ``Source``: it is computed while fc2's input is cast, and its gradient while fc1's
-output gradient is, so that neither is ever written. Saved for backward are fc1's output, which the
-derivative needs, and fc1's input in FP8, laid out for its weight gradient.
+output gradient is, so that neither is ever written. So are the rows, where tokens are given with
+the rows that they go to: they are permuted while they are cast. Saved for backward are fc1's
+output, which the derivative needs, and the tokens; or, of rows, their FP8 data, laid out for the
+weight gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import PARTS, Gradient, backward, forward
 from float8lab.nn.precision import Call
-from float8lab.ops import Source
+from float8lab.ops import Source, gather_rows_op, scatter_rows_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["Layer", "expert_mlp"]
@@ -26,23 +28,41 @@ Layer = tuple[Tensor, Tensor | None]
 
 
 def expert_mlp(
-    x: Tensor, offs: Tensor, fc1: Layer, fc2: Layer, activation: str, calls: tuple[Call, Call]
+    x: Tensor,
+    offs: Tensor,
+    fc1: Layer,
+    fc2: Layer,
+    activation: str,
+    calls: tuple[Call, Call],
+    to: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
 
     Args:
-        x: ``[M, K]``.
+        x: ``[M, K]``; or tokens, ``[T, K]``, if ``to`` is given.
         offs: ends of the experts' rows, ``[E]``; rows beyond the last give zeros.
         fc1: weight ``[E, F, K]``, or ``[E, 2 F, K]`` if the activation gates, and bias or None.
         fc2: weight ``[E, K, F]`` and bias or None.
         activation: one of ``ACTIVATIONS``.
         calls: how each layer's operands are cast.
+        to: the row map of ``moe_permute`` that says to which rows tokens go, and M.
 
     Returns:
         ``[M, K]`` in the dtype of torch.autocast if that is active, else of ``x``.
     """
-    y: Tensor = _ExpertMlp.run(x, *fc1, *fc2, offs, _MlpCall(activation, *calls))
+    row_map, rows = to or (None, x.shape[0])
+    how = _MlpCall(activation, *calls, rows)
+    y: Tensor = _ExpertMlp.run(x, *fc1, *fc2, offs, row_map, how)
     return y
+
+
+def _tokens_of_rows(row_map: Tensor, rows: int) -> Tensor:
+    """The token of each row, ``[rows]`` int32; -1 where there is none."""
+    tokens = row_map.shape[0]
+    numbers = torch.arange(1, tokens + 1, dtype=torch.int32, device=row_map.device)
+    # Bytes move as they are, and rows that no token fills are zeros.
+    moved = scatter_rows_op(numbers.view(torch.uint8).view(tokens, 4), row_map, rows)[0]
+    return moved.view(torch.int32).view(rows) - 1
 
 
 class _MlpCall(NamedTuple):
@@ -51,6 +71,7 @@ class _MlpCall(NamedTuple):
     activation: str
     fc1: Call
     fc2: Call
+    rows: int
 
 
 class _ExpertMlp(Float8Function):
@@ -63,18 +84,28 @@ class _ExpertMlp(Float8Function):
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
         offs: Tensor,
+        row_map: Tensor | None,
         how: _MlpCall,
     ) -> Tensor:
         dtype, needs = output_dtype(x), ctx.needs_input_grad
         needs_dh, needs_dw2 = any(needs[:3]), needs[3]
-        h, saved1 = forward(x, fc1_weight, fc1_bias, offs, how.fc1, needs=needs[:2], dtype=dtype)
+        source, token = x, None
+        if row_map is not None:
+            token = _tokens_of_rows(row_map, how.rows)
+            source = Source("permute", [x, token], dtype)
+        h, saved1 = forward(
+            source, fc1_weight, fc1_bias, offs, how.fc1, needs=needs[:2], dtype=dtype
+        )
         y, saved2 = forward(
             Source(how.activation, [h], dtype), fc2_weight, fc2_bias, offs, how.fc2,
             needs=(needs_dh, needs_dw2), dtype=dtype,
         )  # fmt: skip
-        ctx.save_for_backward(offs, h if needs_dh or needs_dw2 else None, *saved1, *saved2)
+        tokens = (None, None) if row_map is None or not needs[1] else (x, token)
+        ctx.save_for_backward(
+            offs, row_map, *tokens, h if needs_dh or needs_dw2 else None, *saved1, *saved2
+        )
         ctx.how, ctx.dtype = how, dtype
-        ctx.shapes = (x.shape[0], *fc1_weight.shape[1:]), (x.shape[0], *fc2_weight.shape[1:])
+        ctx.shapes = (how.rows, *fc1_weight.shape[1:]), (how.rows, *fc2_weight.shape[1:])
         ctx.dtypes = (
             (x.dtype, fc1_weight.dtype, None if fc1_bias is None else fc1_bias.dtype),
             (dtype, fc2_weight.dtype, None if fc2_bias is None else fc2_bias.dtype),
@@ -84,7 +115,7 @@ class _ExpertMlp(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        offs, h, *rest = ctx.saved_tensors
+        offs, row_map, x, token, h, *rest = ctx.saved_tensors
         saved1, saved2 = rest[:PARTS], rest[PARTS:]
         how, needs = ctx.how, ctx.needs_input_grad
         wanted = (any(needs[:3]), needs[3], needs[4])
@@ -94,7 +125,7 @@ class _ExpertMlp(Float8Function):
             how.fc2, needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1],
         )  # fmt: skip
         if da is None:
-            return None, None, None, dw2, db2, None, None
+            return None, None, None, dw2, db2, None, None, None
         wanted = needs[:3]
         dh = Source(f"{how.activation}_backward", [h, da], ctx.dtype)
         gradient = Gradient(dh, offs, how.fc1, needs=wanted)
@@ -102,8 +133,13 @@ class _ExpertMlp(Float8Function):
         del h, da, dh, saved2, rest
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
+        source = None
+        if row_map is not None:
+            source = Source("permute", [] if x is None else [x, token], ctx.dtype)
         dx, dw1, db1 = backward(
-            gradient, None, saved1, offs, how.fc1,
+            gradient, source, saved1, offs, how.fc1,
             needs=wanted, shape=ctx.shapes[0], dtypes=ctx.dtypes[0],
         )  # fmt: skip
-        return dx, dw1, db1, dw2, db2, None, None
+        if dx is not None and row_map is not None:
+            dx = gather_rows_op(dx, row_map, dx.dtype)[0]
+        return dx, dw1, db1, dw2, db2, None, None, None

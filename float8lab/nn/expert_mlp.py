@@ -19,7 +19,7 @@ from float8lab.arguments import (
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.expert_function import Layer, expert_mlp
-from float8lab.nn.gemm import fused_weight, plain_weight
+from float8lab.nn.gemm import fused_weight, output_dtype, plain_weight
 from float8lab.nn.grouped_function import GroupedFunction
 from float8lab.nn.grouped_linear import ends_of
 from float8lab.nn.linear import (
@@ -32,8 +32,8 @@ from float8lab.nn.linear import (
 )
 from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
-from float8lab.tensor import Float8Tensor, moe_permute, moe_unpermute
-from float8lab.tensor.permute import permute_by_index
+from float8lab.tensor import Float8Tensor, moe_unpermute
+from float8lab.tensor.permute import routed, scatter_rows
 
 __all__ = ["ExpertMLP", "ExpertsBase"]
 
@@ -62,10 +62,12 @@ class ExpertsBase(nn.Module):
         layers: tuple[Layer, Layer],
         activation: str | Callable[[Tensor], Tensor],
         first_microbatch: bool | None = None,
+        to: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
 
-        An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not.
+        An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not. With
+        ``to``, a row map and the number of rows, ``x`` are the tokens that go there.
         """
         both = self._fp8_fc1, self._fp8_fc2
         calls = [
@@ -74,8 +76,9 @@ class ExpertsBase(nn.Module):
         ]
         first, second = calls
         if isinstance(activation, str) and first is not None and second is not None:
-            y = expert_mlp(x, offs, *layers, activation, (first, second))
+            y = expert_mlp(x, offs, *layers, activation, (first, second), to)
         else:
+            x = x if to is None else scatter_rows(x, *to)[0]
             h = self._apply_experts(both[0], x, offs, layers[0], first, first_microbatch)
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
             y = self._apply_experts(both[1], a, offs, layers[1], second, first_microbatch)
@@ -130,8 +133,9 @@ class ExpertMLP(ExpertsBase):
     through the function, the second half multiplies it.
 
     Numerics: those of ``moe_permute``, ``GroupedLinear``, the activation, ``GroupedLinear`` and
-    ``moe_unpermute`` one after the other, bit for bit. In FP8 neither the activation's output nor
-    the gradient between it and the first layer is ever written.
+    ``moe_unpermute`` one after the other, bit for bit. In FP8 the permuted tokens, the activation's
+    output and the gradient between it and the first layer are never written: they are computed
+    while they are cast. Saved for backward are the tokens and the first layer's output.
 
     Args:
         num_experts: number of experts.
@@ -246,12 +250,14 @@ class ExpertMLP(ExpertsBase):
         """
         check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
+        x = x.to(output_dtype(x))  # before it is copied to each expert
         if isinstance(routing_map, Tensor) and routing_map.dtype != torch.bool:
-            rows, row_map, offs = permute_by_index(x, routing_map, self.num_experts)
+            row_map, rows, offs = routed(routing_map, x.shape[0], self.num_experts)
         else:
-            rows, row_map = moe_permute(x, routing_map, num_out_tokens)
-            offs = routing_map.sum(0).cumsum(0).clamp(max=rows.shape[0])
-        y = self._run_experts(rows, offs, self._layers(), self.activation, is_first_microbatch)
+            row_map, rows, offs = routed(routing_map, x.shape[0], None, num_out_tokens)
+        y = self._run_experts(
+            x, offs, self._layers(), self.activation, is_first_microbatch, (row_map, rows)
+        )
         y = moe_unpermute(y, row_map, probs)
         return y.view(inp.shape)
 

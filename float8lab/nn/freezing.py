@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8lab.nn.linear import stored_for
+from float8lab.nn.other_experts import OtherExperts, experts_class
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
@@ -48,8 +49,10 @@ class Freezing:
         for name, layer, recipe in layers:
             if is_parametrized(layer):
                 self._leave(name, "it is parametrized")
-            for weight in layer._parameters.values():
-                if weight is None or weight.ndim != 2 or id(weight) in done:
+            if experts_class(layer) is not None and not layer._parameters:
+                self._leave(name, "it is in a module below")
+            for own, weight in layer._parameters.items():
+                if weight is None or weight.ndim < 2 or "bias" in own or id(weight) in done:
                     continue
                 done.add(id(weight))
                 places = users[id(weight)]
@@ -77,4 +80,6 @@ class Freezing:
 def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
     if isinstance(layer, OtherLinear):  # blocks are those of [out, in]
         return layer.from_matrix(stored_for(layer.matrix(layer), recipe))
+    if isinstance(layer, OtherExperts) and layer.transposed():
+        return stored_for(weight.mT, recipe).mT
     return stored_for(weight, recipe)

@@ -307,7 +307,7 @@ def forward(
         assert call is not None, "it has a plan"
         w8, scale, factor = w_q
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
-        lean = source and not lives_on(w8, weight, call)
+        lean = isinstance(x, Source) and x.prologue != "permute" and not lives_on(w8, weight, call)
         saved_w = (None, scale, factor) if lean else (w8, scale, None)
     keep_high = needs_dx and saved_w[0] is None
     return y, (*saved_x, weight if keep_high else None, *saved_w)

@@ -18,9 +18,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from float8lab.nn.expert_function import Layer
 from float8lab.nn.expert_mlp import ExpertsBase
+from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor, moe_unpermute
-from float8lab.tensor.permute import permute_by_index
+from float8lab.tensor.permute import routed
 
 __all__ = ["OtherExperts", "experts_class", "routers"]
 
@@ -50,6 +51,10 @@ class OtherExperts(ExpertsBase):
     def obstacle(module: Any) -> str | None:
         """Why a module of this kind cannot be converted, or None."""
         return None
+
+    def transposed(self) -> bool:
+        """Whether its parameters are ``[E, in, out]``."""
+        return False
 
 
 _FUNCTIONS = {
@@ -134,6 +139,10 @@ class TransformersExperts(OtherExperts):
             return f"{type(module).__name__} has a forward of its own"
         return None
 
+    def transposed(self: Any) -> bool:
+        found: bool = self.is_transposed
+        return found
+
     def forward(self: Any, hidden_states: Tensor, top_k_index: Any, top_k_weights: Any) -> Tensor:
         """Apply to each token ``[..., H]`` its experts, ``[T, K]``, and add up, times weights."""
         if not self.has_gate:
@@ -158,8 +167,9 @@ def _route(
 ) -> Tensor:
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(_plain(hidden_states))
-    rows, row_map, offs = permute_by_index(x, index, layers[0][0].shape[0])
-    y = self._run_experts(rows, offs, layers, activation)
+    x = x.to(output_dtype(x))  # before it is copied to each expert
+    row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
+    y = self._run_experts(x, offs, layers, activation, to=(row_map, rows))
     y = y if after is None else after(y)
     y = moe_unpermute(y, row_map, weights)
     return y.to(hidden_states.dtype).view(hidden_states.shape)
@@ -189,6 +199,9 @@ class LlamaExperts(OtherExperts):
     @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
+
+    def transposed(self) -> bool:
+        return True
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Apply to each of E equal parts of the rows its expert."""

@@ -38,7 +38,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
-    "permute_by_index",
+    "routed",
     "scatter_rows",
 ]
 
@@ -303,11 +303,15 @@ def _row_map(
 ) -> tuple[Tensor, int]:
     """The row map of a routing map, and R."""
     _check_routing_map(routing_map, tokens, map_type)
-    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
     row_map = row_map_op(routing_map)[0] if map_type == "mask" else _map_of_index(routing_map)
+    return row_map, _rows_of(row_map, num_out_tokens)
+
+
+def _rows_of(row_map: Tensor, num_out_tokens: Any) -> int:
+    rows = check_size("num_out_tokens", num_out_tokens, minimum=-1, optional=True)
     if rows is None or rows == -1:
-        rows = int(row_map[0, -1]) if tokens else 0
-    return row_map, rows
+        rows = int(row_map[0, -1]) if row_map.shape[0] else 0
+    return rows
 
 
 def _check_routing_map(routing_map: Any, tokens: int, map_type: str) -> None:
@@ -324,23 +328,28 @@ def _check_routing_map(routing_map: Any, tokens: int, map_type: str) -> None:
         )
 
 
-def permute_by_index(x: Tensor, index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Permute as ``moe_permute`` does by an index map, where the number of experts is known.
+def routed(
+    routing_map: Any, tokens: int, experts: int | None = None, num_out_tokens: Any = None
+) -> tuple[Tensor, int, Tensor]:
+    """Where tokens go, so that those of an expert are side by side.
 
     Args:
-        x: ``[T, H]``, plain or in FP8.
-        index: ``[T, K]`` of integers, the experts of each token. What is not in
-            ``range(experts)`` is none.
+        routing_map: ``[T, E]``, a mask; or with ``experts`` ``[T, K]`` of integers, the experts of
+            each token. What is not in ``range(experts)`` is none.
+        tokens: T.
         experts: E.
+        num_out_tokens: of a mask, as ``moe_permute`` takes it.
 
     Returns:
-        ``[T * K, H]``: the rows, zeros after those of the last expert; the row map; and ``[E]``
-        int32: where the rows of each expert end.
+        The row map; R, which is ``T * K`` with ``experts``; and ``[E]`` int32: where the rows of
+        each expert end.
     """
-    _check_routing_map(index, x.shape[0], "index")
-    row_map, ends = row_map_op(index, experts)
-    rows, _ = scatter_rows(x, row_map, index.numel())
-    return rows, row_map, ends
+    _check_routing_map(routing_map, tokens, "index" if experts else "mask")
+    row_map, ends = row_map_op(routing_map, experts or 0)
+    if experts:
+        return row_map, routing_map.numel(), ends
+    rows = _rows_of(row_map, num_out_tokens)
+    return row_map, rows, ends.clamp(max=rows)
 
 
 def _map_of_index(index: Tensor) -> Tensor:

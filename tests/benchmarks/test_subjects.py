@@ -15,6 +15,7 @@ from benchmarks import (
     advise,
     attention,
     common,
+    experts,
     gemm,
     grouped,
     layer,
@@ -210,6 +211,12 @@ def test_grouped(setting, jagged):
     rows = list(grouped.rows(setting, [shape]))
     check(grouped.SUBJECT, rows)
     assert names(rows) >= {"bfloat16, torch._grouped_mm", "delayed, eager", "block, eager"}
+
+
+def test_experts(few):
+    rows = list(experts.rows(few, "tiny", experts.Layer(40, 4, 2, 64, 48)))
+    check(experts.SUBJECT, rows)
+    assert names(rows) >= {"bfloat16, ExpertMLP", "delayed, eager", "block, eager"}
 
 
 def test_norm_linear(setting):

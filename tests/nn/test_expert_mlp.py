@@ -39,7 +39,7 @@ def step(module, run, *inputs: Tensor, recipe=None) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in inputs]
         with float8lab.autocast(recipe is not None, recipe=recipe):
             y = run(*leaves)
-        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape))
+        y.backward(torch.linspace(-1, 2, y.numel(), device=y.device).view(y.shape).to(y.dtype))
     return [y.detach(), *(x.grad for x in leaves), *(p.grad for p in module.parameters())]
 
 
@@ -48,14 +48,18 @@ class Parts(nn.Module):
 
     def __init__(self, whole: float8lab.ExpertMLP):
         super().__init__()
-        one = {"single_grouped_weight": True, "single_grouped_bias": True, "device": "cpu"}
+        weight = whole.fc1_weight
+        one = {
+            "single_grouped_weight": True, "single_grouped_bias": True, "device": weight.device,
+            "params_dtype": weight.dtype, "bias": whole.fc1_bias is not None,
+        }  # fmt: skip
         self.fc1 = float8lab.GroupedLinear(E, H, whole.fc1_weight.shape[1], **one)
         self.fc2 = float8lab.GroupedLinear(E, F, H, **one)
         self.activation = whole.activation
         self.load_state_dict({k.replace("_", "."): v for k, v in whole.state_dict().items()})
 
     def forward(self, x: Tensor, probs: Tensor, index: Tensor) -> Tensor:
-        rows, row_map = float8lab.moe_permute(x, index, T * TOP, map_type="index")
+        rows, row_map = float8lab.moe_permute(x, index, index.numel(), map_type="index")
         sizes = torch.bincount(index.flatten(), minlength=E)
         rows = self.fc2(activate(self.fc1(rows, sizes), self.activation), sizes)
         return float8lab.moe_unpermute(rows, row_map, probs)
@@ -67,6 +71,21 @@ def test_it_is_its_parts(recipe, activation):
     """To the bit: every operand has the same bytes."""
     whole, (probs, index), x = experts(activation=activation), routing(), torch.randn(T, H)
     parts = Parts(whole)
+    got = step(whole, lambda x, probs: whole(x, probs, index), x, probs, recipe=recipe)
+    want = step(parts, lambda x, probs: parts(x, probs, index), x, probs, recipe=recipe)
+    for mine, other in zip(got, want, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["high", *RECIPES])
+def test_it_is_its_parts_on_a_gpu(recipe):
+    """In bfloat16, with more tokens than a tile has rows, and features of no multiple of 16."""
+    torch.manual_seed(1)
+    whole = float8lab.ExpertMLP(E, H, F, device="cuda", params_dtype=torch.bfloat16)
+    parts = Parts(whole)
+    probs, index = torch.rand(700, TOP, device="cuda"), routing()[1].cuda().repeat(18, 1)[:700]
+    x = torch.randn(700, H, device="cuda", dtype=torch.bfloat16)
     got = step(whole, lambda x, probs: whole(x, probs, index), x, probs, recipe=recipe)
     want = step(parts, lambda x, probs: parts(x, probs, index), x, probs, recipe=recipe)
     for mine, other in zip(got, want, strict=True):
@@ -121,6 +140,12 @@ def test_ways_to_say_the_same():
         got = step(module, way, x, probs, recipe=block)
         for mine, other in zip(got, want, strict=True):
             torch.testing.assert_close(mine, other)  # a token's rows are added in another order
+    dropped = module(x, spread(probs), mask, 50)
+    rows, row_map = float8lab.moe_permute(x, mask, 50)
+    sizes = mask.sum(0).cumsum(0).clamp(max=50).diff(prepend=torch.zeros(1, dtype=torch.long))
+    kept = float8lab.moe_unpermute(module.run_rows(rows, sizes), row_map, spread(probs))
+    torch.testing.assert_close(dropped, kept)
+    assert torch.equal(module(x[:0], probs[:0], index[:0]), x[:0])
     fewer = [
         step(module, lambda x, probs, i=i: module(x, probs, i), x, probs, recipe=block)
         for i in (beyond, beyond.where(beyond >= 0, E))

@@ -426,10 +426,14 @@ def check_groups() -> None:
             if index % 2 and not all(wanted):
                 continue
             # Of values that the interpreter rounds to bfloat16 nothing could be told.
-            for kind, one in (("", x), ("reglu", x.float()), ("relu_backward", x.float())):
+            token = torch.randint(-1, sum(sizes), (len(x),), dtype=torch.int32)
+            for kind, *inputs in (
+                ("", x), ("reglu", x.float()), ("relu_backward", x.float(), x.float()),
+                ("permute", x, token),
+            ):  # fmt: skip
                 if kind and not (all(wanted) and rule == "pow2"):
                     continue
-                inputs = [one, one] if kind == "relu_backward" else [one]
+                one = inputs[0]
                 arguments = (kind, inputs, one.dtype, offs, fp8_dtype, block, rule, 0.0, *wanted)
                 same_casts(
                     grouped_cast.cast_groups(*arguments),

@@ -259,6 +259,7 @@ def groups(
     y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
     inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
     inputs = inputs[::-1] if prologue.endswith("_backward") else inputs
+    inputs = [y, torch.zeros(256, dtype=torch.int32)] if prologue == "permute" else inputs
     slot = None if given is None else slots[: given.numel()]
     rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
     rest = (*rest, *[False] * batch, given, slot)
@@ -272,6 +273,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "groups-1x32-e8m0": groups((1, 32), "e8m0", (True, True, False)),
     "groups-of-swiglu": groups((1, 128), prologue="swiglu"),
     "groups-of-swiglu-backward": groups((-1, -1), prologue="swiglu_backward"),
+    "groups-of-tokens": groups((1, 128), prologue="permute"),
+    "groups-of-tokens-row": groups((1, -1), prologue="permute"),
     "groups-given": groups((-1, -1), "encode", given=one),
     "batch-128x128": groups((128, 128), wanted=(True, False, False), batch=True),
     "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),

@@ -94,10 +94,14 @@ def test_a_prologue_is_cast_in_groups():
     h, offs = rows([3, 0, 5], 40), ends([3, 0, 5])
     how = (E4M3, (1, 128), "fp32", 0.0, True, True, True)
     got = reference.cast_groups("swiglu", [h], h.dtype, offs, *how)
-    value = reference.value_of("swiglu", [h], h.dtype)
-    want = reference.cast_groups("", [value], h.dtype, offs, *how)
-    for one, other in zip(got, want, strict=True):
-        assert one is other or torch.equal(one.float(), other.float())
+    token = torch.tensor([7, 0, 7, 1, -1, 2, 3, 6], dtype=torch.int32)
+    permuted = reference.cast_groups("permute", [h, token], h.dtype, offs, *how)
+    values = reference.value_of("swiglu", [h], h.dtype), h[token.long()]
+    values[1][4] = 0
+    for results, value in zip((got, permuted), values, strict=True):
+        want = reference.cast_groups("", [value], h.dtype, offs, *how)
+        for one, other in zip(results, want, strict=True):
+            assert one is other or torch.equal(one.float(), other.float())
 
 
 @each_cast

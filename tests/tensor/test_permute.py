@@ -13,7 +13,7 @@ import float8lab
 from float8lab import ops
 from float8lab.formats import E5M2, HIGH_PRECISION_DTYPES
 from float8lab.ops.reference import permute
-from float8lab.tensor.permute import permute_by_index
+from float8lab.tensor.permute import routed, scatter_rows
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (1, 32), (128, 128), (-1, 1)]
 # Tokens, experts, experts of a token, features.
@@ -55,7 +55,8 @@ def test_rows_are_ordered_by_expert_and_token(shape: tuple[int, ...], device: to
             assert row_map.dtype == torch.int32
             back = float8lab.moe_unpermute(y, row_map, map_type=map_type)
             assert torch.equal(back, sum((x for _ in range(K)), torch.zeros_like(x)))
-    y, row_map, ends = permute_by_index(x, experts, E)
+    row_map, rows, ends = routed(experts, len(x), E)
+    y, _ = scatter_rows(x, row_map, rows)
     assert torch.equal(y, x[tokens])
     assert torch.equal(float8lab.moe_unpermute(y, row_map), back)
     assert torch.equal(ends, mask.sum(0).cumsum(0))
@@ -90,7 +91,8 @@ def test_rows_are_dropped_and_left_over(device: torch.device) -> None:
     assert not y[17:].any()
     assert torch.equal(float8lab.moe_unpermute(y, row_map)[3], x[3])
     experts[3, 1] = 5  # nor is one that is not there, where their number is known
-    other, _, ends = permute_by_index(x, experts, 5)
+    other_map, count, ends = routed(experts, len(x), 5)
+    other, _ = scatter_rows(x, other_map, count)
     assert torch.equal(other, y)
     assert int(ends[-1]) == 17
 

@@ -21,6 +21,7 @@ from float8lab.nn.casts import cast
 from float8lab.nn.convert import matches
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_function import spec_of_experts
+from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
 from float8lab.nn.report import is_unseen
@@ -54,11 +55,11 @@ def products(model: nn.Module) -> list[Product]:
     """The linear products of a model, in its order; a module that is used twice comes once.
 
     Layers of other libraries, such as Conv1D, are left out, since no reader has an FP8 form for
-    them.
+    them, and so are the layers of experts, which are no single product.
     """
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, OtherLinear):
+        if isinstance(module, (OtherLinear, GroupedLinear, ExpertsBase)):
             continue
         parts = [(part, p) for part, p in precisions(module) if _names(module, part)]
         found += [Product(module, name, _names(module, part), p) for part, p in parts]

@@ -144,8 +144,8 @@ def _load(ptr, rows, columns, mask, stride_m, stride_k):
 
 @triton.jit
 def load(
-    a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD
-    b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED
+    a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD; x: [T, K] to permute
+    b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED; token: [M] int32 to permute
     c_ptr,  # weight: [K]
     d_ptr,  # mean: [M] fp32
     e_ptr,  # bias: [K]
@@ -158,7 +158,7 @@ def load(
     tile_k,
     M,
     K,
-    FUNCTION: tl.constexpr,  # "", "layer_norm", "rms_norm" or the function of an activation
+    FUNCTION: tl.constexpr,  # "", "permute", a norm, or the function of an activation
     GATED: tl.constexpr,
     BACKWARD: tl.constexpr,
     HALVES: tl.constexpr,  # no tile straddles the halves of a gated activation's gradient
@@ -172,6 +172,11 @@ def load(
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     if FUNCTION == "":
         offsets = rows[:, None] * stride_am + columns[None, :] * stride_ak
+        y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
+    elif FUNCTION == "permute":
+        token = tl.load(b_ptr + rows, mask=rows < M, other=-1).to(tl.int64)
+        mask = mask & (token >= 0)[:, None]
+        offsets = token[:, None] * stride_am + columns[None, :] * stride_ak
         y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
     elif FUNCTION == "layer_norm" or FUNCTION == "rms_norm":
         y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
@@ -256,9 +261,9 @@ def arguments_of(
     """Pointers and strides, and constants, of ``load``; what is None is never read."""
     first = inputs[0]
     function, gated = prologue, False
-    if prologue and not prologue.endswith("_norm"):
+    if prologue and not prologue.endswith("_norm") and prologue != "permute":
         function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
-    # x, rstd, weight, mean, bias: all but x are dense vectors. Or h and dy.
+    # x, rstd, weight, mean, bias: all but x are dense vectors. Or x and token, or h and dy.
     second = inputs[1] if len(inputs) > 1 else None
     vectors = [v.contiguous() for v in inputs[2:]]
     strides = second.stride() if second is not None and second.ndim == 2 else (1, 1)

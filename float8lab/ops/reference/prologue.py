@@ -3,6 +3,8 @@
 - ``""``: no prologue, a matrix ``[M, K]`` itself;
 - ``"layer_norm"``: from x [M, K], rstd [M], weight [K], mean [M], bias [K];
 - ``"rms_norm"``: from x [M, K], rstd [M], weight [K];
+- ``"permute"``: from x [T, K] and token [M] int32: each row is that row of x, or zeros where the
+  number is negative;
 - an activation: from h [M, K], or [M, 2 K] if it gates;
 - an activation and ``"_backward"``: from h [M, K], dy [M, K], or [M, K / 2] if it gates.
 
@@ -134,13 +136,20 @@ def apply_norm(
 def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, int]:
     """Rows and columns of what a prologue gives."""
     rows, columns = inputs[0].shape
+    if prologue == "permute":
+        return inputs[1].shape[0], columns
     gathers = prologue and not prologue.endswith(("_norm", "_backward")) and is_gated(prologue)
     return rows, columns // 2 if gathers else columns
 
 
 def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The values of a prologue, contiguous; it is not that of the matrix itself."""
-    if prologue.endswith("_norm"):
+    if prologue == "permute":
+        x, token = inputs
+        value = x.new_zeros((token.shape[0], x.shape[1]))
+        own = token >= 0
+        value[own] = x[token[own].long()]
+    elif prologue.endswith("_norm"):
         x, rstd, weight, *rest = inputs
         mean, bias = rest or (None, None)
         value = apply_norm(x, rstd, weight, mean, bias)

@@ -318,8 +318,9 @@ def test_gradient_checkpointing_changes_no_bit(family: str, reentrant: bool) -> 
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
-def test_compiles_without_a_break() -> None:
-    model, batch = build("llama", num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_compiles_without_a_break(family: str) -> None:
+    model, batch = build(family, num_hidden_layers=1)
     float8lab.convert_to_float8(model, DELAYED)
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -1,0 +1,191 @@
+"""A layer of experts, routing to the sums of the tokens: bfloat16 and each recipe.
+
+    python -m benchmarks.experts [--sustained] [--model qwen3-moe]
+
+Needs a CUDA GPU. Each case is forward and backward of a router and of the experts that it chooses:
+by torch's ops and its grouped product, as Transformers does it, and by ``ExpertMLP``. The router
+is the same in all.
+
+T tokens, E experts, K experts of a token, H features, F features between.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import float8lab
+from benchmarks import common, report
+from benchmarks.models import Candidate, Trial
+from benchmarks.recipes import RECIPES
+from benchmarks.report import Row, Setting, Subject, Target
+from float8lab.recipes import Recipe
+
+__all__ = ["SUBJECT", "Layer", "main", "rows"]
+
+FLOOR_DB = 20.0
+"""As of one linear layer, see ``benchmarks/linear.py``."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer of experts."""
+
+    T: int
+    E: int
+    K: int
+    H: int
+    F: int
+
+    @property
+    def flops(self) -> float:
+        """Of a training step."""
+        return 18.0 * self.T * self.K * self.H * self.F
+
+
+MODELS = {
+    "qwen3-moe": Layer(32768, 128, 8, 2048, 768),
+    "mixtral": Layer(8192, 8, 2, 4096, 14336),
+}
+
+
+class _Mixture(nn.Module):
+    """A router, whose choice is ``run`` by one of the ways to run experts."""
+
+    def __init__(self, shape: Layer, router: Tensor, fc1: Tensor, fc2: Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = nn.Parameter(router.clone())
+        self.fc1, self.fc2 = nn.Parameter(fc1.clone()), nn.Parameter(fc2.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = F.linear(x, self.router).float().topk(self.shape.K)
+        return self.run(x, best.indices, best.values.softmax(-1).to(x.dtype))
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As Transformers' ``grouped_mm`` does."""
+        T, K = index.shape
+        expert, order = index.flatten().sort(stable=True)
+        offs = torch.searchsorted(
+            expert, torch.arange(self.shape.E, device=x.device), right=True
+        ).int()
+        h = self.multiply(x[order // K], self.fc1, offs)
+        gate, up = h.chunk(2, -1)
+        y = self.multiply(F.silu(gate) * up, self.fc2, offs) * weights.flatten()[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(T * K, device=x.device)
+        return y[back].view(T, K, -1).sum(1)
+
+    def multiply(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        """The rows of each expert by its weight."""
+        return torch._grouped_mm(x, weight.mT, offs=offs)
+
+
+class _Ours(_Mixture):
+    def __init__(self, shape: Layer, *weights: Tensor, recipe: Recipe | None) -> None:
+        super().__init__(shape, *weights)
+        self.experts = float8lab.ExpertMLP(
+            shape.E, shape.H, shape.F, device=self.fc1.device, params_dtype=self.fc1.dtype
+        )
+        self.experts.fc1_weight, self.experts.fc2_weight = self.fc1, self.fc2
+        self.recipe = recipe
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        with float8lab.autocast(self.recipe is not None, recipe=self.recipe):
+            y: Tensor = self.experts(x, weights, index)
+        return y
+
+
+class _Reference(_Mixture):
+    """Products in float32."""
+
+    def multiply(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        parts = zip(x.tensor_split(offs[:-1].tolist()), weight, strict=True)
+        return torch.cat([part.float() @ one.float().t() for part, one in parts]).to(x.dtype)
+
+
+def rows(setting: Setting, name: str, shape: Layer) -> Iterator[Row]:
+    """All candidates on one layer."""
+    torch.manual_seed(setting.seed)
+    new = partial(torch.randn, device=setting.device, dtype=torch.bfloat16)
+    x, dy = new(shape.T, shape.H), new(shape.T, shape.H)
+    weights = (
+        new(shape.E, shape.H) * shape.H**-0.5,
+        new(shape.E, 2 * shape.F, shape.H) * shape.H**-0.5,
+        new(shape.E, shape.H, shape.F) * shape.F**-0.5,
+    )
+    exact, given = _Reference(shape, *weights), x.clone().requires_grad_()
+    y = exact(given)
+    y.backward(dy)
+    results = {"y": y, "dX": given.grad, "dW1": exact.fc1.grad, "dW2": exact.fc2.grad}
+    gate = common.Gate({key: value.detach() for key, value in results.items()}, FLOOR_DB)
+    del exact, given, y, results
+    sizes = f"{name}: {shape.T} tokens, {shape.K} of {shape.E} experts, {shape.H} -> {shape.F}"
+    trial = Trial(sizes, (x, dy), gate, shape.flops, lambda recipe: None)
+    names = {"dW1": "fc1", "dW2": "fc2"}
+    found = [
+        Candidate(
+            "bfloat16, torch._grouped_mm", partial(_Mixture, shape, *weights), names,
+            baseline=True, has_floor=False,
+        ),
+        Candidate(
+            "bfloat16, ExpertMLP", partial(_Ours, shape, *weights, recipe=None), names,
+            has_floor=False,
+        ),
+    ]  # fmt: skip
+    targets = {}
+    for recipe in setting.recipes:
+        made = RECIPES[recipe]()
+        found.append(
+            Candidate(
+                f"{recipe}, eager", partial(_Ours, shape, *weights, recipe=made), names,
+                recipe=made, fp8=True, has_floor=False,
+            )
+        )  # fmt: skip
+        if name == "qwen3-moe":
+            targets[f"{recipe}, eager"] = (Target("x bf16", ">=", 1.2),)
+    yield from trial.rows(setting, found, targets)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
+
+
+def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
+    for name in options.model or MODELS:
+        yield from rows(setting, name, MODELS[name])
+
+
+SUBJECT = Subject(
+    "experts",
+    "Layer of experts: forward and backward",
+    __doc__,
+    (
+        report.NAME,
+        report.decibels("y", "dX", "dW1", "dW2"),
+        report.TIME,
+        report.WALL,
+        report.SPEED_UP,
+        report.FLOPS,
+        report.TARGET,
+        *report.SUSTAINED,
+    ),
+    _rows,
+    _options,
+    recipes=tuple(name for name in RECIPES if name != "mx"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Measure and print."""
+    return report.main(SUBJECT, argv)
+
+
+if __name__ == "__main__":
+    report.finish(main())
