@@ -35,6 +35,7 @@ PUBLIC = [
     if callable(getattr(module, name))
 ]
 NO_ARGUMENTS = {
+    "Float4Tensor": "made by load_fp8",
     "Float8Tensor": "made by quantize",
     "Format": "an enumeration",
     "LinearPlan": "what a recipe makes",
