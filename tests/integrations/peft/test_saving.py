@@ -98,6 +98,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:aten.baddbmm.default has no FP8")  # PEFT's sum with experts
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_a_checkpoint_is_a_frozen_base(tmp_path, case):
     build, format, name, targets = CHECKPOINTS[case]
