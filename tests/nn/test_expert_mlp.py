@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -187,3 +189,18 @@ def test_compiled_checkpointed_and_stored_in_fp8(recipe):
     got = step(stored, lambda x, probs: stored(x, probs, index), x, probs, recipe=recipe)
     if not recipe.linear.delayed:  # these have scales of their own
         assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_frozen_weights_while_products_are_counted(recipe):
+    """Through the dispatcher an op gives an empty tensor for each result that it does not have."""
+    (probs, index), x, found = routing(), torch.randn(T, 64), []
+    for counting in (False, True):
+        torch.manual_seed(1)
+        module = float8lab.ExpertMLP(E, 64, 32, device="cpu").requires_grad_(False)
+        with float8lab.count_gemms() if counting else contextlib.nullcontext():
+            found.append(
+                step(module, lambda x, probs, m=module: m(x, probs, index), x, probs, recipe=recipe)
+            )
+    for plain, counted in zip(*found, strict=True):
+        assert (plain is counted is None) or torch.equal(plain, counted)

@@ -80,7 +80,7 @@ def test_state_dicts_with_the_base(tmp_path):
 def deepseek(seed=0):
     """As DeepSeek-V3: latent attention, a dense layer, and one of experts."""
     config = transformers.DeepseekV3Config(
-        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=128, num_hidden_layers=2,
         first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
         num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1, vocab_size=64,
         q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
@@ -98,6 +98,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:aten.baddbmm.default has no FP8")  # PEFT's sum with experts
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_a_checkpoint_is_a_frozen_base(tmp_path, case):
     build, format, name, targets = CHECKPOINTS[case]
@@ -108,7 +109,7 @@ def test_a_checkpoint_is_a_frozen_base(tmp_path, case):
     export(source, tmp_path / "out", format, exclude=["lm_head", "experts"])
     base, high = build(1), build(1)
     report = load_fp8(tmp_path / "out", base)
-    assert len(report.fp8) == (16 if case == "deepseek" else 14)
+    assert len(report.fp8) == (18 if case == "deepseek" else 14)
     before = {name: codes(base.get_parameter(name)) for name in report.fp8}
     bytes_before = sum(row.weights for row in memory_report(base).layers)
     model = with_lora(base, target_modules=targets, init_lora_weights=True)
