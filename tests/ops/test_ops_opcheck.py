@@ -21,9 +21,12 @@ each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_align = pytest.mark.parametrize("align", [1, 16], ids=["align1", "align16"])
 
 
-def check(op: Any, *arguments: Any) -> None:
+def check(op: Any, *arguments: Any, whole: bool = True) -> None:
+    """``whole``: a kernel writes all of its outputs; else these are not compared."""
     utilities = torch.library._OPCHECK_DEFAULT_UTILS
     leaves = pytree.tree_leaves(arguments)
+    if not whole:
+        utilities = tuple(name for name in utilities if name != "test_aot_dispatch_dynamic")
     if any(isinstance(one, Tensor) and one.dtype in FP8_DTYPES for one in leaves):
         # It compares inputs before and after by torch.allclose, which has no FP8 kernel.
         utilities = tuple(name for name in utilities if name != "test_schema")
@@ -262,7 +265,9 @@ def test_groups(block: tuple[int, int], device: torch.device) -> None:
     offs = torch.tensor([3, 3, 17], device=device, dtype=torch.int32)
     how = (E4M3, block, "fp32", 0.0)
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
-        check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, *wanted)
+        # On a GPU nothing is written behind the last group of a transpose.
+        whole = device.type == "cpu" or not wanted[1]
+        check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, *wanted, whole=whole)
         check(ops.cast_groups_op, "", [w], w.dtype, None, *how, *wanted[:2])
     q, scale, _, q_t, scale_t, _ = ops.cast_groups_op("", [x], x.dtype, offs, *how, True, True)
     w_q, w_scale, *_ = ops.cast_groups_op("", [w], w.dtype, None, *how)
@@ -276,7 +281,9 @@ def test_groups_by_what_is_given(device: torch.device) -> None:
     x, offs = torch.randn(20, 48, device=device), torch.tensor([3, 17], device=device)
     slot, how = torch.full((1,), ops.NO_DATA, device=device), (E4M3, (-1, -1))
     one, wanted = torch.ones(1, device=device), (0.0, True, True, False)
-    check(ops.cast_groups_op, "", [x], x.dtype, offs, *how, "encode", *wanted, one, slot)
-    check(ops.cast_groups_op, "swiglu", [x], x.dtype, offs, *how, "pow2", *wanted, one.view(1, 1))
+    x_in_groups, whole = ("", [x], x.dtype, offs, *how), device.type == "cpu"
+    check(ops.cast_groups_op, *x_in_groups, "encode", *wanted, one, slot, whole=whole)
+    arguments = ("swiglu", *x_in_groups[1:], "pow2", *wanted, one.view(1, 1))
+    check(ops.cast_groups_op, *arguments, whole=whole)
     check(ops.grouped_mm_op, x, None, (), torch.randn(2, 8, 48, device=device), None, (), None,
           offs, x.dtype, False)  # fmt: skip
