@@ -304,7 +304,7 @@ WeightOperand = tuple[Tensor, Tensor, Tensor | None]
 
 
 def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightOperand | None]:
-    """What is to be cast of a weight, and by what; else the weight in FP8.
+    """The weight that is to be cast, and by what; else the weight in FP8.
 
     That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is
     cast in every forward unless the caller says that it did not change. Nothing about a tensor

@@ -310,7 +310,7 @@ class TitanGroupedMM(OtherExperts):
         return None
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the original's."""
+        """Run the experts, with the arguments of the original."""
         self._products = 0
         return self.original.forward(self, *args, **kwargs)
 

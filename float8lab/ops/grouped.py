@@ -66,7 +66,7 @@ def _flops(
     a: Sequence[int], scale: Any, _: Any, b: Sequence[int], __: Any, ___: Any, ____: Any,
     offs: Sequence[int], *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Of a contraction in FP8 the room between the groups is left out, to within one span."""
+    """A contraction in FP8 counts without the room between the groups, to within one span."""
     contraction = a[1]
     if len(b) == 2 and scale is not None:
         room = (offs[0] + 1) * (reference.SPAN - 1)
@@ -88,7 +88,7 @@ grouped_mm_op = declare(
 
 
 class Groups(NamedTuple):
-    """What ``cast_groups`` takes: a matrix, or a prologue, with its groups; or a batch."""
+    """The input of ``cast_groups``: a matrix, or a prologue, with its groups; or a batch."""
 
     prologue: str
     inputs: Sequence[Tensor]

@@ -13,7 +13,7 @@ __all__ = ["Links", "Mesh", "meshes", "parse"]
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What connects GPUs, in bytes a second that one GPU sends."""
+    """The links between GPUs, in bytes a second that one GPU sends."""
 
     node: int = 8
     """GPUs of one machine."""

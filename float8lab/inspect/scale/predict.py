@@ -107,7 +107,7 @@ class Step:
 
     @property
     def bytes(self) -> float:
-        """Of memory, at the peak."""
+        """Bytes of memory at the peak."""
         return sum(self.memory.values())
 
     @property
@@ -262,7 +262,7 @@ class _Held:
 
 
 def _held(size: ModelSize, job: Job, mesh: Mesh) -> _Held:
-    """Of one layer."""
+    """The bytes that one layer holds."""
     dense = (size.attention_parameters + size.dense_parameters) / mesh.tp
     experts = size.expert_parameters / mesh.tp / mesh.ep
     ranks = mesh.dp * mesh.cp

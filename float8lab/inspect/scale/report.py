@@ -1,4 +1,4 @@
-"""What ``python -m float8lab scale`` tells of a model on many GPUs: text, JSON, a picture."""
+"""The report of ``python -m float8lab scale``: text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Scale(Printed):
         return [*(grid.first(limit) for grid in grids if grid.rows), assumed.first(None)]
 
     def assumptions(self) -> list[tuple[str, str]]:
-        """What the numbers rest on."""
+        """The assumptions that the numbers rest on."""
         job, links = self.steps[HIGH].job, self.job.links
         rows = [
             ("rates", "an H200 under sustained load, measured: benchmarks/RESULTS.md"),

@@ -83,7 +83,7 @@ class ModelSize:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of the attention of one layer."""
         return _count(self.attention_weights())
 
     @property

@@ -509,7 +509,7 @@ def multiply_groups(
 
 
 def _strides(a: Tensor, b: Tensor) -> tuple[int, int, int, int, int, int]:
-    """Of the scales of a, then of b: from group to group, row to row, step to step."""
+    """Strides of the scales of a, then of b: from group to group, row to row, step to step."""
 
     def of(scale: Tensor) -> tuple[int, int, int]:
         if scale.ndim < 3:
