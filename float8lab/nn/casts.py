@@ -39,6 +39,7 @@ __all__ = [
     "known_input",
     "known_weight",
     "lives_on",
+    "note_storage",
     "note_weight",
     "plain",
     "recast",
@@ -176,11 +177,11 @@ def known_input(
     """By what a layer's input is cast; its cast, where another layer or a graph has made it.
 
     The last result is None, or the key under which this cast may serve other layers with the same
-    input, ``inp``: q, k and v, or gate and up. The last input that was cast for
-    training is remembered, weakly, and what it was cast to for as long as it lives. Only a result
-    of autograd counts, by the node that made it: of other tensors it could not be told whether a
-    kernel has overwritten them since, as a replayed CUDA graph does with its outputs. Delayed
-    scaling does not share, for every layer has a scale of its own.
+    input, ``inp``: q, k and v, or gate and up. The last input that was cast for training is
+    remembered, weakly, and what it was cast to for as long as it lives. Only a result of autograd
+    counts, by the node that made it: of other tensors it could not be told whether a kernel has
+    overwritten them since, as a replayed CUDA graph does with its outputs. Delayed scaling does not
+    share, for every layer has a scale of its own.
     """
     spec, transposed = specs
     if spec is None and transposed is None:
@@ -331,9 +332,14 @@ def note_weight(weight: Tensor, operand: Any, call: Call) -> None:
     """Tell an observer, and CPU offload, of the FP8 data of a weight."""
     if call.watched:
         show_cast(weight, operand[:2], call.plan.w, W, call)
+    note_storage(operand[0], weight, call)
+
+
+def note_storage(q: Tensor, weight: Tensor, call: Call) -> None:
+    """Tell CPU offload, if it asks, whether the FP8 data of a weight is kept in any case."""
     if not torch.compiler.is_compiling() and STATE.weights is not None:
-        key = StorageWeakRef(operand[0].untyped_storage())
-        STATE.weights[key] = lives_on(operand[0], weight, call)
+        key = StorageWeakRef(q.untyped_storage())
+        STATE.weights[key] = lives_on(q, weight, call)
 
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.formats import Float8Spec
-from float8lab.nn.casts import Operand, lives_on, plain, show_cast, show_gemm
+from float8lab.nn.casts import Operand, lives_on, note_storage, plain, show_cast, show_gemm
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
@@ -29,7 +28,6 @@ from float8lab.ops import Groups, Source, cast_groups_op, grouped_mm_op, round_u
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import GemmPlan, LinearPlan, Recipe
-from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -172,9 +170,7 @@ def _cast_weight(weight: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | N
         q, scale = _kept_weight(weight, call)
     if call.watched:
         _show_weights(weight, (q, scale), spec, call)
-    if not torch.compiler.is_compiling() and STATE.weights is not None:
-        key = StorageWeakRef(q.untyped_storage())
-        STATE.weights[key] = lives_on(q, weight, call)
+    note_storage(q, weight, call)
     return q, scale, factor
 
 

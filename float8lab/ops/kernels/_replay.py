@@ -114,15 +114,16 @@ class _Call:
         given: int,
         returns_tuple: bool,
     ) -> None:
-        """Args:
+        """Take over what a recording has found.
 
-        allocations: size, strides and dtype of each tensor that is not given; None for one that a
-            step returns.
-        zeros: numbers of tensors that are zero at first.
-        steps: in their order.
-        outputs: numbers of tensors; None is None.
-        given: the number of tensors that are given.
-        returns_tuple: whether the outputs come as a tuple.
+        Args:
+            allocations: size, strides and dtype of each tensor that is not given; None for one that
+                a step returns.
+            zeros: numbers of tensors that are zero at first.
+            steps: in their order.
+            outputs: numbers of tensors; None is None.
+            given: the number of tensors that are given.
+            returns_tuple: whether the outputs come as a tuple.
         """
         self.allocations, self.zeros, self.returns_tuple = allocations, zeros, returns_tuple
         self.constants: list[Any] = []
@@ -214,11 +215,10 @@ class _Recording(TorchDispatchMode):
 
     def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
         """A step that returns ``out``, and its number; None stands for the first argument."""
-        if any(isinstance(arg, list) and _has_tensor(arg) for arg in args):
-            lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
-            self.fits &= all(
-                len(arg) == 1 for arg, is_list in zip(args, lists, strict=True) if is_list
-            )
+        lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
+        if any(lists):
+            if any(len(arg) > 1 for arg, alone in zip(args, lists, strict=True) if alone):
+                self.fits = False
             function = functools.partial(_with_lists, function, lists)
             args = tuple(arg[0] if alone else arg for arg, alone in zip(args, lists, strict=True))
         self.fits &= not _has_tensor(kwargs.values())
@@ -266,17 +266,16 @@ class _Recording(TorchDispatchMode):
 
     def _numbered(self, args: tuple[Any, ...], *, as_they_are: bool = True) -> tuple[Any, ...]:
         """Arguments, with its number in the place of each tensor."""
-        numbered = tuple(
-            _Number(self._number(arg, as_it_is=as_they_are))
-            if isinstance(arg, Tensor)
-            else _Number(self._describe(arg))
-            if hasattr(arg, "block_shape")
-            else arg
-            for arg in args
-        )
-        if _Number(-1) in [arg for arg in numbered if type(arg) is _Number]:
-            self.fits = False  # not one that it is given, nor one that it allocates
-        return numbered
+        numbered: list[Any] = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                arg = _Number(self._number(arg, as_it_is=as_they_are))
+                if arg == -1:  # not one that it is given, nor one that it allocates
+                    self.fits = False
+            elif hasattr(arg, "block_shape"):
+                arg = _Number(self._describe(arg))
+            numbered.append(arg)
+        return tuple(numbered)
 
     def call(self, result: Any) -> _Call | None:
         """The record of a call that gave ``result``; None if it cannot be repeated."""
