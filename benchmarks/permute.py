@@ -3,9 +3,9 @@
     python -m benchmarks.permute [--model qwen3-moe]
 
 Needs a CUDA GPU. Each op is first compared with its reference in plain PyTorch, run on the same GPU
-tensors, or on a CPU where sums have an order. The bytes are those that must move: tokens and rows read or written once. The floor is
-these bytes at the rate of a large copy; ``copy`` is a copy of the permuted rows. Then whole
-calls, which make the row map as well, and torch's own ops.
+tensors, or on a CPU where sums have an order. The bytes are those that must move: tokens and rows
+read or written once. The floor is these bytes at the rate of a large copy; ``copy`` is a copy of
+the permuted rows. Then whole calls, which make the row map as well, and torch's own ops.
 
 T tokens, E experts, K experts of a token, H features.
 """
