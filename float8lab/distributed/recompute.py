@@ -130,7 +130,7 @@ def _spread_over(group: Any, x: Tensor) -> Any:
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Part):
-            return kept  # type: ignore[no-any-return]  # a tensor
+            return kept
         ops = torch.ops._c10d_functional
         whole = ops.all_gather_into_tensor(kept.mine, ranks, group.group_name)
         flat = ops.wait_tensor(whole).view(kept.dtype)
