@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from float8lab.arguments import check_choice, check_group, check_size
 
@@ -16,6 +17,11 @@ __all__ = [
     "check_context_group",
     "check_parallel_arguments",
 ]
+
+
+def parallel_size(tp_size: int, tp_group: Any, parallel_mode: str | None) -> int:
+    check_parallel_arguments(tp_size, tp_group, None)
+    return 1
 
 
 def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
@@ -65,3 +71,32 @@ class ContextParallelGroup(TensorParallelGroup):
     ) -> None:
         """Set the context-parallel group; only one of a single rank is supported."""
         check_context_group(cp_group)
+
+
+def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
+    """How many query heads, and key/value heads, of attention each tensor-parallel rank has.
+
+    A rank has whole groups: a key/value head with all its query heads. A head that several ranks
+    had would be computed several times, and its gradient be partial on each; fewer groups than
+    ranks are therefore refused.
+
+    Raises:
+        ValueError: the ranks cannot share the groups equally.
+
+    >>> heads_of_rank(32, 8, 4)
+    (8, 2)
+    """
+    if groups % ranks:
+        raise ValueError(
+            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got {groups}. "
+            "Each key/value head is on one rank: use fewer ranks, or more groups."
+        )
+    return heads // ranks, groups // ranks
+
+
+def of_first_rank(x: Tensor, group: Any) -> Tensor:
+    """The values that the first rank of a group has, on all of them."""
+    ops = torch.ops._c10d_functional
+    bits = x.view(torch.uint8)
+    found: Tensor = ops.wait_tensor(ops.broadcast(bits, 0, group.group_name))
+    return found.view(x.dtype)
