@@ -147,7 +147,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         check_choice("attention_type", attention_type, ("self", "cross"))
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
         groups = check_groups(num_attention_heads, num_gqa_groups)
-        self.tp_size = parallel_size(tp_size, tp_group, "heads")
+        self.tp_size = parallel_size(tp_size, tp_group, "column")
         mine = heads_of_rank(num_attention_heads, groups, self.tp_size)
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
         backends = check_names("backends", backends)
