@@ -115,7 +115,7 @@ def _grouped_linear(
         assert call is not None, "it has a plan"
         x = _round_trip(x.float(), call.plan.x, X, call)
     y = torch.zeros((x.shape[0], weight.shape[1]), dtype=wide, device=x.device)
-    stored = fprop and grouped_function.stored_as(weight, call.plan.w)  # type: ignore[union-attr]
+    stored = fprop and stored_as(weight, call.plan.w)  # type: ignore[union-attr]
     for index, one in enumerate(plain(weight).to(wide).unbind()):
         if fprop and not stored:
             assert call is not None, "it has a plan"

@@ -234,8 +234,8 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         weight = weights[0] if self.single_grouped_weight else stacked(weights)
         if call is None:
             self._fp8.calibrate(
-                Groups("", (x.detach(),), x.dtype, offs),
-                Groups("", (weight.detach(),), weight.dtype, None),
+                Groups.of(x.detach(), offs),
+                weight.detach(),
             )
         bias = None
         if biases is not None and not self.return_bias:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import grouped_function as grouped
+from float8lab.nn import gemm
 from float8lab.nn.grouped_function import stacked
 from float8lab.nn.precision import Precision
 from float8lab.ops import Source
@@ -279,10 +279,10 @@ def test_a_source_is_cast_as_its_values(recipe):
         precision.experts = E
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
-        y, saved = grouped.forward(x, w, None, offs, call, needs=needs[:2], dtype=h.dtype)
-        gradient = grouped.Gradient(dy, offs, call, needs=needs)
-        grads = grouped.backward(
-            gradient, x if x is source else None, saved, offs, call,
+        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offs=offs)
+        gradient = gemm.Gradient(dy, call, needs=needs, offs=offs)
+        grads = gemm.backward(
+            gradient, x if x is source else None, saved, call,
             needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
         )  # fmt: skip
         results.append((y, *grads[:2]))
