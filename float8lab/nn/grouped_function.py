@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from float8lab.nn.gemm import Gradient, backward, forward, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.recipes.recipe import Float8CurrentScaling
-from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
-__all__ = ["GroupedFunction", "into_buffer", "stacked"]
+__all__ = ["GroupedFunction", "as_one", "into_buffer", "is_of"]
 
 _IN_HIGH_PRECISION = Call(
     Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
@@ -36,6 +34,9 @@ class GroupedFunction(Float8Function):
         bias: ``[E, N]`` or None.
         offs: ends of the experts' rows, ``[E]``, int32 or int64; rows beyond the last give zeros.
         call: how to cast, from ``Precision.begin``; None is high precision.
+        count: how many of ``parts`` are the experts' weights; the others are their biases.
+        parts: where ``weight`` or ``bias`` is the memory of parameters, one for each expert, these,
+            which have the gradients then.
 
     Returns:
         ``[M, N]`` in the dtype of torch.autocast if that is active, else of ``x``.
@@ -49,60 +50,57 @@ class GroupedFunction(Float8Function):
         bias: Tensor | None,
         offs: Tensor,
         call: Call | None,
+        count: int = 0,
+        *parts: Tensor,
     ) -> Tensor:
         call = call or _IN_HIGH_PRECISION
+        needs_dx, needs_dw, needs_db, *rest = ctx.needs_input_grad
+        if parts:
+            of_parts = rest[-len(parts) :]
+            needs_dw |= any(of_parts[:count])
+            needs_db |= any(of_parts[count:])
         y, saved = forward(
-            x, weight, bias, call,
-            needs=ctx.needs_input_grad[:2], dtype=output_dtype(x), offs=offs,
-        )  # fmt: skip
+            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), offs=offs
+        )
         ctx.save_for_backward(offs, *saved)
-        ctx.call = call
+        ctx.call, ctx.needs = call, (needs_dx, needs_dw, needs_db)
         ctx.shape = x.shape[0], *weight.shape[1:]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.parts = count, len(parts) - count
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, (offs, *saved) = ctx.needs_input_grad[:3], ctx.saved_tensors
+        needs, (offs, *saved) = ctx.needs, ctx.saved_tensors
         gradient = Gradient(dy, ctx.call, needs=needs, offs=offs)
-        grads = backward(
+        dx, *of_experts = backward(
             gradient, None, tuple(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
         )  # fmt: skip
-        return *grads, None, None
+        parts: list[Tensor | None] = []
+        for whole, count in zip(of_experts, ctx.parts, strict=True):
+            parts += [None] * count if whole is None else whole.unbind()[:count]
+        return dx, *of_experts, None, None, None, *parts
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Parameters of one shape as one tensor, without a copy where they follow in memory."""
-    first = weights[0]
-    if torch.compiler.is_compiling() or isinstance(first, Float8Tensor):
-        return torch.stack(list(weights))
-    found: Tensor = _Stacked.run(*weights)
-    return found
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parameters of one shape that follow each other in memory, as one tensor; else None."""
+    first = parts[0]
+    storage = first.untyped_storage().data_ptr()
+    if not first.numel() or any(p.untyped_storage().data_ptr() != storage for p in parts):
+        return None
+    shape = len(parts), *first.shape
+    # Not a view of any of them, whose version counter would be its own.
+    whole = first.detach().as_strided(shape, (first.numel(), *first.stride()))
+    return whole if is_of(parts, whole) else None
 
 
-class _Stacked(Float8Function):
-    @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        first = weights[0]
-        size = first.numel() * first.element_size()
-        at = [weight.data_ptr() for weight in weights]
-        storage = first.untyped_storage().data_ptr()
-        if size and all(
-            address == at[0] + index * size
-            and weight.is_contiguous()
-            and weight.untyped_storage().data_ptr() == storage
-            for index, (address, weight) in enumerate(zip(at, weights, strict=True))
-        ):
-            shape = (len(weights), *first.shape)
-            return first.detach().as_strided(shape, (first.numel(), *first.stride()))
-        return torch.stack(weights)
-
-    @staticmethod
-    def backward(ctx: Any, dw: Tensor | None) -> Any:
-        return (None,) * len(ctx.needs_input_grad) if dw is None else dw.unbind()
+def is_of(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether parameters are the matrices of ``whole``, in turn."""
+    begin, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
+    places = range(begin, begin + len(parts) * step, step)
+    return [*map(Tensor.data_ptr, parts)] == [*places] and all(map(Tensor.is_contiguous, parts))
 
 
 def into_buffer(x: Tensor, buffer: Tensor) -> Tensor:
