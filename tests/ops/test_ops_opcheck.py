@@ -109,6 +109,7 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     one, event = torch.ones(1, 1, device=device), torch.ones(1, device=device)
     check(ops.transpose_op, q, align)
     check(ops.transpose_op, q, align, event)
+    check(ops.transpose_op, torch.stack((q, q)), 1, event)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
     check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16, event)
