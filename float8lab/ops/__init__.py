@@ -19,7 +19,7 @@ from float8lab.ops.cast import (
     transpose_op,
     value_of_op,
 )
-from float8lab.ops.declare import announce_flops, compute_intensive_ops
+from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
@@ -74,4 +74,4 @@ __all__ = [
     "value_of_op",
 ]
 
-announce_flops()
+announce()
