@@ -64,7 +64,9 @@ class _Norm(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward_of_norm(dy, *ctx.saved_tensors, ctx.kind, ctx.bias_dtype), None, None
+        x, weight, mean, rstd = ctx.saved_tensors
+        gradients = backward_of_norm(dy, x, weight, mean, rstd, ctx.kind, ctx.bias_dtype)
+        return *gradients, None, None
 
 
 def backward_of_norm(

@@ -135,17 +135,15 @@ def declare(
     if cuda is not None:
         implementations = {"CPU": whole, "CUDA": _untraced(_complete(_lazy(cuda)))}
 
-    def define(name: str, schema: str) -> Callable[..., Any]:
+    def define(name: str, schema: str) -> Any:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
         _LIBRARY.define(name + schema, tags=tags)
         for key, implementation in implementations.items():
             _LIBRARY.impl(name, implementation, key)
         torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
         packet, _, form = name.partition(".")
-        overload: Callable[..., Any] = getattr(
-            getattr(torch.ops.float8lab, packet), form or "default"
-        )
-        given = list(parameters)[: len(overload._schema.arguments)]
+        overload: Any = getattr(getattr(torch.ops.float8lab, packet), form or "default")
+        given = [argument.name for argument in overload._schema.arguments]
         arguments = {n: defaults.get(n) for n in given}
         _DECLARED[overload] = _Declared(arguments, fake, mutates, sharding)
         return overload

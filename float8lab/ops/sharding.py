@@ -73,7 +73,7 @@ def _call(
     single = not isinstance(results, tuple)
     if single:
         results = (results,)
-    ways = [((None,) * len(results), {})]
+    ways: list[tuple[Sequence[Placing], Mapping[str, Placing]]] = [((None,) * len(results), {})]
     ways += rule(SimpleNamespace(**whole)) if rule is not None else ()
 
     def placement(placing: Placing, x: Tensor) -> Any:
@@ -110,7 +110,10 @@ def _call(
             if all(one.is_replicate() for one in wanted):
                 return x
             x = dtensor.DTensor.from_local(x, mesh, before(x), run_check=False)
-        shard: Tensor = x.redistribute(mesh, wanted).to_local()
+        there: Any = x
+        if tuple(wanted) != tuple(there.placements):
+            there = there.redistribute(mesh, wanted)
+        shard: Tensor = there.to_local()
         return shard
 
     mine = overload(*_map(given, local).values())
