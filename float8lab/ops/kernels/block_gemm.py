@@ -270,15 +270,20 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @on_device_of_first
 def multiply_blocks(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    into: Tensor | None = None,
 ) -> Tensor:
     """``[M, N]`` of contiguous, aligned ``[M, K]`` and ``[N, K]``, N and K divisible by 16.
 
     Scales are ``[M, ceil K / 128]`` and ``[N, ceil K / 128]`` with neighbours in a column, or those
-    of b ``[ceil N / 128, ceil K / 128]``.
+    of b ``[ceil N / 128, ceil K / 128]``. ``into`` is where to write, if not to a fresh tensor.
     """
     (M, K), N = a.shape, b.shape[0]
-    y = a.new_empty((M, N), dtype=out_dtype)
+    y = a.new_empty((M, N), dtype=out_dtype) if into is None else into
     programs = min(multiprocessors(a.device), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS))
     _multiply_blocks_kernel[(programs,)](
         descriptor(a, _ROWS, 128), descriptor(b, _COLUMNS, 128), descriptor(y, 64, 128),
