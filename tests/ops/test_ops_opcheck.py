@@ -131,6 +131,10 @@ def test_scaled_mm(
         operands += [q, scale, block]
     bias = torch.randn(33, device=device) if with_bias else None
     check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
+    out = torch.zeros(20, 33, device=device, dtype=out_dtype)
+    check(ops.scaled_mm_into_op, out, *operands, bias, False)
+    ops.scaled_mm_into_op(out, *operands, bias, False)
+    assert torch.equal(out, ops.scaled_mm_op(*operands, bias, out_dtype, False))
 
 
 @pytest.mark.parametrize("batch", [0, 3])
