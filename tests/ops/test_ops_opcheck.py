@@ -109,6 +109,7 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     one, event = torch.ones(1, 1, device=device), torch.ones(1, device=device)
     check(ops.transpose_op, q, align)
     check(ops.transpose_op, q, align, event)
+    check(ops.transpose_op, torch.stack((q, q)), 1, event)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
     check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16, event)
@@ -192,6 +193,14 @@ def test_route(name: str, tokens: int, device: torch.device) -> None:
         check(ops.route_op, logits, bias, *how)
         _, routing_map = ops.route_op(logits, bias, *how)
         check(ops.route_backward_op, logits.float(), logits, routing_map, *how[:3], *how[5:])
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_cross_entropy(tokens: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, 12, device=device, dtype=torch.bfloat16)
+    target, factors = torch.arange(tokens, device=device), torch.randn(4, tokens, device=device)
+    check(ops.cross_entropy_statistics_op, logits, target)
+    check(ops.cross_entropy_backward_op, logits, target, factors)
 
 
 def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
