@@ -20,9 +20,8 @@ import copy
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -423,31 +422,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    if options.device == "cuda":
-        device = torch.device("cuda", dist.get_node_local_rank(0))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if options.device == "cuda" else "gloo",
-        device_id=device if options.device == "cuda" else None,
-    )
+    device = common.start_ranks(options.device)
     size = LayerSize(
         options.dim, options.heads, options.groups, options.ffn, options.batch, options.sequence
     )
-    rank, failed = dist.get_rank(), False
-    facts: dict[str, str] = {}
-    if rank == 0:
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        facts = {"time": now, **common.header(options.commit)}
-        print(report.describe(facts), flush=True)
-    found = list(rows(size, options, device))
-    if rank == 0:
-        for row in found:
-            common.append_json(options.json, facts, [asdict(row)])
-        print(f"\n{found[0].case}\n\n{report.tabulate(SUBJECT.columns, found)}", flush=True)
-        failed = any(row.refusal is not None for row in found)
+    complete = report.tell(SUBJECT, rows(size, options, device), options, rank=dist.get_rank())
     dist.destroy_process_group()
-    return int(failed)
+    return int(not complete)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,11 @@ class TensorParallelGroup:
                 parallel = _NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
-                    tp_group, mode, self.sequence_parallel, self.keep_gathered, self.overlap
+                    tp_group,
+                    mode,
+                    self.sequence_parallel,
+                    self.keep_gathered,
+                    overlap=self.overlap,
                 )
             getattr(self, name).spread(parallel)
 
