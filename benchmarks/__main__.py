@@ -9,7 +9,8 @@ measures nothing. Only what stands between a subject's two comments in RESULTS.m
 is written by hand around them stays. A subject that fails, or measures nothing, leaves its section
 as it was. The exit status is 1 if one failed or refused a row.
 
-``fsdp`` and ``tensor_parallel`` are run by torchrun on all GPUs, if there are two or more.
+``fsdp``, ``tensor_parallel`` and ``overlap`` are run by torchrun on all GPUs, if there are two or
+more.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ SUBJECTS = (
     "advise",
     "fsdp",
     "tensor_parallel",
+    "overlap",
 )
-BY_RANKS = ("fsdp", "tensor_parallel")
+BY_RANKS = ("fsdp", "tensor_parallel", "overlap")
 """Subjects that torchrun starts."""
 RESULTS = common.ROOT / "benchmarks" / "RESULTS.md"
 

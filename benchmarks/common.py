@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.inspect.timing import sleep_rate
@@ -33,6 +34,7 @@ __all__ = [
     "new_parser",
     "require_cuda",
     "sqnr",
+    "start_ranks",
     "table",
     "time_device",
     "time_sustained",
@@ -372,6 +374,17 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     return parser
+
+
+def start_ranks(kind: str) -> torch.device:
+    """Make the process group of torchrun's ranks; gives this rank's device, of that type."""
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank(0))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
 
 
 def require_cuda(program: str) -> None:

@@ -265,12 +265,8 @@ def main(argv: Sequence[str]) -> int:
         "--one-thread", action="store_true", help="run backward in the thread that calls it"
     )
     options = parser.parse_args(argv)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    device = common.start_ranks(options.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(options.device)
-    if options.device == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
     facts: dict[str, str] = {}
     if rank == 0:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

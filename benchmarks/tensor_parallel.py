@@ -20,9 +20,8 @@ import copy
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,7 +55,7 @@ MARGIN = 1.0
 COMMUNICATION = re.compile("nccl|memcpy|barrier|signal", re.IGNORECASE)
 """Names of a GPU's work that only moves data or waits for others. Layers alone copy nothing."""
 OF_MODULE = "x module"
-TARGETS = {
+TARGETS: dict[str, tuple[Target, ...]] = {
     f"TransformerLayer, {name}": (
         Target("sustained ms", "<=", bound),
         Target("gathered x bf16", "<=", 0.5),
@@ -64,10 +63,8 @@ TARGETS = {
     )
     for name, bound in (("delayed", 13.5), ("current", 14.3), ("rowwise", 14.8), ("block", 15.8))
 }
-TARGETS |= {
-    f"parallelized, {name}, compile": (Target(OF_MODULE, "<=", 1.05),)
-    for name in ("delayed", "current", "rowwise", "block")
-}
+for _name in RECIPES:
+    TARGETS[f"parallelized, {_name}, compile"] = (Target(OF_MODULE, "<=", 1.05),)
 
 
 class Candidate(NamedTuple):
@@ -425,31 +422,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    if options.device == "cuda":
-        device = torch.device("cuda", dist.get_node_local_rank(0))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if options.device == "cuda" else "gloo",
-        device_id=device if options.device == "cuda" else None,
-    )
+    device = common.start_ranks(options.device)
     size = LayerSize(
         options.dim, options.heads, options.groups, options.ffn, options.batch, options.sequence
     )
-    rank, failed = dist.get_rank(), False
-    facts: dict[str, str] = {}
-    if rank == 0:
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        facts = {"time": now, **common.header(options.commit)}
-        print(report.describe(facts), flush=True)
-    found = list(rows(size, options, device))
-    if rank == 0:
-        for row in found:
-            common.append_json(options.json, facts, [asdict(row)])
-        print(f"\n{found[0].case}\n\n{report.tabulate(SUBJECT.columns, found)}", flush=True)
-        failed = any(row.refusal is not None for row in found)
+    complete = report.tell(SUBJECT, rows(size, options, device), options, rank=dist.get_rank())
     dist.destroy_process_group()
-    return int(failed)
+    return int(not complete)
 
 
 if __name__ == "__main__":

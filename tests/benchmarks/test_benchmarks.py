@@ -94,7 +94,9 @@ def test_gate_refuses_a_wrong_answer(answer):
 
 
 @pytest.mark.parametrize(
-    "module", [common, floor, offload, report, shapes, tensor_parallel], ids=lambda module: module.__name__
+    "module",
+    [common, floor, offload, report, shapes, tensor_parallel],
+    ids=lambda module: module.__name__,
 )
 def test_docstring_examples_run(module):
     results = doctest.testmod(module)

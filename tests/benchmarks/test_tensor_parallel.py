@@ -8,9 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import tensor_parallel
+from benchmarks import overlap, tensor_parallel
 from benchmarks.models import LayerSize
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+
+
+def check_products_overlap(ranks: Ranks) -> None:
+    options = argparse.Namespace(tokens="64", recipe=["block"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "LLAMA", LayerSize(D=256, H=4, G=2, F=512, batch=1, sequence=64))
+        found = list(overlap.rows(options, ranks.device))
+    assert len(found) == 8
+    assert all(row.refusal is None and len(row.values) == 3 for row in found)
 
 
 def check_all_candidates_are_right_and_measured(ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import float8lab
 from float8lab.distributed import overlap
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.ops import scaled_mm_op
+from float8lab.recipes import Float8CurrentScaling
 from float8lab.tensor.blocks import quantize_blocks
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
@@ -80,59 +84,119 @@ def rows_of(a: list[Any], start: int, count: int) -> list[Any]:
     return [q[start : start + count].contiguous(), scale, block]
 
 
-def how(a: list[Any], b: list[Any]) -> Any:
-    return a[2], b[2], False
+def gather_mm(group: Any, a: list[Any], b: list[Any], **options: Any) -> list[Tensor]:
+    also, bias = options.get("also", []), options.get("bias", [])
+    operands, blocks = [*a[:2], *b[:2], *bias], (a[2], b[2])
+    return overlap.gather_mm_op(operands, *blocks, torch.bfloat16, False, group.group_name, also)
 
 
-def check_the_bytes_of_an_all_gather(ranks: Ranks) -> None:
-    group = on_ranks_that_see_each_other(ranks)
+def mm_scatter(group: Any, a: list[Any], b: list[Any], **options: Any) -> list[Tensor]:
+    operands, blocks, also = [*a[:2], *b[:2]], (a[2], b[2]), options.get("also", [])
+    return overlap.mm_scatter_op(operands, *blocks, torch.bfloat16, False, group.group_name, also)
+
+
+def check_the_bytes_of_an_all_gather(ranks: Ranks, *, see: bool = True) -> None:
+    group = on_ranks_that_see_each_other(ranks) if see else dist.group.WORLD
     for kind in BLOCKS:
-        for keep in (False, True):
+        for more in (False, True):
             a, b = operands(ranks, kind, 256, 0)
             parts = [rows_of(a, ROWS * rank, ROWS) for rank in range(ranks.world)]
-            bias = torch.randn(N, device=ranks.device).bfloat16() if keep else None
+            bias = [torch.randn(N, device=ranks.device).bfloat16()] * more
             extra = torch.full((3, 5), ranks.rank, dtype=torch.uint8, device=ranks.device)
-            also = [extra, parts[ranks.rank][0].t().contiguous()] if keep else []
-            found = overlap.gather_mm(
-                group,
-                parts[ranks.rank][:2],
-                b[:2],
-                how(a, b),
-                torch.bfloat16,
-                bias,
-                keep=keep,
-                also=also,
+            also = [extra, parts[ranks.rank][0].t().contiguous()] * more
+            y, whole, scale, *gathered = gather_mm(
+                group, parts[ranks.rank], b, also=also, bias=bias
             )
-            assert found is not None
-            y, whole, gathered = found
-            want = [scaled_mm_op(*part, *b, bias, torch.bfloat16, False) for part in parts]
+            want = [
+                scaled_mm_op(*part, *b, bias[0] if more else None, torch.bfloat16, False)
+                for part in parts
+            ]
             assert torch.equal(y, torch.cat(want))
-            if keep:
-                assert torch.equal(whole[0].view(torch.uint8), a[0].view(torch.uint8))
-                assert torch.equal(whole[1], a[1])
-                assert whole[1].stride() == a[1].stride()
+            assert torch.equal(whole.view(torch.uint8), a[0].view(torch.uint8))
+            assert torch.equal(scale, a[1])
+            assert scale.stride() == a[1].stride()
+            if more:
                 assert gathered[0][:, 0, 0].tolist() == list(range(ranks.world))
                 turned = torch.stack([part[0].t() for part in parts])
                 assert torch.equal(gathered[1].view(torch.uint8), turned.view(torch.uint8))
 
 
-def check_the_sums_of_a_reduce_scatter(ranks: Ranks, *, cut: bool = True) -> None:
-    group = on_ranks_that_see_each_other(ranks)
+def check_the_sums_of_a_reduce_scatter(ranks: Ranks, *, cut: bool = True, see: bool = True) -> None:
+    group = on_ranks_that_see_each_other(ranks) if see else dist.group.WORLD
     for kind in BLOCKS:
         all_operands = [operands(ranks, kind, 256, r) for r in range(ranks.world)]
-        a, b = all_operands[ranks.rank]
         also = [torch.full((7,), ranks.rank, device=ranks.device)] * cut
-        found = overlap.mm_scatter(group, a[:2], b[:2], how(a, b), torch.bfloat16, None, also=also)
-        assert found is not None
+        total, *gathered = mm_scatter(group, *all_operands[ranks.rank], also=also)
         sums = []
         for rank, (a, b) in enumerate(all_operands):
             size = ROWS // 2 if cut and rank != ranks.rank else ROWS
             parts = [rows_of(a, ROWS * ranks.rank + i, size) for i in range(0, ROWS, size)]
             products = [scaled_mm_op(*part, *b, None, torch.bfloat16, False) for part in parts]
             sums.append(torch.cat(products))
-        assert torch.equal(found[0], torch.stack(sums).sum(0))
-        for one in found[1]:
-            assert one[:, 0].tolist() == list(range(ranks.world))
+        assert torch.equal(total, torch.stack(sums).sum(0))
+        if cut:
+            assert gathered[0][:, 0].tolist() == list(range(ranks.world))
+
+
+def check_collectives_where_ranks_do_not_see_each_other(ranks: Ranks) -> None:
+    overlap.Window.of_groups[dist.group.WORLD] = None
+    check_the_bytes_of_an_all_gather(ranks, see=False)
+    check_the_sums_of_a_reduce_scatter(ranks, see=False)
+    del overlap.Window.of_groups[dist.group.WORLD]
+
+
+def check_a_compiled_graph(ranks: Ranks) -> None:
+    group = on_ranks_that_see_each_other(ranks)
+    a, b = operands(ranks, "block", 256, 0)
+    mine = rows_of(a, ROWS * ranks.rank, ROWS)
+
+    def products() -> list[Tensor]:
+        also = [mine[0].view(torch.uint8) + 1]
+        gathered = gather_mm(group, mine, b, also=also)
+        return [*gathered[:4], mm_scatter(group, [gathered[1], gathered[2], a[2]], b)[0]]
+
+    compiled = torch.compile(products, fullgraph=True)
+    for one, other in zip(compiled(), products(), strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one.float(), other.float())
+
+
+class Seen(TorchDispatchMode):
+    """Names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_layers(ranks: Ranks) -> None:
+    """Layers whose products overlap give what others give."""
+    group = on_ranks_that_see_each_other(ranks)
+    for mode in ("column", "row"):
+        results = []
+        for overlaps in (False, True):
+            torch.manual_seed(0)
+            layer = float8lab.Linear(
+                64, 96, tp_group=group, parallel_mode=mode, sequence_parallel=True,
+                device=ranks.device,
+            )  # fmt: skip
+            layer.overlap = overlaps
+            layer.set_tensor_parallel_group(group)
+            x = torch.randn(32, 64 if mode == "column" else 32, device=ranks.device)
+            x.requires_grad_()
+            with Seen() as seen, torch.autograd.set_multithreading_enabled(False):
+                with float8lab.autocast(recipe=Float8CurrentScaling()):
+                    y = layer(x)
+                y.backward(torch.linspace(-1, 1, y.numel(), device=ranks.device).view_as(y))
+            assert seen.names["float8lab::gather_mm"] == overlaps
+            assert seen.names["float8lab::mm_scatter"] == overlaps
+            results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def check_rows_that_are_not_cut(ranks: Ranks) -> None:
@@ -148,35 +212,25 @@ def check_many_calls_in_turns(ranks: Ranks) -> None:
     group = on_ranks_that_see_each_other(ranks)
     generator = torch.Generator().manual_seed(0)
     a, b = operands(ranks, "row", 64, 0)
-    part = rows_of(a, ROWS * ranks.rank, ROWS)
-    args, all_args = (part[:2], b[:2], how(a, b)), (a[:2], b[:2], how(a, b))
-    gathered = overlap.gather_mm(group, *args, torch.bfloat16, None)
-    summed = overlap.mm_scatter(group, *all_args, torch.bfloat16, None)
-    assert gathered is not None
-    assert summed is not None
+    mine = rows_of(a, ROWS * ranks.rank, ROWS)
+    gathered, summed = gather_mm(group, mine, b), mm_scatter(group, a, b)
     for index in torch.randint(0, 2, (40,), generator=generator).tolist():
         if index:
-            again: Any = overlap.gather_mm(group, *args, torch.bfloat16, None)
-            assert torch.equal(again[0], gathered[0])
+            assert torch.equal(gather_mm(group, mine, b)[0], gathered[0])
         else:
-            again = overlap.mm_scatter(group, *all_args, torch.bfloat16, None)
-            assert torch.equal(again[0], summed[0])
+            assert torch.equal(mm_scatter(group, a, b)[0], summed[0])
 
 
 def check_a_cuda_graph(ranks: Ranks) -> None:
     """Its products replay between others, any number of times."""
     if ranks.device.type == "cpu":
         return
+    group = on_ranks_that_see_each_other(ranks)
     a, b = operands(ranks, "tensor", 256, 0)
-    part = rows_of(a, ROWS * ranks.rank, ROWS)
-    group = dist.group.WORLD
+    mine = rows_of(a, ROWS * ranks.rank, ROWS)
 
     def products() -> list[Tensor]:
-        first = overlap.gather_mm(group, part[:2], b[:2], how(a, b), torch.bfloat16, None)
-        second = overlap.mm_scatter(group, a[:2], b[:2], how(a, b), torch.bfloat16, None)
-        assert first is not None
-        assert second is not None
-        return [first[0], second[0]]
+        return [gather_mm(group, mine, b)[0], mm_scatter(group, a, b)[0]]
 
     want = products()
     torch.cuda.synchronize()

@@ -8,6 +8,7 @@ multiplied in ``hopper_gemm.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,7 +225,8 @@ def _multiply_blocks(
             a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype
         )
     # The function has no ``out``; no swizzle, no bias.
-    left, right = (([scale], [kind.value], []) for scale, kind in zip(scales, kinds, strict=True))
+    left: Any = [scales[0]], [kinds[0].value], []
+    right: Any = [scales[1]], [kinds[1].value], []
     return torch.ops.aten._scaled_mm_v2.out(a, b.t(), *left, *right, None, out_dtype, out=into)
 
 
