@@ -241,7 +241,6 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     _split: dict[str, int] | None = None
     parallel_mode: str | None = None
     output_layout: Any = None  # the placement of a DTensor that Float8RowwiseParallel asks for
-    _spread: Any = None  # nn/dtensor.py: how a weight that is a DTensor is spread over ranks
     _keeps_initial_values = False
     _init_method: Callable[[Tensor], Any] | None = None
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -182,6 +183,26 @@ def check_operands_and_results(ranks: Ranks) -> None:
                 model = parallelized(ranks.mesh(), kind, recipe, converted_first=first)
                 shapes = ((2, 16), (3, 5), (1, 1))
                 assert_as_alone(ranks, model, Block(recipe), kind, *shapes)
+
+
+def check_fsdp_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
+    mesh = ranks.mesh(2, ranks.world // 2, names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    for recipe in (Float8CurrentScaling(power_of_2_scale=True),):
+        for kind in ("tensor", "float8"):
+            alone = Block(recipe)
+            model = parallelized(tp, kind, recipe)
+            fully_shard(model, mesh=dp)
+            parts = [inputs(tp, kind, 2, 8 + 2 * i) for i in range(dp.size())]
+            expected = [run(alone, x) for x, _ in parts]
+            x, mine = parts[dp.get_local_rank()]
+            with Collectives() as collectives:
+                got = run(model, mine)
+            for one, other in zip(got[:2], expected[dp.get_local_rank()], strict=False):
+                assert torch.equal(one, other)
+            for one, *others in zip(got[2:], *(e[2:] for e in expected), strict=True):
+                assert torch.equal(one, sum(others) / len(others))
+            print(collectives.seen)
 
 
 outcome = ranks_fixture(__name__, 4)
