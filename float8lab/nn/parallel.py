@@ -145,9 +145,23 @@ class TensorParallelGroup:
             return None
         return Shard(dim, torch.distributed.get_rank(self.tp_group), self.tp_size, pieces)
 
-    def _parallel_modes(self) -> dict[str, str]:
-        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state."""
-        return {}
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
+
+        That is a mode, and the sizes of the shards that form it if there are several. None: the
+        module has no such parts.
+        """
+        return None
+
+    def _mark_shards(self, prefixes: Sequence[str], dim: int) -> None:
+        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        for prefix in prefixes if self.tp_size > 1 else ():
+            bias = getattr(self, f"{prefix}bias")
+            mark_shard(getattr(self, f"{prefix}weight"), dim)
+            if bias is not None and dim:
+                mark_sequence_parallel(self.sequence_parallel, bias)
+            elif bias is not None:
+                mark_shard(bias, 0)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the process group of the ranks that share the module's weights; on all of them.
@@ -158,19 +172,23 @@ class TensorParallelGroup:
         """
         check_group("tp_group", tp_group)
         size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
-        if tp_group is not None and size != self.tp_size and self._parallel_modes():
+        modes = self._parallel_modes()
+        if modes is None:
+            check_parallel_arguments(1, tp_group, None)
+            return
+        if tp_group is not None and size != self.tp_size and modes:
             raise ValueError(
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
         self.tp_group = tp_group
-        for name, mode in self._parallel_modes().items():
+        for name, (mode, pieces) in modes.items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
                 parallel = _NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
-                    tp_group, mode, self.sequence_parallel, self.keep_gathered
+                    tp_group, mode, self.sequence_parallel, self.keep_gathered, pieces
                 )
             getattr(self, name).spread(parallel)
 
