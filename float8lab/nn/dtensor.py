@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from float8lab.arguments import shown
 from float8lab.distributed.tensor_parallel import Rows, TensorParallel
-from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import Gradient, backward, forward, fused_weight, output_dtype
 from float8lab.nn.precision import Call
@@ -40,7 +40,8 @@ class Spread:
 
     Attributes:
         mode: ``"column"``, ``"row"``, or None where every rank has the whole.
-        axis: the dimension of the mesh that has the weight's shards.
+        ndim: how many dimensions the mesh has.
+        axis: the one that has the weight's shards.
         whole: of calls whose tokens are replicated over the axis.
         shards: of calls whose tokens are shards over the axis.
     """
@@ -52,6 +53,7 @@ class Spread:
             NotImplementedError: it is not a shard of rows or columns over one dimension.
         """
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+        self.ndim = len(placements)
         self.axis = axes[0] if axes else 0
         self.mode: str | None = None
         self.whole: Any = None
@@ -75,9 +77,20 @@ class Spread:
     def __deepcopy__(self, memo: Any) -> Spread:
         return self  # a mesh has no copies
 
-    def run(
-        self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None
-    ) -> Any:
+    def shares(self, spec: Float8Spec, shard: Tensor) -> tuple[bool, Any]:
+        """Whether a rank's shard of the weight has whole blocks, or parts of a whole row of them.
+
+        And the process group of those who have the other parts, or None.
+        """
+        dim = 1 if self.mode == "row" else 0
+        size = spec.block[dim]
+        if self.mode is None or size == 1:
+            return True, None
+        if size == -1:
+            return True, self.whole.group
+        return shard.shape[dim] % size == 0, None
+
+    def run(self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None) -> Any:
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
 
         Raises:

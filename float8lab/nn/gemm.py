@@ -60,6 +60,7 @@ __all__ = [
     "forward",
     "forward_again",
     "fused_weight",
+    "on_all_ranks",
     "output_dtype",
     "plain_weight",
 ]
@@ -206,14 +207,14 @@ def _product(
     if plan.fprop:
         left, right, fast_accum = plan.fprop
         (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
-        if bias is not None and bias.shape[-1] != w8.shape[-2]:
-            bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         if spread is not None:
             shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
             y, whole = _spread_mm(x_cast[:2], w_cast[:2], plan.fprop, shape, dtype, spread, bias)
             if spread.watched:
                 show_gemm("fprop", spread, whole, w_cast[:2])
             return y, *x_cast, *w_cast
+        if bias is not None and bias.shape[-1] != w8.shape[-2]:
+            bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         operands = x8, x_scale, left.block, w8, w_scale, right.block, bias
         if isinstance(x, Groups):
             y = grouped_mm_op(*operands, x.offs, dtype, fast_accum)
@@ -248,8 +249,16 @@ def _spread_mm(
     if rows is not None:
         shape = rows.total, shape[1]
     how = gemm.left.block, gemm.right.block, gemm.fast_accum
-    operands, bias = (a, b), parallel.added(bias)
-    return spread_mm(parallel, rows, operands, how, shape, dtype, bias, backward=backward)
+    edge = call.plan.edge if backward == (parallel.mode == "row") else 1  # of a product's shard
+    features, wide = shape[1], parallel.spaced_size(shape[1], edge)
+    bias = parallel.added(bias)
+    if bias is not None:
+        bias = parallel.spaced(bias, 0, edge)
+        bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
+    y, whole = spread_mm(
+        parallel, rows, (a, b), how, (shape[0], wide), dtype, bias, backward=backward
+    )
+    return parallel.cropped(y, 1, features, edge), whole
 
 
 def _in_high_precision(
@@ -608,6 +617,8 @@ def _spread_wgrad(
     if call.watched:
         show_gemm("wgrad", call, dy_t, x_t)
     dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
+    dim = int(parallel.mode == "row")
+    dw = parallel.cropped(dw, dim, shape[dim], plan.edge)
     if torch.compiler.is_compiling() or dw.shape != shape:
         dw = dw[: shape[0], : shape[1]]
     return dw
@@ -714,6 +725,13 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def on_all_ranks(x: Tensor, features: int, call: Call) -> tuple[int, tuple[int, ...]]:
+    """How many tokens a layer's GEMMs have under sequence parallelism; its output's shape here."""
+    assert call.parallel is not None, "of a layer that is spread"
+    assert call.rows is not None, "under sequence parallelism"
+    return call.rows.total, call.parallel.shape_of_output(x.shape, call.rows, features)
+
+
 class LinearFunction(Float8Function):
     """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward: ``run`` it.
 
@@ -739,8 +757,8 @@ class LinearFunction(Float8Function):
         ctx.call = call
         ctx.shapes, shape = (x.shape, (rows.shape[0], N, K)), (*x.shape[:-1], N)
         if call.rows is not None:
-            ctx.shapes = x.shape, (call.rows.total, N, K)
-            shape = call.parallel.shape_of_output(x.shape, call.rows, N)
+            M, shape = on_all_ranks(x, N, call)
+            ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
         out: Tensor = torch.ops.aten._unsafe_view.default(y, shape)

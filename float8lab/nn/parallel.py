@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_choice, check_group, check_size
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import TensorParallel
 
 __all__ = [
@@ -140,9 +141,23 @@ class TensorParallelGroup:
             return None
         return Shard(dim, torch.distributed.get_rank(self.tp_group), self.tp_size, pieces)
 
-    def _parallel_modes(self) -> dict[str, str]:
-        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state."""
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
+
+        That is a mode, and the sizes of the shards that form it if there are several.
+        """
         return {}
+
+    def _mark_shards(self, prefixes: Sequence[str], dim: int) -> None:
+        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        module: Any = self
+        for prefix in prefixes if self.tp_size > 1 else ():
+            bias = getattr(self, f"{prefix}bias")
+            mark_shard(getattr(self, f"{prefix}weight"), dim)
+            if bias is not None and dim:
+                mark_sequence_parallel(module, self.sequence_parallel, f"{prefix}bias")
+            elif bias is not None:
+                mark_shard(bias, 0)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the process group of the ranks that share the module's weights; on all of them.
@@ -153,7 +168,8 @@ class TensorParallelGroup:
         """
         check_group("tp_group", tp_group)
         size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
-        if tp_group is not None and size != self.tp_size and self._parallel_modes():
+        modes = self._parallel_modes()
+        if tp_group is not None and size != self.tp_size and modes:
             raise ValueError(
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
@@ -163,7 +179,7 @@ class TensorParallelGroup:
         for child in module.children():
             if isinstance(child, TensorParallelGroup):
                 child.set_tensor_parallel_group(tp_group)
-        for name, mode in self._parallel_modes().items():
+        for name, (mode, pieces) in modes.items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
                 parallel = _NoGroup(self.tp_size)
@@ -173,7 +189,8 @@ class TensorParallelGroup:
                     mode,
                     self.sequence_parallel,
                     self.keep_gathered,
-                    overlap=self.overlap,
+                    self.overlap,
+                    pieces=pieces,
                 )
             getattr(self, name).spread(parallel)
 
