@@ -187,8 +187,10 @@ class _GatheredBytes(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and "all_gather" in name:
             sent = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.total += self.others * sum(t.nbytes for t in sent)
-        elif func.namespace == "float8lab" and "gather_mm" in name:
-            self.total += self.others * (args[0].nbytes + args[1].nbytes)
+        elif name in ("float8lab::gather_mm", "float8lab::mm_scatter"):
+            operands, (rows, _), *_, also = args
+            of_a = (1 if rows == -1 else 2) * name.endswith("gather_mm")
+            self.total += self.others * sum(t.nbytes for t in (*operands[:of_a], *also))
         return func(*args, **(kwargs or {}))
 
 
