@@ -315,7 +315,8 @@ class TensorParallel:
         if size == -1:
             return whole.contiguous(), scale
         if not rows.are_cut(size):  # else all ranks know the scales of all
-            blocks = Rows(-(-rows.total // size), -(-rows.chunk * rows.inner // size), 1)
+            run, mine = rows.lead * rows.inner, rows.chunk * rows.inner
+            blocks = Rows(-(-run // size), -(-mine // size), 1, rows.outer)
             scale = self.gathered(scale, blocks, dim)
         short = -(-whole.shape[dim] // size) - scale.shape[dim]
         if short:

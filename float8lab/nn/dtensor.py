@@ -193,9 +193,11 @@ def _local_shape(x: Any, placements: Sequence[Any], axis: int) -> list[int]:
 
 
 def _rows(shape: Sequence[int], dim: int, ranks: int) -> Rows:
-    lead = shape[dim]
-    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
-    return Rows(lead, -(-lead // ranks), inner, outer)
+    lead, outer, inner = shape[dim], math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
+    chunk = -(-lead // ranks)
+    if chunk == lead:  # the first rank has all
+        return Rows(lead * outer, lead * outer, inner)
+    return Rows(lead, chunk, inner, outer)
 
 
 def _blocks_of_tokens(plan: LinearPlan) -> set[int]:
