@@ -148,7 +148,7 @@ def run(model: nn.Module, x: Any) -> list[Tensor]:
     inp = x.detach().clone().requires_grad_()
     y = model(inp)
     y.backward(y.detach().sign())
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
     return [whole(t) for t in (y, inp.grad, *gradients)]
 
 
