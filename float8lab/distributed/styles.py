@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from float8lab.arguments import check_dtype, check_instance
+from float8lab.arguments import check_instance, shown
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
 
@@ -91,7 +91,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         float8_dtype: torch.dtype = torch.float8_e4m3fn,
         fwd_config_submodule_fqn: str | None = None,
     ) -> None:
-        check_dtype("float8_dtype", float8_dtype)
+        if float8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise TypeError(
+                "float8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
+                f"{shown(float8_dtype)}. Leave it out: the layers' recipes choose."
+            )
         check_instance(
             "fwd_config_submodule_fqn", fwd_config_submodule_fqn, str, "a name", optional=True
         )

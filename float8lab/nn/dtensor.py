@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from float8lab.arguments import shown
-from float8lab.distributed.tensor_parallel import Rows, TensorParallel
+from float8lab.distributed.fsdp.weight import local_of
+from float8lab.distributed.tensor_parallel import Rows, StoredShard, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import Gradient, backward, forward, fused_weight, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
+from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["Spread"]
@@ -76,6 +78,17 @@ class Spread:
 
     def __deepcopy__(self, memo: Any) -> Spread:
         return self  # a mesh has no copies
+
+    def check(self, weight: Any) -> None:
+        """Have a weight that is stored in FP8 know who has the other parts of its blocks.
+
+        Raises:
+            ValueError: a block that has a size lies on several ranks.
+        """
+        local = local_of(weight)
+        if self.mode is not None and isinstance(local, Float8Tensor):
+            local._shard = StoredShard(self.whole, int(self.mode == "row"))
+            local._shard.check("weight", local.shape, local.spec)
 
     def shares(self, spec: Float8Spec, shard: Tensor) -> tuple[bool, Any]:
         """Whether a rank's shard of the weight has whole blocks, or parts of a whole row of them.
@@ -191,9 +204,11 @@ def _local_shape(x: Any, placements: Sequence[Any], axis: int) -> list[int]:
 
 
 def _rows(shape: Sequence[int], dim: int, ranks: int) -> Rows:
-    lead = shape[dim]
-    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
-    return Rows(lead, -(-lead // ranks), inner, outer)
+    lead, outer, inner = shape[dim], math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
+    chunk = -(-lead // ranks)
+    if chunk == lead:  # the first rank has all
+        return Rows(lead * outer, lead * outer, inner)
+    return Rows(lead, chunk, inner, outer)
 
 
 def _blocks_of_tokens(plan: LinearPlan) -> set[int]:
