@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,17 +97,34 @@ class Shard(NamedTuple):
     dim: int = 0
     rank: int = 0
     ranks: int = 1
-    pieces: int = 1
-    """Equal pieces of the whole, along ``dim``, of each of which the rank has its part."""
+    pieces: tuple[int, ...] = (1,)
+    """Pieces of the whole, along ``dim``, of each of which the rank has its part; their sizes are
+    in this proportion."""
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of what a parameter of ``shape`` is a part of."""
-        return tuple(n * self.ranks if i == self.dim else n for i, n in enumerate(shape))
+        dim = self.dim % len(shape)
+        return tuple(n * self.ranks if i == dim else n for i, n in enumerate(shape))
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of ``whole``."""
-        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.chunk(self.pieces, self.dim)]
+        sizes = self._sizes(whole.shape[self.dim])
+        if len(sizes) == 1:
+            return whole.chunk(self.ranks, self.dim)[self.rank]
+        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
         return torch.cat([part[self.rank] for part in parts], self.dim)
+
+    def gathered(self, part: Tensor, group: Any) -> Tensor:
+        """The whole, from the parts of all ranks."""
+        bits = part.detach().contiguous().view(torch.uint8)
+        parts = [torch.empty_like(bits) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, bits, group=group)
+        sizes = self._sizes(part.shape[self.dim])
+        pieces = zip(*(p.view(part.dtype).split(sizes, self.dim) for p in parts), strict=True)
+        return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
+
+    def _sizes(self, size: int) -> list[int]:
+        return [size * piece // sum(self.pieces) for piece in self.pieces]
 
 
 class _NoGroup:
@@ -133,11 +150,15 @@ class TensorParallelGroup:
     sequence_parallel = False
     keep_gathered = False
 
-    def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
+    _pieces: Mapping[str, tuple[int, ...]] = {}
+    """The pieces of a weight and its bias that a rank has parts of, by prefix, as in ``Shard``."""
+
+    def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
         if self.tp_size == 1 or self.tp_group is None:
             return None
-        return Shard(dim, torch.distributed.get_rank(self.tp_group), self.tp_size, pieces)
+        rank = torch.distributed.get_rank(self.tp_group)
+        return Shard(dim, rank, self.tp_size, pieces or (1,))
 
     def _parallel_modes(self) -> dict[str, str]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state."""

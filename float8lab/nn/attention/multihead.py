@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -258,30 +258,30 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         }
         q_size, kv_size = num_attention_heads * kv_channels, groups * kv_channels
 
-        def projection(**sizes: int) -> dict[str, Any]:
-            """Arguments of the layer that makes tensors of these sizes, by name."""
-            how = {**common, "init_method": init_method}
+        def projection(normed: bool, **sizes: int) -> Any:
+            """The layer that makes tensors of these sizes, by name."""
+            how = {**common, **(norm if normed else {}), "init_method": init_method}
             if set_parallel_mode:
                 how["parallel_mode"] = "column"
+            pieces = tuple(sizes.values())
             if not fuse_qkv_params:
                 how["parameters_split"] = sizes
             elif not self.qkv_weight_interleaved:
-                how["init_method"] = _rank_by_rank(init_method, list(sizes.values()), ranks)
-            return {"in_features": hidden_size, "out_features": sum(sizes.values()), **how}
+                how["init_method"] = _rank_by_rank(init_method, pieces, ranks)
+            kind: Any = LayerNormLinear if normed else Linear
+            layer = kind(hidden_size, sum(pieces), **how)
+            if fuse_qkv_params and not self.qkv_weight_interleaved:
+                layer._pieces = {"": pieces}
+            return layer
 
         if attention_type == "self":
-            qkv = projection(query=q_size, key=kv_size, value=kv_size)
-            if input_layernorm:
-                self.layernorm_qkv = LayerNormLinear(**norm, **qkv)
-            else:
-                self.qkv = Linear(**qkv)
+            sizes = {"query": q_size, "key": kv_size, "value": kv_size}
+            name = "layernorm_qkv" if input_layernorm else "qkv"
+            self.add_module(name, projection(input_layernorm, **sizes))
         else:
-            query = projection(query=q_size)
-            if input_layernorm:
-                self.layernorm_query = LayerNormLinear(**norm, **query)
-            else:
-                self.query_layer = Linear(**query)
-            self.key_value = Linear(**projection(key=kv_size, value=kv_size))
+            name = "layernorm_query" if input_layernorm else "query_layer"
+            self.add_module(name, projection(input_layernorm, query=q_size))
+            self.key_value = projection(False, key=kv_size, value=kv_size)
         self.proj = Linear(
             q_size, hidden_size, return_bias=return_bias, init_method=output_layer_init_method,
             parallel_mode="row" if set_parallel_mode else None, **common,
