@@ -130,8 +130,8 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         check_dtype("params_dtype", params_dtype)
         super().__init__()
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
-        self.in_features = in_features = check_size("in_features", in_features)
-        self.out_features = out_features = check_size("out_features", out_features)
+        in_features = check_size("in_features", in_features)
+        out_features = check_size("out_features", out_features)
         self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -144,14 +144,14 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         self._fp8.experts = E
         where = check_device("device", device) or default_device()
         dtype = params_dtype or torch.get_default_dtype()
-        self._shapes = out_features, in_features
         if self.parallel_mode == "column":
-            self._shapes = share_of("out_features", out_features, ranks), in_features
+            out_features = share_of("out_features", out_features, ranks)
         elif self.parallel_mode == "row":
-            self._shapes = out_features, share_of("in_features", in_features, ranks)
-        sizes: dict[str, tuple[int, ...]] = {"weight": self._shapes}
+            in_features = share_of("in_features", in_features, ranks)
+        self.in_features, self.out_features = in_features, out_features
+        sizes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
         if bias:
-            sizes["bias"] = self._shapes[:1]
+            sizes["bias"] = (out_features,)
         for kind, size in sizes.items():
             whole = torch.zeros(E, *size, device=where, dtype=dtype)
             if self._is_single(kind):
@@ -172,7 +172,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         mode = self.parallel_mode
         if mode is None:
             return {}
-        return {"_fp8": (mode, (self._shapes[0 if mode == "column" else 1],))}
+        return {"_fp8": (mode, (self.out_features if mode == "column" else self.in_features,))}
 
     def _is_single(self, kind: str) -> bool:
         return self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
@@ -237,13 +237,12 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             TypeError: ``m_splits`` are no integers.
             ValueError: ``m_splits`` are not ``num_gemms`` numbers, or a list's sum is too large.
         """
-        features, given = self._shapes
-        check_input("inp", inp, (given,), "in_features")
+        check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         offs = ends_of(m_splits, x, self.num_gemms, "num_gemms")
         for name, buffer, size in (
-            ("out", out, features),
-            ("dgrad_out", dgrad_out, given),
+            ("out", out, self.out_features),
+            ("dgrad_out", dgrad_out, self.in_features),
         ):
             self._check_buffer(name, buffer, (*inp.shape[:-1], size))
         if dgrad_out is not None:
@@ -277,7 +276,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         if call is not None and call.record:
             self._fp8.end(call)
         if inp.ndim != 2:
-            y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], features))
+            y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], self.out_features))
         if out is not None:
             y = out.copy_(y)
         if not self.return_bias:
