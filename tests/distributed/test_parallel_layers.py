@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -53,9 +54,16 @@ class Gemms:
         plan = getattr(call.plan, kind)
         if plan is not None:
             self.seen[self.names[id(call.precision)], kind] = [
-                dequantize_op(q, scale.float(), spec.block, torch.float32)
+                decoded(q, scale.float(), spec.block)
                 for (q, scale), spec in ((a, plan.left), (b, plan.right))
             ]
+
+
+def decoded(q: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """A matrix, or a batch of them, dequantized."""
+    if q.ndim == 2:
+        return dequantize_op(q, scale, block, torch.float32)
+    return torch.stack([decoded(*one, block) for one in zip(q, scale, strict=True)])
 
 
 @contextmanager
@@ -295,6 +303,75 @@ def check_formats_and_masks(ranks: Ranks) -> None:
     compare(ranks, decoder, x.transpose(0, 1), how, current, sequence_parallel=True)
     biased = {"core_attention_bias_type": "alibi"}
     compare(ranks, transformer(), x, biased, current, sequence_parallel=True)
+
+
+def check_grouped_linear(ranks: Ranks) -> None:
+    """What ranks have of the experts' features; tokens are sent, and sums made, by others."""
+    splits = torch.tensor([3, 0, 4], device=ranks.device)
+    for recipe, mode, features in itertools.product(
+        (None, *ALL), ("column", "row"), (ranks.world * 24, ranks.world * 128)
+    ):
+        torch.manual_seed(1)
+        sizes = {"column": (40, features), "row": (features, 40)}[mode]
+        x, dy = (torch.randn(9, n).to(ranks.device) for n in sizes)
+        layers: list[Any] = []
+        for more in ({}, {"tp_group": dist.group.WORLD, "parallel_mode": mode}):
+            torch.manual_seed(3)
+            layers.append(float8lab.GroupedLinear(3, *sizes, device=ranks.device, **more))
+        alone, spread = layers
+        state = fnn.shard_state_dict(spread, alone.state_dict())
+        assert all(torch.equal(v, state[n]) for n, v in spread.state_dict().items())
+
+        def part(t: Tensor, wanted: bool) -> Tensor:
+            return t.chunk(ranks.world, -1)[ranks.rank] if wanted else t
+
+        column = mode == "column"
+        results, seen = [], []
+        for step in range(3 if recipe is DELAYED else 1):
+            for layer, inp, grad in (
+                (alone, x, dy), (spread, part(x, not column), part(dy, column)),
+            ):  # fmt: skip
+                leaf = (inp * (step + 1)).detach().requires_grad_()
+                context = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)
+                layer.zero_grad()
+                with watched(layer) as gemms, context:
+                    y = layer(leaf, splits)
+                y.backward(grad)
+                results.append([y.detach(), leaf.grad, {n: p.grad for n, p in layer.named_parameters()}])
+                seen.append(gemms)
+            (y, dx, grads), (my_y, my_dx, my_grads) = results[-2:]
+            pairs = [
+                (part(y, True) if column else y, my_y if column else summed(my_y)),
+                (dx if column else part(dx, True), summed(my_dx) if column else my_dx),
+            ]
+            shards = shards_of(spread)
+            for name, grad in grads.items():
+                pairs.append((shards[name].of(grad) if name in shards else grad, my_grads[name]))
+            for number, (want, got) in enumerate(pairs):
+                bound = 32 * torch.finfo(want.dtype).eps * want.norm()
+                assert (got - want).norm() <= bound, (recipe, mode, features, step, number)
+            if recipe is None:
+                continue
+            edge, parallel = recipe.linear.edge, spread._fp8.parallel
+            assert parallel is not None
+            a, b = seen[-2].seen[".", "fprop"]
+            mine_a, mine_b = seen[-1].seen[".", "fprop"]
+            if not column:
+                mine_a = parallel.cropped(mine_a, 1, 0, edge)
+            for e in range(3):
+                mine = parallel.cropped(mine_b[e], 1 - column, 0, edge)
+                want = part(b[e, : sizes[1], : sizes[0]].mT, True).mT if column else part(
+                    b[e, : sizes[1], : sizes[0]], True
+                )
+                assert torch.equal(mine[: want.shape[0], : want.shape[1]], want), (recipe, mode, e)
+            want = part(a[:, : sizes[0]], not column)
+            assert torch.equal(mine_a[:, : want.shape[1]], want), (recipe, mode)
+
+
+def summed(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
 
 
 outcome = ranks_fixture(__name__, 2, 4)
