@@ -128,16 +128,35 @@ class _NoGroup:
         )
 
 
+class _Held:
+    """A process group, which a copy of a module shares."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Held:
+        return self
+
+
 class TensorParallelGroup:
     """Base of modules with a tensor-parallel group."""
 
     tp_size = 1
-    tp_group: Any = None
+    _held = _Held(None)
     sequence_parallel = False
     keep_gathered = False
 
     _joined: tuple[int, ...] = ()
     """The sizes of the shards that one weight consists of, where several tensors are one."""
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group of the ranks that share the module's weights; None: there is none."""
+        return self._held.group
+
+    @tp_group.setter
+    def tp_group(self, tp_group: Any) -> None:
+        self._held = _Held(tp_group)
 
     def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""

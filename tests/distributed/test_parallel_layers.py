@@ -305,6 +305,86 @@ def check_formats_and_masks(ranks: Ranks) -> None:
     compare(ranks, transformer(), x, biased, current, sequence_parallel=True)
 
 
+def check_recomputation_and_random_numbers(ranks: Ranks) -> None:
+    """Checkpoints repeat the layer; dropout differs on ranks' heads, and not on replicas."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 2, HIDDEN).to(ranks.device)
+    how = {"attention_dropout": 0.5, "hidden_dropout": 0.25, "drop_path_rate": 0.25}
+    for sequence_parallel in (False, True):
+        tracker = float8lab.CudaRNGStatesTracker(ranks.device)
+        tracker.add("model-parallel-rng", 11 + ranks.rank)
+        torch.manual_seed(3)
+        layer = transformer(get_rng_state_tracker=lambda t=tracker: t, **how)(
+            tp_group=dist.group.WORLD, set_parallel_mode=True, sequence_parallel=sequence_parallel
+        ).to(ranks.device)
+        streams, results = tracker.get_states(), []
+        for mode in ("plain", "checkpoint", "core", "spread"):
+            if mode == "spread" and sequence_parallel:
+                continue
+            tracker.set_states(streams)
+            torch.manual_seed(5)
+            leaf = (of_rank(x, ranks) if sequence_parallel else x).clone().requires_grad_()
+            outer = tracker.fork() if sequence_parallel else nullcontext()
+            with outer, float8lab.autocast(recipe=DELAYED):
+                if mode in ("plain", "core"):
+                    y = layer(leaf, checkpoint_core_attention=mode == "core")
+                else:
+                    y = float8lab.checkpoint(
+                        layer, leaf, get_rng_state_tracker=lambda t=tracker: t,
+                        distribute_saved_activations=mode == "spread", tp_group=dist.group.WORLD,
+                    )  # fmt: skip
+            layer.zero_grad()
+            y.square().sum().backward()
+            results.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
+            for slots in layer.modules():
+                for _, precision in precisions(slots):
+                    precision.slots.clear()  # every run begins anew
+        for other in results[1:]:
+            for one, two in zip(results[0], other, strict=True):
+                assert torch.equal(one, two)
+        if not sequence_parallel:
+            ranks.assert_same(results[0][0])
+            ranks.assert_same(results[0][1])
+        else:  # a sample is left out by all ranks, or by none
+            layer.eval()
+            torch.manual_seed(ranks.rank)
+            layer.train()
+            layer.hidden_dropout = layer.self_attention.core_attention.attention_dropout = 0.0
+            y = layer(of_rank(x, ranks))
+            out = (y == of_rank(x, ranks)).all(0).all(-1)  # both blocks were left out
+            ranks.assert_same(out)
+
+
+def check_the_group_comes_later(ranks: Ranks) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 2, HIDDEN).to(ranks.device)
+    make = transformer(**LLAMA)
+    torch.manual_seed(3)
+    alone = make()
+    layer = make(tp_size=ranks.world, set_parallel_mode=True)
+    with pytest.raises(RuntimeError, match=r"tp_group must be set before the first call"):
+        layer(x)
+    with pytest.raises(RuntimeError, match="must have tensor-parallel groups"):
+        fnn.whole_state_dict(layer)
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, ranks.world, 2)]
+    if ranks.world > 2:
+        with pytest.raises(ValueError, match=f"tp_group must have the {ranks.world} ranks"):
+            layer.set_tensor_parallel_group(pairs[ranks.rank // 2])
+    layer.set_tensor_parallel_group(dist.group.WORLD)
+    layer.load_state_dict(fnn.shard_state_dict(layer, alone.state_dict()))
+    layer = copy.deepcopy(layer)
+    current = recipes.Float8CurrentScaling()
+    with float8lab.autocast(recipe=current):
+        y, want = layer(x), alone(x)
+    high = alone(x)
+    close(y, want, high, want.norm(), "later")
+    assert {m.tp_group for m in layer.modules() if hasattr(m, "tp_group")} == {dist.group.WORLD}
+    # Without the mode every rank has all of the layer, whatever the group.
+    whole = make(tp_group=dist.group.WORLD)
+    whole.load_state_dict(alone.state_dict())
+    assert torch.equal(whole(x), high)
+
+
 def check_grouped_linear(ranks: Ranks) -> None:
     """What ranks have of the experts' features; tokens are sent, and sums made, by others."""
     splits = torch.tensor([3, 0, 4], device=ranks.device)
