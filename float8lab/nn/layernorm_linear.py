@@ -137,7 +137,7 @@ class LayerNormLinear(FusedModule):
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
-        self._keeps_initial_values = store_in_fp8(self, names)
+        self._keeps_initial_values = store_in_fp8(self, names, self._stored_shard("_fp8", 0))
         self._mark_shards(self._prefixes, 0)
         place_precisions(self)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from float8lab.arguments import check_choice, check_group, check_size
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import TensorParallel
+from float8lab.distributed.tensor_parallel import StoredShard, TensorParallel
+from float8lab.recipes.region import STATE
 
 __all__ = [
     "ContextParallelGroup",
@@ -164,6 +165,18 @@ class TensorParallelGroup:
             return None
         rank = torch.distributed.get_rank(self.tp_group)
         return Shard(dim, rank, self.tp_size, pieces or (1,))
+
+    def _stored_shard(self, name: str, dim: int) -> StoredShard | None:
+        """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
+        parallel = getattr(self, name).parallel
+        if parallel is None or STATE.init is None:
+            return None
+        if self.tp_group is None:
+            raise ValueError(
+                f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
+                "are stored in FP8, which share scales; got None. Pass the group to the module."
+            )
+        return StoredShard(parallel, dim)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
