@@ -162,7 +162,13 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        self._keeps_initial_values = store_in_fp8(self, list(self._names("weight")))
+        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        if stored is not None and self.single_grouped_weight:
+            raise NotImplementedError(
+                "single_grouped_weight must be False where tensor-parallel ranks share weights "
+                "that are stored in FP8; got True. Leave it out: each expert's weight is one then."
+            )
+        self._keeps_initial_values = store_in_fp8(self, list(self._names("weight")), stored)
         if ranks > 1:
             for parameter in self._parameters_of("weight"):
                 mark_shard(parameter, -2 if self.parallel_mode == "column" else -1)

@@ -252,12 +252,12 @@ def check_fp8_attention(ranks: Ranks) -> None:
         compare(ranks, attention(), x, {}, recipe, sequence_parallel=True, steps=3)
 
 
-def transformer(**options: Any) -> Callable[..., Any]:
+def transformer(ffn: int = 96, **options: Any) -> Callable[..., Any]:
     how = {
         "num_gqa_groups": G, "attention_dropout": 0.0, "hidden_dropout": 0.0, "device": "cpu",
         **options,
     }  # fmt: skip
-    return lambda **more: float8lab.TransformerLayer(HIDDEN, 96, H, **{**how, **more})
+    return lambda **more: float8lab.TransformerLayer(HIDDEN, ffn, H, **{**how, **more})
 
 
 LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
@@ -383,6 +383,38 @@ def check_the_group_comes_later(ranks: Ranks) -> None:
     whole = make(tp_group=dist.group.WORLD)
     whole.load_state_dict(alone.state_dict())
     assert torch.equal(whole(x), high)
+
+
+def check_stored_weights(ranks: Ranks) -> None:
+    """A rank's part of a weight that is stored in FP8 has the bytes of the whole."""
+    torch.manual_seed(1)
+    x = torch.randn(5, 2, HIDDEN).to(ranks.device)
+    group = {"tp_group": dist.group.WORLD}
+    sizes = (3, HIDDEN, 32 * ranks.world)
+    for recipe in (DELAYED, *RECIPES[:2], RECIPES[3]):
+        made = []
+        for more, mode in (({}, {}), ({**group, "set_parallel_mode": True}, {"parallel_mode": "column"})):
+            torch.manual_seed(3)
+            with float8lab.fp8_model_init(recipe=recipe):
+                layer = transformer(ffn=128, activation="swiglu", kv_channels=32)(**more)
+                experts = float8lab.GroupedLinear(*sizes, device="cpu", **mode, **(group if mode else {}))
+            made.append(nn.ModuleList([layer, experts]).to(ranks.device))
+        alone, spread = made
+        shards, values = shards_of(spread), dict(alone.named_parameters())
+        for name, p in spread.named_parameters():
+            both = [t.dequantize() if hasattr(t, "dequantize") else t for t in (p, values[name])]
+            assert torch.equal(both[0], shards[name].of(both[1]) if name in shards else both[1]), name
+        with float8lab.autocast(recipe=recipe):
+            got, want = spread[0](x), alone[0](x)
+            y, whole = spread[1](x, [4, 3, 3]), alone[1](x, [4, 3, 3])
+        close(got, want, alone[0](x), want.norm(), recipe)
+        assert (y - whole.chunk(ranks.world, -1)[ranks.rank]).abs().max() <= 1e-5 * whole.abs().max()
+        with pytest.raises(NotImplementedError, match=r"model must have plain .* a Float8Tensor"):
+            fnn.whole_state_dict(spread)
+    with float8lab.fp8_model_init(), pytest.raises(NotImplementedError, match="^single_grouped_w"):
+        float8lab.GroupedLinear(
+            *sizes, single_grouped_weight=True, parallel_mode="column", device="cpu", **group
+        )
 
 
 def check_grouped_linear(ranks: Ranks) -> None:
