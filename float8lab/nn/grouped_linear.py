@@ -32,7 +32,13 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
-from float8lab.nn.parallel import TensorParallelGroup, mark_shard, parallel_size, share_of
+from float8lab.nn.parallel import (
+    TensorParallelGroup,
+    mark_shard,
+    overlap_of,
+    parallel_size,
+    share_of,
+)
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
 from float8lab.tensor import Float8Tensor
@@ -85,6 +91,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
             part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
             input; the biases are in the first rank's part of the sum. None: each rank has all.
+        ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
 
     Raises:
         ValueError: features that the ranks cannot share equally.
@@ -116,6 +123,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
@@ -159,6 +167,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
                 continue
             for index, part in enumerate(whole):
                 self.register_parameter(f"{kind}{index}", nn.Parameter(part))
+        self.overlap = overlap_of("GroupedLinear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from float8lab.arguments import check_instance, check_module
 from float8lab.nn.parallel import Shard, TensorParallelGroup

@@ -280,11 +280,13 @@ def check_transformer_layer(ranks: Ranks) -> None:
             ({"layer_type": "decoder", "apply_residual_connection_post_layernorm": True,
               "fuse_qkv_params": True, "qkv_weight_interleaved": False}, {"encoder_output": y}),
         ):  # fmt: skip
-            compare(ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel)
+            compare(
+                ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel
+            )
 
 
 def check_formats_and_masks(ranks: Ranks) -> None:
-    """Batches and packed sequences are spread by their first dimension, and masks are of the whole."""
+    """The first dimension is spread, of batches and packed sequences, too; masks are of the whole."""
     torch.manual_seed(1)
     current = recipes.Float8CurrentScaling()
     x, y = torch.randn(3, 6, HIDDEN).to(ranks.device), torch.randn(3, 4, HIDDEN).to(ranks.device)
@@ -393,25 +395,34 @@ def check_stored_weights(ranks: Ranks) -> None:
     sizes = (3, HIDDEN, 32 * ranks.world)
     for recipe in (DELAYED, *RECIPES[:2], RECIPES[3]):
         made = []
-        for more, mode in (({}, {}), ({**group, "set_parallel_mode": True}, {"parallel_mode": "column"})):
+        for more, mode in (
+            ({}, {}),
+            ({**group, "set_parallel_mode": True}, {"parallel_mode": "column"}),
+        ):
             torch.manual_seed(3)
             with float8lab.fp8_model_init(recipe=recipe):
                 layer = transformer(ffn=128, activation="swiglu", kv_channels=32)(**more)
-                experts = float8lab.GroupedLinear(*sizes, device="cpu", **mode, **(group if mode else {}))
+                experts = float8lab.GroupedLinear(
+                    *sizes, device="cpu", **mode, **(group if mode else {})
+                )
             made.append(nn.ModuleList([layer, experts]).to(ranks.device))
         alone, spread = made
         shards, values = shards_of(spread), dict(alone.named_parameters())
         for name, p in spread.named_parameters():
             both = [t.dequantize() if hasattr(t, "dequantize") else t for t in (p, values[name])]
-            assert torch.equal(both[0], shards[name].of(both[1]) if name in shards else both[1]), name
+            assert torch.equal(both[0], shards[name].of(both[1]) if name in shards else both[1]), (
+                name
+            )
         with float8lab.autocast(recipe=recipe):
             got, want = spread[0](x), alone[0](x)
             y, whole = spread[1](x, [4, 3, 3]), alone[1](x, [4, 3, 3])
         close(got, want, alone[0](x), want.norm(), recipe)
-        assert (y - whole.chunk(ranks.world, -1)[ranks.rank]).abs().max() <= 1e-5 * whole.abs().max()
+        assert (
+            y - whole.chunk(ranks.world, -1)[ranks.rank]
+        ).abs().max() <= 1e-5 * whole.abs().max()
         with pytest.raises(NotImplementedError, match=r"model must have plain .* a Float8Tensor"):
             fnn.whole_state_dict(spread)
-    with float8lab.fp8_model_init(), pytest.raises(NotImplementedError, match="^single_grouped_w"):
+    with float8lab.fp8_model_init(), pytest.raises(NotImplementedError, match=r"^single_grouped_w"):
         float8lab.GroupedLinear(
             *sizes, single_grouped_weight=True, parallel_mode="column", device="cpu", **group
         )
@@ -449,7 +460,9 @@ def check_grouped_linear(ranks: Ranks) -> None:
                 with watched(layer) as gemms, context:
                     y = layer(leaf, splits)
                 y.backward(grad)
-                results.append([y.detach(), leaf.grad, {n: p.grad for n, p in layer.named_parameters()}])
+                results.append(
+                    [y.detach(), leaf.grad, {n: p.grad for n, p in layer.named_parameters()}]
+                )
                 seen.append(gemms)
             (y, dx, grads), (my_y, my_dx, my_grads) = results[-2:]
             pairs = [
@@ -472,8 +485,10 @@ def check_grouped_linear(ranks: Ranks) -> None:
                 mine_a = parallel.cropped(mine_a, 1, 0, edge)
             for e in range(3):
                 mine = parallel.cropped(mine_b[e], 1 - column, 0, edge)
-                want = part(b[e, : sizes[1], : sizes[0]].mT, True).mT if column else part(
-                    b[e, : sizes[1], : sizes[0]], True
+                want = (
+                    part(b[e, : sizes[1], : sizes[0]].mT, True).mT
+                    if column
+                    else part(b[e, : sizes[1], : sizes[0]], True)
                 )
                 assert torch.equal(mine[: want.shape[0], : want.shape[1]], want), (recipe, mode, e)
             want = part(a[:, : sizes[0]], not column)
