@@ -257,11 +257,7 @@ def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, in
 
     for seed in range(2):  # then every slot has a scale
         twice(leaf(4, 32, seed=seed))
-    found = repeated(operands, run)
-    if outer != "torch-reentrant":
-        assert found == [True] * 3
-    elif regions == "around":  # it has no link to its forward, and gets the scales of the last one
-        assert found == [False, False, True]
+    assert repeated(operands, run) == [True] * 3
 
 
 @each_mode
