@@ -110,9 +110,9 @@ def cast(
     by: By = None
     if call.shards is not None and not plan.delayed:
         dim = call.shards.sharded(index)
-        if dim is not None and (isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3)):
-            return _cast_shard_of_groups(x, spec, transposed, dim, call, column_sum=column_sum)
         if dim is not None:
+            if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
+                return _cast_shard_of_groups(x, spec, transposed, dim, call, column_sum=column_sum)
             return _cast_shard(x, spec, transposed, index, call, column_sum=column_sum, align=align)
     if not torch.compiler.is_compiling():
         if plan.delayed:

@@ -292,8 +292,9 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             parts = [*parts, *more]
             if self.tp_size > 1 and self.parallel_mode == "row":
                 bias = in_first_rank(bias, self._fp8.parallel.rank)  # type: ignore[union-attr]
-        edge = 1 if call is None or call.shards is None else call.plan.edge
-        if edge > 1 and call.shards.are_cut(0, edge):
+        shards = None if call is None else call.shards
+        y: Tensor
+        if shards is not None and shards.are_cut(0, call.plan.edge):  # type: ignore[union-attr]
             y = self._run_spaced(x, weights, biases, offs, call)
         else:
             y = GroupedFunction.run(x, weight, bias, offs, call, count, *parts)
