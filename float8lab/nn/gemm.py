@@ -468,7 +468,7 @@ def _weight_transposed(
         return None, by, (transpose_op(w8, 1, event), scale.t())
     if by[0].scale is not None:
         return high, by, None
-    if graph or call.parallel is not None:
+    if graph or call.shards is not None:
         return None, by, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
     return high, call.known[W] or call.scale(W, high) if call.plan.delayed else None, None
 
