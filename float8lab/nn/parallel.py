@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_group, check_size
-from float8lab.distributed.tensor_parallel import StoredShard, TensorParallel
+from float8lab.arguments import check_choice, check_flags, check_group, check_size
+from float8lab.distributed.tensor_parallel import NoGroup, StoredShard, TensorParallel
 from float8lab.recipes.region import STATE
 
 __all__ = [
@@ -119,26 +119,19 @@ class Shard(NamedTuple):
         return torch.cat([part[self.rank] for part in parts], self.dim)
 
 
-class _NoGroup:
-    """Stands for the group of a module that has yet to be given one."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def rows_of(self, x: Tensor) -> Any:
-        raise RuntimeError(
-            f"tp_group must be set before the first call of a module for {self.ranks} "
-            "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
-        )
-
-
 class TensorParallelGroup:
     """Base of modules with a tensor-parallel group."""
 
     tp_size = 1
-    tp_group: Any = None
     sequence_parallel = False
-    keep_gathered = False
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group of the ranks that share the weights; None if there is but one."""
+        for name in self._parallel_modes() or ():
+            parallel = getattr(self, name).parallel
+            return None if parallel is None else parallel.group
+        return None
 
     def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
@@ -176,8 +169,15 @@ class TensorParallelGroup:
             elif bias is not None:
                 mark_shard(bias, 0)
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self, tp_group: Any, *, keep_gathered: bool = False) -> None:
         """Set the process group of the ranks that share the module's weights; on all of them.
+
+        Args:
+            tp_group: the group.
+            keep_gathered: under sequence parallelism, keep the tokens of all ranks, in FP8, from
+                forward to backward, which needs them again for the weight's gradient: as many times
+                the memory as there are ranks, and one collective less. Else each rank keeps its
+                own, and they are gathered again.
 
         Raises:
             TypeError: not a process group.
@@ -194,14 +194,14 @@ class TensorParallelGroup:
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
-        self.tp_group = tp_group
+        check_flags(keep_gathered=keep_gathered)
         for name, (mode, pieces) in modes.items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
-                parallel = _NoGroup(self.tp_size)
+                parallel = NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
-                    tp_group, mode, self.sequence_parallel, self.keep_gathered, pieces
+                    tp_group, mode, self.sequence_parallel, keep_gathered, pieces
                 )
             getattr(self, name).spread(parallel)
 
