@@ -34,6 +34,7 @@ __all__ = [
     "Operand",
     "Specs",
     "WeightOperand",
+    "amaxes_of_shards",
     "cast",
     "cast_by",
     "forget_cast",
@@ -74,6 +75,7 @@ def cast(
     transposed: Float8Spec | None = None,
     column_sum: bool = False,
     align: int = ALIGN,
+    amax: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """x in FP8, in one orientation or both, from one read where both are cast alike.
 
@@ -85,6 +87,7 @@ def cast(
         transposed: how the transpose is cast, in blocks of its own rows; or None.
         column_sum: the sums over the rows of x are wanted, too.
         align: the sizes of the result are multiples of it.
+        amax: of the whole of which x is a shard, ``[1, 1]``, if it is known.
 
     Returns:
         FP8 data and scales of x; by what it is cast again, beside the scales; FP8 data and scales
@@ -95,7 +98,9 @@ def cast(
     if call.parallel is not None and not plan.delayed:
         dim = call.parallel.sharded(index)
         if dim is not None:
-            return _cast_shard(x, spec, transposed, index, call, column_sum=column_sum, align=align)
+            return _cast_shard(
+                x, spec, transposed, index, call, amax, column_sum=column_sum, align=align
+            )
     if not torch.compiler.is_compiling():
         if plan.delayed:
             by = call.known[index] or call.scale(index, x)
@@ -164,6 +169,7 @@ def _cast_shard(
     transposed: Float8Spec | None,
     index: int,
     call: Call,
+    amax: Tensor | None,
     *,
     column_sum: bool,
     align: int,
@@ -180,8 +186,8 @@ def _cast_shard(
     assert dim is not None, "of a shard"
     by: By = None
     if (-1, -1) in (spec and spec.block, transposed and transposed.block):
-        amax = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
-        by = Factors(None, parallel.largest(amax)), None  # type: ignore[arg-type]
+        amax = parallel.largest(_own_amax(x)) if amax is None else amax
+        by = Factors(None, amax), None  # type: ignore[arg-type]
     rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
     length, total = _shape(x)[dim], None
     spaced = rows is None and parallel.are_cut(length, plan.edge)
@@ -206,6 +212,28 @@ def _cast_shard(
             results.append((*_cast_parts(x, how, axis, length, rows, flip, call, align), None))
     (q, scale, factor), (q_t, scale_t, _) = results
     return q, scale, factor, q_t, scale_t, total
+
+
+def _own_amax(x: Tensor | Source) -> Tensor:
+    found: Tensor = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
+    return found
+
+
+def amaxes_of_shards(
+    x: Tensor | Source, weight: Tensor, call: Call
+) -> tuple[Tensor | None, Tensor | None]:
+    """The amaxes of an input and a weight of which all ranks have shards, by one reduction.
+
+    None where there is no such amax, or but one of the two: then its cast reduces it.
+    """
+    plan, parallel = call.plan, call.parallel
+    assert parallel is not None, "of a layer that is spread"
+    per_tensor = plan.x.block == plan.w.block == (-1, -1) and not plan.delayed and plan.fprop
+    alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
+    if not per_tensor or alone or parallel.sharded(X) is None:
+        return None, None
+    amaxes = parallel.largest(torch.cat([_own_amax(x), _own_amax(weight)]))
+    return amaxes[:1], amaxes[1:]
 
 
 def _shape(x: Tensor | Source) -> tuple[int, ...]:
@@ -293,7 +321,7 @@ _SHORT_ROWS = 1024
 
 
 def known_input(
-    x: Tensor | Source, inp: Tensor | None, specs: Specs, call: Call
+    x: Tensor | Source, inp: Tensor | None, specs: Specs, call: Call, amax: Tensor | None = None
 ) -> tuple[By, Any, Any]:
     """By what a layer's input is cast; its cast, where another layer or a graph has made it.
 
@@ -308,7 +336,7 @@ def known_input(
     if spec is None and transposed is None:
         return None, None, None
     if torch.compiler.is_compiling() or call.parallel is not None:
-        return None, cast(x, spec, X, call, transposed=transposed)[:5], None
+        return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
     node, key = None if alone or inp is None else inp.grad_fn, None
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
@@ -425,7 +453,9 @@ WeightOperand = tuple[Tensor, Tensor, Tensor | None]
 """FP8 data, scales, and by what they are cast again beside these."""
 
 
-def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightOperand | None]:
+def known_weight(
+    weight: Tensor, call: Call, amax: Tensor | None = None
+) -> tuple[Tensor | None, By, WeightOperand | None]:
     """The weight that is to be cast, and by what; else the weight in FP8.
 
     That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is
@@ -441,7 +471,7 @@ def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightO
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
     if graph or (spread and call.first_microbatch is None):
-        found: Any = cast(weight, call.plan.w, W, call)
+        found: Any = cast(weight, call.plan.w, W, call, amax=amax)
         return None, None, found[:3]
     if call.first_microbatch is None or call.precision is None:
         by = call.known[W] or call.scale(W, weight) if call.plan.delayed else None

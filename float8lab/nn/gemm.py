@@ -26,6 +26,7 @@ from float8lab.nn.casts import (
     By,
     Operand,
     Specs,
+    amaxes_of_shards,
     cast,
     cast_by,
     forget_cast,
@@ -112,12 +113,13 @@ def forward(
         specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
 
     # Whatever depends on the state of the module comes before the product, or after it.
-    x_by, x_cast, key = known_input(value, None if source else inp, specs, call)
+    spread = None if parallel is None else call
+    amaxes = (None, None) if spread is None else amaxes_of_shards(value, weight, call)
+    x_by, x_cast, key = known_input(value, None if source else inp, specs, call, amaxes[0])
     high = w_by = w_cast = None
     if plan.fprop or keep_w:
-        high, w_by, w_cast = known_weight(weight, call)
+        high, w_by, w_cast = known_weight(weight, call, amaxes[1])
     first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
-    spread = None if parallel is None else call
     plans = first.is_cuda and spread is None and not call.watched
     multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
