@@ -172,7 +172,7 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
     training without gradients; activation checkpoints, saved-tensor hooks, ``torch.compile``,
     ``torch.func``, an outer CUDA graph, a dispatch mode, ``inspect.watch``; hooks on modules
     inside; several outputs with gradients; parameters of tensor subclasses but ``Float8Tensor``,
-    FSDP2's, ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``. A forward that waits for the
+    FSDP2's, ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``, tensor parallelism. A forward that waits for the
     GPU, that casts weights once for several microbatches, or that recording fails for, runs eagerly
     after a warning. Parameters, buffers and
     submodules may be replaced: what was recorded before is dropped.
@@ -252,6 +252,7 @@ class _Parts:
         self.fit = len(plain) == len(self.tensors) and not any(
             vars(m).get("fuse_wgrad_accumulation")
             or vars(m).get("get_rng_state_tracker")
+            or any(precision.parallel is not None for precision in self.precisions)
             or hasattr(m, "_get_fsdp_state")
             or isinstance(m, torch.jit.ScriptModule)
             for m in self.modules

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import NoGroup, Rows, TensorParallel
@@ -243,6 +246,7 @@ class Precision:
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
         rows: Rows | None = None,
+        parallel: TensorParallel | None = None,
     ) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
 
@@ -252,12 +256,13 @@ class Precision:
             first_microbatch: as the user says it of the weight.
             fused_weight: a weight whose gradient goes into its ``main_grad``.
             rows: of the module's whole tokens, under sequence parallelism.
+            parallel: how this call is spread over ranks, if not as the module always is.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows)
+            return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows, parallel)
         noted, original = (None, state.replay)
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
@@ -265,7 +270,9 @@ class Precision:
             original = original or followed
         call = None
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_again(original, x.device, first_microbatch, fused_weight, rows)
+            call = self._begin_again(
+                original, x.device, first_microbatch, fused_weight, rows, parallel
+            )
         else:
             recipe = self.active_recipe()
             if recipe is not None:
@@ -278,20 +285,20 @@ class Precision:
                     call = Call(
                         recipe, slots, record, precision=self,
                         first_microbatch=first_microbatch, fused_weight=fused_weight,
-                        parallel=self.parallel, rows=rows,
+                        parallel=parallel or self.parallel, rows=rows,
                     )  # fmt: skip
                     if record and region is not None:
                         region.packs[slots.pack] = None
                 else:
                     call = self._shared
                     own = first_microbatch is not None or fused_weight is not None
-                    own = own or rows is not None
+                    own = own or rows is not None or parallel is not None
                     watched = PROCESS.observer is not None
                     if own or call is None or call.recipe is not recipe or call.watched != watched:
                         call = Call(
                             recipe, None, False, precision=self,
                             first_microbatch=first_microbatch, fused_weight=fused_weight,
-                            parallel=self.parallel, rows=rows,
+                            parallel=parallel or self.parallel, rows=rows,
                         )  # fmt: skip
                         self._shared = None if own else call
                 if region is not None:
@@ -301,6 +308,9 @@ class Precision:
             recording.add(self, call)
         if noted is not None:
             noted.add(self, call)
+        if training and not _grad_enabled():
+            for recording in _reentrant_recordings():
+                recording.add(self, call)
         return call
 
     def _begin_in_graph(
@@ -310,6 +320,7 @@ class Precision:
         first_microbatch: bool | None,
         fused_weight: Any,
         rows: Rows | None,
+        parallel: TensorParallel | None,
     ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
@@ -323,7 +334,7 @@ class Precision:
             recipe, None, record, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
-            parallel=self.parallel, rows=rows,
+            parallel=parallel or self.parallel, rows=rows,
         )  # fmt: skip
 
     def scale_in_graph(
@@ -355,12 +366,19 @@ class Precision:
         first_microbatch: bool | None,
         fused_weight: Any,
         rows: Rows | None,
+        parallel: TensorParallel | None,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
-        Torch's reentrant checkpoint leaves no record of the original, nor does a forward that ran
-        compiled: then those of the last forward.
+        A forward that ran compiled leaves no record of the original, nor does a module in eval mode
+        in torch's reentrant checkpoint: then those of the last forward.
         """
+        if recording is None:
+            node = torch._C._current_autograd_node()
+            if isinstance(node, FunctionCtx):
+                recording = PROCESS.checkpoints.get(node)
+            if recording is not None:
+                recording.follow(current_backward())
         if recording is not None and (recording is STATE.replay or recording.has_next(self)):
             original: Call | None = recording.next(self)
             return original and original.again(
@@ -380,7 +398,7 @@ class Precision:
         return Call(
             recipe, slots, False, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=self.parallel, rows=rows,
+            parallel=parallel or self.parallel, rows=rows,
         )  # fmt: skip
 
     def spread(self, parallel: TensorParallel | None) -> None:
@@ -482,9 +500,9 @@ def _refuse_dtensor(x: Tensor) -> None:
     placements = getattr(x, "placements", None)
     if placements is not None:
         raise NotImplementedError(
-            f"inp must not be a DTensor where a module runs in FP8; got one with placements "
-            f"{placements}. FP8 under tensor parallelism is not available yet: call "
-            "convert_to_float8 after parallelize_module, which skips such layers, or exclude them."
+            f"inp must not be a DTensor where the weight of a module in FP8 is none; got one with "
+            f"placements {placements}. Give torch.nn.Linear a style of parallelize_module, or "
+            "other modules inp.to_local()."
         )
 
 
@@ -502,6 +520,7 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
             yield name.removeprefix("_fp8").lstrip("_"), value
 
 
+_grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -525,3 +544,20 @@ def _torch_recordings(hooks: Any) -> tuple[Recording | None, Recording | None]:
     if recording is not None:
         recording.follow(pack)
     return None, recording
+
+
+def _reentrant_recordings() -> Iterator[Recording]:
+    """The recordings of the reentrant checkpoints whose forward is running.
+
+    A reentrant checkpoint is an autograd function whose forward calls modules, without gradients.
+    Its ``ctx``, a local of that forward, is the node of the graph whose backward calls them again.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(
+            ctx := frame.f_locals["ctx"], FunctionCtx
+        ):
+            if frame.f_code.co_name != "forward":
+                return  # a recomputation, which repeats the call of an outer recording
+            yield PROCESS.checkpoints.setdefault(ctx, Recording())
+        frame = frame.f_back
