@@ -114,6 +114,7 @@ def cast(
     if call.parallel is not None and not plan.delayed:
         dim = call.parallel.sharded(index)
         if dim is not None:
+            assert not isinstance(x, Groups), "of experts, which are not spread"
             return _cast_shard(
                 x, spec, transposed, index, call, amax, column_sum=column_sum, align=align
             )
@@ -235,8 +236,8 @@ def _cast_shard(
         if how is None:
             results.append((None, None, None))
         elif not _lies_on_several(how.block, axis, rows, spaced):
-            found = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
-            results.append((*(found[3:5] if flip else found[:2]), found[2]))
+            one = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
+            results.append((*(one[3:5] if flip else one[:2]), one[2]))
         else:
             results.append((*_cast_parts(x, how, axis, length, rows, flip, call, align), None))
     (q, scale, factor), (q_t, scale_t, _) = results
@@ -248,9 +249,7 @@ def _own_amax(x: Tensor | Source) -> Tensor:
     return found
 
 
-def amaxes_of_shards(
-    x: Tensor | Source, weight: Tensor, call: Call
-) -> tuple[Tensor | None, Tensor | None]:
+def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """The amaxes of an input and a weight of which all ranks have shards, by one reduction.
 
     None where there is no such amax, or but one of the two: then its cast reduces it.
@@ -259,6 +258,7 @@ def amaxes_of_shards(
     assert parallel is not None, "of a layer that is spread"
     per_tensor = plan.x.block == plan.w.block == (-1, -1) and not plan.delayed and plan.fprop
     alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
+    assert not isinstance(x, Groups), "of experts, which are not spread"
     if not per_tensor or alone or parallel.sharded(X) is None:
         return None, None
     amaxes = parallel.largest(torch.cat([_own_amax(x), _own_amax(weight)]))
@@ -316,7 +316,7 @@ def _cast_parts(
         grid.t() if flip else grid, size, axis, places, total
     )
     shape = _shape(x)[::-1] if flip else _shape(x)
-    down, across = how.scale_shape([round_up(n, align) for n in shape])
+    down, across = how.scale_shape(tuple(round_up(n, align) for n in shape))
     pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
     q, scale, _, q_t, scale_t, _ = cast_op(
         prologue, inputs, dtype, how.fp8_dtype, how.block, how.scale_rule,
@@ -325,7 +325,8 @@ def _cast_parts(
     q, scale = (q_t, scale_t) if flip else (q, scale)
     if tokens:
         q = q.narrow(axis, before, count)
-        pad = (0, 0, 0, down - len(everywhere)) if axis else (0, across - everywhere.shape[1])
+        missing = down - everywhere.shape[0], across - everywhere.shape[1]
+        pad = (0, 0, 0, missing[0]) if axis else (0, missing[1], 0, 0)
         rule = how.fp8_dtype, how.scale_rule, call.plan.amax_epsilon
         scale = scale_from_amax(F.pad(everywhere, pad), *rule)
     return q, scale
