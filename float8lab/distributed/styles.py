@@ -74,7 +74,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         input_kwarg_layouts: placements of inputs by keyword.
         desired_input_kwarg_layouts: the placements that they are to have.
         use_local_output: whether the module gets plain tensors.
-        float8_dtype: of what is gathered; ``torch.float8_e4m3fn``, since the layers' recipes choose.
+        float8_dtype: of what is gathered: ``torch.float8_e4m3fn``, as the layers' recipes choose.
         fwd_config_submodule_fqn: accepted; each layer casts by its own recipe.
 
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
