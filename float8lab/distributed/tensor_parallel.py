@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.ops import as_matrix, scaled_mm_op
-from float8lab.ops.reference import ALIGN
+from float8lab.ops.reference import ALIGN, scales_by_column
 from float8lab.recipes.reduction import channel
 from float8lab.tensor.differentiation import Float8Function
 
@@ -58,8 +58,7 @@ class Rows(NamedTuple):
 
     def are_cut(self, size: int) -> bool:
         """Whether a block of ``size`` rows lies on several ranks; -1 is all rows."""
-        shared = self.chunk < self.lead
-        return shared and (size == -1 or self.chunk * self.inner % size != 0)
+        return size == -1 or (self.chunk < self.lead and self.chunk * self.inner % size != 0)
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,14 @@ class TensorParallel:
     group: Any
     """The process group."""
     mode: str
-    """``"column"`` or ``"row"``: of what the weight is a shard."""
+    """``"column"`` or ``"row"``: of what the weight is a shard; ``"heads"`` of attention, whose
+    operands are shards of their heads."""
     sequence_parallel: bool = False
     """Whether the rows outside a pair of layers are shards."""
     keep_gathered: bool = False
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
+    pieces: tuple[int, ...] = ()
+    """The sizes of what a shard consists of, where the weight is several behind each other."""
     name: str = ""
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0
@@ -89,6 +91,8 @@ class TensorParallel:
 
     def sharded(self, index: int) -> int | None:
         """The dimension along which x, the weight or dy (0, 1, 2) is a shard; None: it is none."""
+        if self.mode == "heads":
+            return 1
         rows = 0 if self.sequence_parallel else None
         return ((rows, 0, 1) if self.mode == "column" else (1, 1, rows))[index]
 
@@ -159,6 +163,77 @@ class TensorParallel:
         start = min(rows.lead, rows.chunk * self.rank)
         return (min(rows.chunk, rows.lead - start), *shape[1:-1], features)
 
+    # Features that lie on blocks of several ranks.
+
+    def places(self, length: int) -> list[tuple[int, int]]:
+        """Where in the whole the pieces of a shard of features begin, and how many they have."""
+        found, offset = [], 0
+        for size in self.pieces or (length,):
+            found.append((offset + self.rank * size, size))
+            offset += size * self.size
+        return found
+
+    def are_cut(self, length: int, edge: int) -> bool:
+        """Whether the shards' features begin or end inside blocks of ``edge``, on any rank."""
+        return edge > 1 and any(size % edge != 0 for size in self.pieces or (length,))
+
+    def spaced(self, x: Tensor, dim: int, edge: int) -> Tensor:
+        """A shard of features with zeros where others of its blocks are, so that blocks fit."""
+        length = x.shape[dim]
+        if not self.are_cut(length, edge):
+            return x
+        parts = []
+        sizes = self.pieces or (length,)
+        for (start, size), part in zip(self.places(length), x.split(sizes, dim), strict=True):
+            before = start % edge
+            after = -(before + size) % edge
+            parts.append(F.pad(part, (0, 0) * (x.ndim - 1 - dim) + (before, after)))
+        return torch.cat(parts, dim)
+
+    def spaced_size(self, length: int, edge: int) -> int:
+        """How many features ``spaced`` gives."""
+        if not self.are_cut(length, edge):
+            return length
+        return sum(-(-(start % edge + size) // edge) * edge for start, size in self.places(length))
+
+    def cropped(self, y: Tensor, dim: int, length: int, edge: int) -> Tensor:
+        """A shard of features without what ``spaced`` has put there."""
+        if not self.are_cut(length, edge):
+            return y
+        parts, at = [], 0
+        for start, size in self.places(length):
+            parts.append(y.narrow(dim, at + start % edge, size))
+            at += -(-(start % edge + size) // edge) * edge
+        return torch.cat(parts, dim)
+
+    def shared_amaxes(
+        self, grid: Tensor, size: int, dim: int, places: Sequence[tuple[int, int]], total: int
+    ) -> tuple[Tensor, Tensor]:
+        """The amaxes of a shard's blocks over all ranks that have a part of them; of all blocks.
+
+        Args:
+            grid: of this rank's parts, ``[rows, columns]`` of blocks.
+            size: of a block along ``dim``; -1 is the whole dimension.
+            dim: the one of which a rank has a shard.
+            places: where in the whole its pieces begin, and how many elements they have.
+            total: elements of the whole.
+        """
+        if size == -1:
+            whole = self.largest(grid)
+            return whole, whole
+        count, at, runs, parts = -(-total // size), 0, [], []
+        for start, length in places:
+            first, blocks = start // size, -(-(start % size + length) // size)
+            pad = (first, count - first - blocks)
+            part = grid.narrow(dim, at, blocks)
+            parts.append(F.pad(part, pad if dim == 1 else (0, 0, *pad)))
+            runs.append((first, blocks))
+            at += blocks
+        # A rank's own pieces can share a block, too.
+        whole = self.largest(parts[0] if len(parts) == 1 else torch.stack(parts).amax(0))
+        mine = [whole.narrow(dim, first, blocks) for first, blocks in runs]
+        return mine[0] if len(mine) == 1 else torch.cat(mine, dim), whole
+
     # Collectives.
 
     def largest(self, amax: Tensor) -> Tensor:
@@ -195,7 +270,7 @@ class TensorParallel:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
             short = size - raw.shape[dim]
-            raw = F.pad(raw, (0, 0, 0, short) if dim == 0 else (0, short))
+            raw = F.pad(raw, _after(short, dim))
         whole: Tensor = ops.wait_tensor(
             ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
         )
@@ -209,16 +284,19 @@ class TensorParallel:
         self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
     ) -> tuple[Tensor, Tensor]:
         """FP8 data and scales of the whole operand, padded; ``dim`` of it are tokens."""
-        whole = self.gathered(q, rows, dim)
-        tall = dim == 0 and block[0] == 1
-        if tall:
-            scale = self.gathered(scale, rows)
-        short = -rows.total % ALIGN
+        whole, size, short = self.gathered(q, rows, dim), block[dim], -rows.total % ALIGN
         if short:
-            edge = (0, 0, 0, short) if dim == 0 else (0, short)
-            whole = F.pad(whole.view(torch.uint8), edge).view(q.dtype)
-            if tall:
-                scale = F.pad(scale, edge, value=1.0)
+            whole = F.pad(whole.view(torch.uint8), _after(short, dim)).view(q.dtype)
+        if size == -1:
+            return whole.contiguous(), scale
+        if not rows.are_cut(size):  # else all ranks know the scales of all
+            blocks = Rows(-(-rows.total // size), -(-rows.chunk * rows.inner // size), 1)
+            scale = self.gathered(scale, blocks, dim)
+        short = -(-whole.shape[dim] // size) - scale.shape[dim]
+        if short:
+            scale = F.pad(scale, _after(short, dim), value=1.0)
+        if scales_by_column(block):
+            scale = scale.t().contiguous().t()
         return whole.contiguous(), scale
 
     # For GEMMs in high precision.
@@ -261,6 +339,11 @@ class TensorParallel:
             return F.linear(x, weight, bias)
         y = self.leave(F.linear(x, weight), rows)
         return y if bias is None else y + bias
+
+
+def _after(count: int, dim: int) -> tuple[int, ...]:
+    """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
+    return (0, 0, 0, count) if dim == 0 else (0, count)
 
 
 class _Moved(Float8Function):

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Source, amax_op, cast_op, round_up
+from float8lab.ops import Source, amax_op, cast_op, prologue_shape, round_up, scale_from_amax
 from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
@@ -94,7 +95,9 @@ def cast(
     if call.parallel is not None and not plan.delayed:
         dim = call.parallel.sharded(index)
         if dim is not None:
-            return _cast_shard(x, spec, transposed, dim, call, column_sum=column_sum, align=align)
+            return _cast_shard(
+                x, spec, transposed, index, call, column_sum=column_sum, align=align
+            )
     if not torch.compiler.is_compiling():
         if plan.delayed:
             by = call.known[index] or call.scale(index, x)
@@ -161,20 +164,118 @@ def _cast_shard(
     x: Tensor | Source,
     spec: Float8Spec | None,
     transposed: Float8Spec | None,
-    dim: int,
+    index: int,
     call: Call,
     *,
     column_sum: bool,
     align: int,
 ) -> tuple[Any, ...]:
-    """``cast`` of a shard along ``dim``, with the bytes that the cast of the whole gives it."""
+    """``cast`` of a shard, with the bytes that the cast of the whole gives it.
+
+    Blocks that lie on several ranks get their amaxes from all. Features that begin or end inside
+    blocks are spaced (``TensorParallel.spaced``). Tokens that do are not padded, and the scales
+    beside them are those of all tokens.
+    """
     plan, parallel = call.plan, call.parallel
     assert parallel is not None, "of a layer that is spread"
+    dim = parallel.sharded(index)
+    assert dim is not None, "of a shard"
     by: By = None
     if (-1, -1) in (spec and spec.block, transposed and transposed.block):
         amax = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
         by = Factors(None, parallel.largest(amax)), None  # type: ignore[arg-type]
-    return cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
+    rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
+    length, total = _shape(x)[dim], None
+    spaced = rows is None and parallel.are_cut(length, plan.edge)
+    if spaced:
+        x = x.value() if isinstance(x, Source) else x
+        total, column_sum = x.float().sum(0) if column_sum else None, False
+        x = parallel.spaced(x, dim, plan.edge)
+    ways = (spec, dim), (transposed, 1 - dim)  # of both orientations, with the shard's dimension
+    if not any(how and _lies_on_several(how.block, axis, rows, spaced) for how, axis in ways):
+        *found, sums = cast_by(
+            x, spec, transposed, plan, by, column_sum=column_sum, align=align
+        )
+        return *found, sums if total is None else total
+    if column_sum:
+        total = (x.value() if isinstance(x, Source) else x).float().sum(0)
+    results: list[tuple[Any, ...]] = []
+    for (how, axis), flip in zip(ways, (False, True), strict=True):
+        if how is None:
+            results.append((None, None, None))
+        elif not _lies_on_several(how.block, axis, rows, spaced):
+            found = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
+            results.append((*(found[3:5] if flip else found[:2]), found[2]))
+        else:
+            results.append((*_cast_parts(x, how, axis, length, rows, flip, call, align), None))
+    (q, scale, factor), (q_t, scale_t, _) = results
+    return q, scale, factor, q_t, scale_t, total
+
+
+def _shape(x: Tensor | Source) -> tuple[int, ...]:
+    return prologue_shape(*x[:2]) if isinstance(x, Source) else tuple(x.shape)
+
+
+def _lies_on_several(block: Sequence[int], axis: int, rows: Rows | None, spaced: bool) -> bool:
+    """Whether blocks of a shard, smaller than the whole, have parts on other ranks."""
+    size = block[axis]
+    if block == (-1, -1) or size == 1:
+        return False
+    return size == -1 or spaced if rows is None else rows.are_cut(size)
+
+
+def _cast_parts(
+    x: Tensor | Source,
+    how: Float8Spec,
+    axis: int,
+    length: int,
+    rows: Rows | None,
+    flip: bool,
+    call: Call,
+    align: int,
+) -> Operand:
+    """One orientation of a shard whose blocks have parts on several ranks.
+
+    Args:
+        x: the shard.
+        how: it is cast, or its transpose.
+        axis: the dimension of the result along which it is a shard.
+        length: how much of the whole it is, before it was spaced.
+        rows: of the whole, if the dimension is that of tokens.
+        flip: the transpose is wanted.
+        call: of the layer.
+        align: the sizes of the result are multiples of it.
+    """
+    parallel, size = call.parallel, how.block[axis]
+    assert parallel is not None, "of a layer that is spread"
+    places, total = parallel.places(length), length * parallel.size
+    if rows is not None:
+        places, total = [rows.of(parallel.rank)], rows.total
+    start, count = places[0]
+    tokens = rows is not None and size > 0
+    before = start % size if tokens else 0
+    if before:
+        x = F.pad(x.value() if isinstance(x, Source) else x, (0, 0, before, 0))
+    prologue, inputs, dtype = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
+    block = how.block[::-1] if flip else how.block
+    grid = amax_op(prologue, inputs, dtype, block)
+    amaxes, everywhere = parallel.shared_amaxes(
+        grid.t() if flip else grid, size, axis, places, total
+    )
+    shape = _shape(x)[::-1] if flip else _shape(x)
+    down, across = how.scale_shape([round_up(n, align) for n in shape])
+    pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
+    q, scale, _, q_t, scale_t, _ = cast_op(
+        prologue, inputs, dtype, how.fp8_dtype, how.block, how.scale_rule,
+        float(call.plan.epsilon), align, not flip, flip, False, F.pad(amaxes, pad), None,
+    )  # fmt: skip
+    q, scale = (q_t, scale_t) if flip else (q, scale)
+    if tokens:
+        q = q.narrow(axis, before, count)
+        pad = (0, 0, 0, down - len(everywhere)) if axis else (0, across - everywhere.shape[1])
+        rule = how.fp8_dtype, how.scale_rule, call.plan.amax_epsilon
+        scale = scale_from_amax(F.pad(everywhere, pad), *rule)
+    return q, scale
 
 
 def _amax_in_graph(x: Tensor, index: int) -> Tensor | None:

@@ -199,14 +199,14 @@ def _product(
     if plan.fprop:
         left, right, fast_accum = plan.fprop
         shape = (x.inputs[0] if isinstance(x, Source) else x).shape[0], features
-        (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
-        if bias is not None and bias.shape[0] != w8.shape[0]:
-            bias = F.pad(bias, (0, w8.shape[0] - bias.shape[0]))
         if spread is not None:
             y, whole = _spread_mm(x_cast[:2], w_cast[:2], plan.fprop, shape, dtype, spread, bias)
             if spread.watched:
                 show_gemm("fprop", spread, whole, w_cast[:2])
             return y, *x_cast, *w_cast
+        (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
+        if bias is not None and bias.shape[0] != w8.shape[0]:
+            bias = F.pad(bias, (0, w8.shape[0] - bias.shape[0]))
         y = scaled_mm_op(x8, x_scale, left.block, w8, w_scale, right.block, bias, dtype, fast_accum)
         # A compiled graph always crops: asking whether it must would fix the number of tokens.
         if torch.compiler.is_compiling() or y.shape != shape:
@@ -235,8 +235,16 @@ def _spread_mm(
     if rows is not None:
         shape = rows.total, shape[1]
     how = gemm.left.block, gemm.right.block, gemm.fast_accum
-    operands, bias = (a, b), parallel.added(bias)
-    return spread_mm(parallel, rows, operands, how, shape, dtype, bias, backward=backward)
+    edge = call.plan.edge if backward == (parallel.mode == "row") else 1  # of a product's shard
+    features, wide = shape[1], parallel.spaced_size(shape[1], edge)
+    bias = parallel.added(bias)
+    if bias is not None:
+        bias = parallel.spaced(bias, 0, edge)
+        bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
+    y, whole = spread_mm(
+        parallel, rows, (a, b), how, (shape[0], wide), dtype, bias, backward=backward
+    )
+    return parallel.cropped(y, 1, features, edge), whole
 
 
 def _in_high_precision(
@@ -557,6 +565,8 @@ def _spread_wgrad(
     if call.watched:
         show_gemm("wgrad", call, dy_t, x_t)
     dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
+    dim = int(parallel.mode == "row")
+    dw = parallel.cropped(dw, dim, shape[dim], plan.edge)
     if torch.compiler.is_compiling() or dw.shape != shape:
         dw = dw[: shape[0], : shape[1]]
     return dw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ __all__ = [
     "TensorParallelGroup",
     "check_context_group",
     "check_parallel_arguments",
-    "mark_sequence_parallel",
     "mark_shard",
     "parallel_size",
     "share_of",
@@ -86,13 +85,6 @@ def check_context_group(cp_group: Any) -> None:
         )
 
 
-def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
-    """Set the attribute by which trainers know gradients to sum over tensor-parallel ranks."""
-    for parameter in parameters:
-        if parameter is not None:
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-
-
 def mark_shard(parameter: Tensor, dim: int) -> None:
     """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
     marked: Any = parameter
@@ -105,17 +97,34 @@ class Shard(NamedTuple):
     dim: int = 0
     rank: int = 0
     ranks: int = 1
-    pieces: int = 1
-    """Equal pieces of the whole, along ``dim``, of each of which the rank has its part."""
+    pieces: tuple[int, ...] = (1,)
+    """Pieces of the whole, along ``dim``, of each of which the rank has its part; their sizes are
+    in this proportion."""
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of what a parameter of ``shape`` is a part of."""
-        return tuple(n * self.ranks if i == self.dim else n for i, n in enumerate(shape))
+        dim = self.dim % len(shape)
+        return tuple(n * self.ranks if i == dim else n for i, n in enumerate(shape))
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of ``whole``."""
-        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.chunk(self.pieces, self.dim)]
+        sizes = self._sizes(whole.shape[self.dim])
+        if len(sizes) == 1:
+            return whole.chunk(self.ranks, self.dim)[self.rank]
+        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
         return torch.cat([part[self.rank] for part in parts], self.dim)
+
+    def gathered(self, part: Tensor, group: Any) -> Tensor:
+        """The whole, from the parts of all ranks."""
+        bits = part.detach().contiguous().view(torch.uint8)
+        parts = [torch.empty_like(bits) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, bits, group=group)
+        sizes = self._sizes(part.shape[self.dim])
+        pieces = zip(*(p.view(part.dtype).split(sizes, self.dim) for p in parts), strict=True)
+        return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
+
+    def _sizes(self, size: int) -> list[int]:
+        return [size * piece // sum(self.pieces) for piece in self.pieces]
 
 
 class _NoGroup:
@@ -124,7 +133,9 @@ class _NoGroup:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
-    def rows_of(self, x: Tensor) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise RuntimeError(
             f"tp_group must be set before the first call of a module for {self.ranks} "
             "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
@@ -139,11 +150,15 @@ class TensorParallelGroup:
     sequence_parallel = False
     keep_gathered = False
 
-    def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
+    _pieces: Mapping[str, tuple[int, ...]] = {}
+    """The pieces of a weight and its bias that a rank has parts of, by prefix, as in ``Shard``."""
+
+    def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
         if self.tp_size == 1 or self.tp_group is None:
             return None
-        return Shard(dim, torch.distributed.get_rank(self.tp_group), self.tp_size, pieces)
+        rank = torch.distributed.get_rank(self.tp_group)
+        return Shard(dim, rank, self.tp_size, pieces or (1,))
 
     def _parallel_modes(self) -> dict[str, str]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state."""
@@ -164,6 +179,10 @@ class TensorParallelGroup:
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
         self.tp_group = tp_group
+        module: Any = self
+        for child in module.children():
+            if isinstance(child, TensorParallelGroup):
+                child.set_tensor_parallel_group(tp_group)
         for name, mode in self._parallel_modes().items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
@@ -187,3 +206,32 @@ class ContextParallelGroup(TensorParallelGroup):
     ) -> None:
         """Set the context-parallel group; only one of a single rank is supported."""
         check_context_group(cp_group)
+
+
+def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
+    """How many query heads, and key/value heads, of attention each tensor-parallel rank has.
+
+    A rank has whole groups: a key/value head with all its query heads. A head that several ranks
+    had would be computed several times, and its gradient be partial on each; fewer groups than
+    ranks are therefore refused.
+
+    Raises:
+        ValueError: the ranks cannot share the groups equally.
+
+    >>> heads_of_rank(32, 8, 4)
+    (8, 2)
+    """
+    if groups % ranks:
+        raise ValueError(
+            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got {groups}. "
+            "Each key/value head is on one rank: use fewer ranks, or more groups."
+        )
+    return heads // ranks, groups // ranks
+
+
+def of_first_rank(x: Tensor, group: Any) -> Tensor:
+    """The values that the first rank of a group has, on all of them."""
+    ops = torch.ops._c10d_functional
+    bits = x.view(torch.uint8)
+    found: Tensor = ops.wait_tensor(ops.broadcast(bits, 0, group.group_name))
+    return found.view(x.dtype)

@@ -512,23 +512,10 @@ def test_arguments_are_checked():
         float8lab.checkpoint(F.gelu, leaf(2), get_rng_state_tracker=5)
 
 
-def test_distribute_saved_activations(monkeypatch):
+def test_distribute_saved_activations_on_one_rank():
     x = leaf(4, 32)
-    layer = Feed()
-    y = float8lab.checkpoint(layer, x, distribute_saved_activations=True)  # one rank
-    y.sum().backward()
+    float8lab.checkpoint(Feed(), x, distribute_saved_activations=True).sum().backward()
     assert x.grad is not None
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "ProcessGroup", int)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group or 4)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
-    arguments = {"distribute_saved_activations": True}
-    with pytest.raises(NotImplementedError, match="got a group of 4"):
-        float8lab.checkpoint(layer, x, **arguments)
-    with pytest.raises(NotImplementedError, match="got a group of 2"):
-        float8lab.checkpoint(layer, x, tp_group=2, **arguments)
-    float8lab.checkpoint(layer, x, tp_group=1, **arguments)
-    float8lab.checkpoint(layer, x, use_reentrant=False, **arguments)  # has no effect there
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if n != "delayed"])
