@@ -326,6 +326,11 @@ class TensorParallel:
         found: Tensor = _Moved.run(x, self, rows, True)
         return found
 
+    def gather(self, x: Tensor, rows: Rows) -> Tensor:
+        """All tokens of a tensor of which each rank has some, differentiable."""
+        found: Tensor = _Moved.run(x, self, rows, True)
+        return found
+
     def leave(self, y: Tensor, rows: Rows | None) -> Tensor:
         """``left`` of a layer's output, differentiable."""
         if self.mode == "column":

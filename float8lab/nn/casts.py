@@ -95,9 +95,7 @@ def cast(
     if call.parallel is not None and not plan.delayed:
         dim = call.parallel.sharded(index)
         if dim is not None:
-            return _cast_shard(
-                x, spec, transposed, index, call, column_sum=column_sum, align=align
-            )
+            return _cast_shard(x, spec, transposed, index, call, column_sum=column_sum, align=align)
     if not torch.compiler.is_compiling():
         if plan.delayed:
             by = call.known[index] or call.scale(index, x)
@@ -193,9 +191,7 @@ def _cast_shard(
         x = parallel.spaced(x, dim, plan.edge)
     ways = (spec, dim), (transposed, 1 - dim)  # of both orientations, with the shard's dimension
     if not any(how and _lies_on_several(how.block, axis, rows, spaced) for how, axis in ways):
-        *found, sums = cast_by(
-            x, spec, transposed, plan, by, column_sum=column_sum, align=align
-        )
+        *found, sums = cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
         return *found, sums if total is None else total
     if column_sum:
         total = (x.value() if isinstance(x, Source) else x).float().sum(0)

@@ -56,6 +56,7 @@ __all__ = [
     "forward",
     "forward_again",
     "fused_weight",
+    "on_all_ranks",
     "output_dtype",
     "plain_weight",
 ]
@@ -657,6 +658,13 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def on_all_ranks(x: Tensor, features: int, call: Call) -> tuple[int, tuple[int, ...]]:
+    """How many tokens a layer's GEMMs have under sequence parallelism; its output's shape here."""
+    assert call.parallel is not None, "of a layer that is spread"
+    assert call.rows is not None, "under sequence parallelism"
+    return call.rows.total, call.parallel.shape_of_output(x.shape, call.rows, features)
+
+
 class LinearFunction(Float8Function):
     """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward: ``run`` it.
 
@@ -682,8 +690,8 @@ class LinearFunction(Float8Function):
         ctx.call = call
         ctx.shapes, shape = (x.shape, (rows.shape[0], N, K)), (*x.shape[:-1], N)
         if call.rows is not None:
-            ctx.shapes = x.shape, (call.rows.total, N, K)
-            shape = call.parallel.shape_of_output(x.shape, call.rows, N)
+            M, shape = on_all_ranks(x, N, call)
+            ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
         out: Tensor = torch.ops.aten._unsafe_view.default(y, shape)

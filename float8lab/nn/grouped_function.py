@@ -24,7 +24,16 @@ from float8lab.nn.casts import Operand, lives_on, note_storage, plain, show_cast
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Groups, Source, cast_groups_op, grouped_mm_op, round_up, transpose_op
+from float8lab.ops import (
+    Groups,
+    Source,
+    amax_op,
+    cast_groups_op,
+    cast_op,
+    grouped_mm_op,
+    round_up,
+    transpose_op,
+)
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import GemmPlan, LinearPlan, Recipe
@@ -38,6 +47,7 @@ __all__ = [
     "Saved",
     "backward",
     "forward",
+    "in_first_rank",
     "into_buffer",
     "spec_of_experts",
     "stacked",
@@ -77,6 +87,10 @@ def _cast(
     column_sum: bool = False,
 ) -> tuple[Any, ...]:
     """``casts.cast`` of a matrix in groups, or of a batch where ``offs`` is None."""
+    if call.parallel is not None and not call.plan.delayed:
+        shared = _cast_shard(x, offs, spec, transposed, index, call, column_sum=column_sum)
+        if shared is not None:
+            return shared
     if spec is not None and transposed is not None and spec != transposed:
         first = _cast(x, offs, spec, index, call, column_sum=column_sum)
         second = _cast(x, offs, None, index, call, transposed=transposed)
@@ -98,12 +112,116 @@ def _cast(
         scale, encode = factors.scale, factors.encode
     else:
         amax = x.known_amax if isinstance(x, Source) and spec.block == (-1, -1) else None
+        parallel = call.parallel if spec.block == (-1, -1) else None
+        if parallel is not None and parallel.sharded(index) is not None:
+            amax = parallel.largest(groups.amax())
         q, scale, found, q_t, scale_t, total = cast_groups_op(
             *groups, spec.fp8_dtype, spec.block, spec.scale_rule, plan.amax_epsilon, *wanted, amax
         )
         return q, scale, found if amax is None else amax, q_t, scale_t, total
     scale = scale.view(-1, 1, 1) if offs is None else scale
     return q, scale, encode, q_t, scale, total
+
+
+def _cast_shard(
+    x: Tensor | Source,
+    offs: Tensor | None,
+    spec: Float8Spec | None,
+    transposed: Float8Spec | None,
+    index: int,
+    call: Call,
+    *,
+    column_sum: bool,
+) -> tuple[Any, ...] | None:
+    """``_cast`` of a shard of features, with the bytes that it has in the whole.
+
+    None where no row and no part of one lies on several ranks.
+    """
+    parallel = call.parallel
+    assert parallel is not None, "of a layer that is spread"
+    dim = parallel.sharded(index)
+    if dim is None:
+        return None
+    cut = parallel.are_cut(0, call.plan.edge)
+    ways = (spec, dim, False), (transposed, 1 - dim, True)
+    several = [
+        how is not None and how.block != (-1, -1) and (-1 in how.block or cut)
+        and how.block[axis] != 1
+        for how, axis, _ in ways
+    ]  # fmt: skip
+    if not any(several):
+        return None
+    total = _sums_of_groups(x, offs) if column_sum and all(several) else None
+    results: list[tuple[Any, ...]] = []
+    for (how, axis, flip), crosses in zip(ways, several, strict=True):
+        if how is None:
+            results.append((None, None))
+        elif crosses:
+            assert isinstance(x, Tensor), "what ranks share is written"
+            results.append(_cast_parts(x, offs, how, axis, call, flip=flip))
+        else:
+            wanted, turned = (None, how) if flip else (how, None)
+            found = _cast(
+                x, offs, wanted, index, call, transposed=turned, column_sum=column_sum
+            )
+            results.append(found[3:5] if flip else found[:2])
+            total = found[5]
+    (q, scale), (q_t, scale_t) = results
+    return q, scale, None, q_t, scale_t, total
+
+
+def _cast_parts(
+    x: Tensor, offs: Tensor | None, how: Float8Spec, axis: int, call: Call, *, flip: bool
+) -> Operand:
+    """One orientation of a shard whose rows, or blocks, have parts on several ranks.
+
+    Args:
+        x: ``[M, K]`` in groups, or ``[E, N, K]``.
+        offs: ends of the groups; None for a batch.
+        how: it is cast, or the transpose of each matrix of a batch.
+        axis: the dimension of the result along which it is a shard.
+        call: of the layer.
+        flip: the transpose is wanted.
+    """
+    parallel, high, size = call.parallel, how.block[0], how.block[axis]
+    assert parallel is not None, "of a layer that is spread"
+    if offs is not None:  # what belongs to nobody is taken for zeros
+        inside = torch.arange(x.shape[0], device=x.device)[:, None] < offs[-1:]
+        matrices = torch.where(inside, x, 0.0)[None]
+    else:
+        matrices = x.mT if flip else x
+    E, rows, columns = matrices.shape
+    # All below each other, blocks and what the products want of rows included.
+    below = round_up(rows, high if offs is not None else max(high, ALIGN))
+    matrix = F.pad(matrices, (0, 0, 0, below - rows)).reshape(E * below, columns)
+    grid = amax_op("", (matrix,), matrix.dtype, how.block).unflatten(0, (E, below // high))
+    grid = grid if axis else grid.mT  # what lies on several ranks last
+    length = parallel.pieces[0]
+    shared, _ = parallel.shared_amaxes(
+        grid.flatten(0, 1), size, 1, parallel.places(length), length * parallel.size
+    )
+    shared = shared.view_as(grid)
+    amaxes = (shared if axis else shared.mT).flatten(0, 1)
+    down, across = how.scale_shape((round_up(E * below, ALIGN), round_up(columns, ALIGN)))
+    pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
+    q, scale, *_ = cast_op(
+        "", (matrix,), matrix.dtype, how.fp8_dtype, how.block, how.scale_rule,
+        call.plan.amax_epsilon, ALIGN, True, False, False, F.pad(amaxes, pad), None,
+    )  # fmt: skip
+    if offs is not None:
+        return q[:rows], scale[:rows]
+    tall = round_up(rows, ALIGN)
+    q = q.view(torch.uint8).view(E, below, -1)[:, :tall].contiguous().view(q.dtype)
+    return q, scale.reshape(E, below // high, across)[:, : -(-tall // high)].contiguous()
+
+
+def _sums_of_groups(x: Tensor | Source, offs: Tensor | None) -> Tensor:
+    """The sums over the rows of each group, ``[E, K]``, float32."""
+    assert isinstance(x, Tensor), "written"
+    assert offs is not None, "of groups"
+    group = torch.searchsorted(offs, torch.arange(x.shape[0], device=x.device, dtype=offs.dtype), right=True)
+    total = x.new_zeros((offs.shape[0] + 1, x.shape[1]), dtype=torch.float32)
+    return total.index_add_(0, group, x.float())[:-1]
 
 
 def _cast_again(
@@ -601,3 +719,19 @@ class _IntoBuffer(Float8Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         return ctx.buffer.copy_(dx), None
+
+
+def in_first_rank(bias: Tensor, rank: int) -> Tensor:
+    """A bias as it is in a rank's part of a sum: in the first one's alone. All get its gradient."""
+    found: Tensor = _InFirstRank.run(bias, rank)
+    return found
+
+
+class _InFirstRank(Float8Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
+        return torch.zeros_like(bias) if rank else bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, db: Tensor) -> tuple[Tensor, None]:
+        return db, None

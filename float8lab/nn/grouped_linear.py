@@ -23,7 +23,7 @@ from float8lab.arguments import (
 )
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.gemm import fused_weight, plain_weight
-from float8lab.nn.grouped_function import GroupedFunction, into_buffer, stacked
+from float8lab.nn.grouped_function import GroupedFunction, in_first_rank, into_buffer, stacked
 from float8lab.nn.linear import (
     default_device,
     keep_initial_value,
@@ -32,7 +32,7 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
-from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
+from float8lab.nn.parallel import TensorParallelGroup, mark_shard, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
 from float8lab.tensor import Float8Tensor
@@ -54,6 +54,11 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
     recipe of one scale per tensor the input has one scale for all of its rows, and each weight its
     own. Otherwise as ``Linear``.
 
+    Tensor parallelism spreads each expert's features over the ranks (``parallel_mode``), and sends
+    nothing but, in FP8, the largest values: column parallel, the input is the same on all ranks and
+    its gradient a part of a sum; row parallel, the output is a part of a sum. Tokens are sent, and
+    sums made, where tokens are sent to experts and back.
+
     Parameters: ``weight0`` to ``weight<num_gemms - 1>``, ``[out_features, in_features]``, and
     ``bias0`` ..., ``[out_features]``; or, for less work for the host, ``weight``,
     ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of either kind loads into
@@ -74,13 +79,15 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             caller allocates, instead of producing their ``grad``.
         single_grouped_weight: one parameter for all weights.
         single_grouped_bias: one parameter for all biases.
-        sequence_parallel: no effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
-        parallel_mode: None, "column" or "row"; no effect on a single rank.
+        sequence_parallel: no effect: the layer sends no tokens.
+        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
+        tp_size: how many they are, if ``tp_group`` is None.
+        parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
+            part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
+            input; the biases are in the first rank's part of the sum. None: each rank has all.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
+        ValueError: features that the ranks cannot share equally.
 
     >>> experts = float8lab.GroupedLinear(2, 64, 32, device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -110,7 +117,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         tp_size: int = 1,
         parallel_mode: str | None = None,
     ) -> None:
-        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
             bias=bias,
             return_bias=return_bias,
@@ -130,15 +137,21 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias)
-        self.sequence_parallel = sequence_parallel
+        self.parallel_mode = parallel_mode and parallel_mode.lower()
+        self.tp_size = ranks
         self._init_method = init_method
         self._fp8 = Precision()
         self._fp8.experts = E
         where = check_device("device", device) or default_device()
         dtype = params_dtype or torch.get_default_dtype()
-        sizes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
+        self._shapes = out_features, in_features
+        if self.parallel_mode == "column":
+            self._shapes = share_of("out_features", out_features, ranks), in_features
+        elif self.parallel_mode == "row":
+            self._shapes = out_features, share_of("in_features", in_features, ranks)
+        sizes: dict[str, tuple[int, ...]] = {"weight": self._shapes}
         if bias:
-            sizes["bias"] = (out_features,)
+            sizes["bias"] = self._shapes[:1]
         for kind, size in sizes.items():
             whole = torch.zeros(E, *size, device=where, dtype=dtype)
             if self._is_single(kind):
@@ -146,10 +159,20 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
                 continue
             for index, part in enumerate(whole):
                 self.register_parameter(f"{kind}{index}", nn.Parameter(part))
+        self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         self._keeps_initial_values = store_in_fp8(self, list(self._names("weight")))
+        if ranks > 1:
+            for parameter in self._parameters_of("weight"):
+                mark_shard(parameter, -2 if self.parallel_mode == "column" else -1)
         place_precisions(self)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        mode = self.parallel_mode
+        if mode is None:
+            return {}
+        return {"_fp8": (mode, (self._shapes[0 if mode == "column" else 1],))}
 
     def _is_single(self, kind: str) -> bool:
         return self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
@@ -172,10 +195,13 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         init = self._init_method or normal_init
         keep = getattr(self, "_keeps_initial_values", False)
         with torch.no_grad():
+            shard = self._shard(-2 if self.parallel_mode == "column" else -1)
             for weight in self._parameters_of("weight"):
-                value = torch.empty(weight.shape, device=weight.device, dtype=weight.dtype)
+                shape = weight.shape if shard is None else shard.whole(weight.shape)
+                value = torch.empty(shape, device=weight.device, dtype=weight.dtype)
                 for one in value if self.single_grouped_weight else (value,):
                     init(one)
+                value = value if shard is None else shard.of(value)
                 weight.copy_(value)
                 if keep:
                     keep_initial_value(weight, value)
@@ -211,12 +237,13 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             TypeError: ``m_splits`` are no integers.
             ValueError: ``m_splits`` are not ``num_gemms`` numbers, or a list's sum is too large.
         """
-        check_input("inp", inp, (self.in_features,), "in_features")
+        features, given = self._shapes
+        check_input("inp", inp, (given,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         offs = ends_of(m_splits, x, self.num_gemms, "num_gemms")
         for name, buffer, size in (
-            ("out", out, self.out_features),
-            ("dgrad_out", dgrad_out, self.in_features),
+            ("out", out, features),
+            ("dgrad_out", dgrad_out, given),
         ):
             self._check_buffer(name, buffer, (*inp.shape[:-1], size))
         if dgrad_out is not None:
@@ -240,16 +267,44 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         bias = None
         if biases is not None and not self.return_bias:
             bias = biases[0] if self.single_grouped_bias else stacked(biases)
-        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+            if self.tp_size > 1 and self.parallel_mode == "row":
+                bias = in_first_rank(bias, self._fp8.parallel.rank)  # type: ignore[union-attr]
+        edge = 1 if call is None or call.parallel is None else call.plan.edge
+        if edge > 1 and call.parallel.are_cut(0, edge):
+            y = self._run_spaced(x, weight, bias, offs, call)
+        else:
+            y = GroupedFunction.run(x, weight, bias, offs, call)
         if call is not None and call.record:
             self._fp8.end(call)
         if inp.ndim != 2:
-            y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], self.out_features))
+            y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], features))
         if out is not None:
             y = out.copy_(y)
         if not self.return_bias:
             return y
         return y, biases[0] if biases and self.single_grouped_bias else biases
+
+    def _run_spaced(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Any
+    ) -> Tensor:
+        """The layer where the features of ranks meet inside blocks: with zeros for the others'."""
+        if call.fused_weight is not None:
+            raise NotImplementedError(
+                f"fuse_wgrad_accumulation must be False where blocks of {call.plan.edge} features "
+                f"lie on several ranks; got True and {call.parallel.pieces[0]} features a rank. "
+                "Leave it out, or choose sizes that the blocks divide."
+            )
+        parallel, edge = call.parallel, call.plan.edge
+        column, (length,) = parallel.mode == "column", parallel.pieces
+        weight = parallel.spaced(weight, 1 if column else 2, edge)
+        if not column:
+            found: Tensor = GroupedFunction.run(
+                parallel.spaced(x, 1, edge), weight, bias, offs, call
+            )
+            return found
+        bias = None if bias is None else parallel.spaced(bias, 1, edge)
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+        return parallel.cropped(y, 1, length, edge).contiguous()
 
     def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """The weights, if their gradients are to go into ``main_grad``."""

@@ -21,18 +21,11 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
-from float8lab.nn.parallel import (
-    Shard,
-    TensorParallelGroup,
-    mark_shard,
-    parallel_size,
-    share_of,
-)
+from float8lab.nn.parallel import Shard, TensorParallelGroup, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
@@ -43,6 +36,7 @@ __all__ = [
     "default_device",
     "initialise",
     "keep_initial_value",
+    "linear_in_high_precision",
     "materialize",
     "moved_in_place",
     "normal_init",
@@ -288,27 +282,23 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             value = torch.zeros(mine, device=where, dtype=dtype) if bias else None
             parameter = None if value is None else nn.Parameter(value)
             self.register_parameter(f"{prefix}bias", parameter)
+        if ranks > 1:
+            self.in_features = features
+            self.out_features = sum(len(getattr(self, f"{name}weight")) for name in self._names)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
         self._keeps_initial_values = store_in_fp8(self, names)
-        self._mark_shards()
+        self._mark_shards(self._names, int(self.parallel_mode == "row"))
         place_precisions(self)
 
-    def _parallel_modes(self) -> dict[str, str]:
-        return {} if self.parallel_mode is None else {"_fp8": self.parallel_mode}
-
-    def _mark_shards(self) -> None:
-        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
-        for prefix in self._names if self.tp_size > 1 else ():
-            weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
-            row = self.parallel_mode == "row"
-            mark_shard(weight, int(row))
-            if bias is not None and row:
-                mark_sequence_parallel(self, self.sequence_parallel, f"{prefix}bias")
-            elif bias is not None:
-                mark_shard(bias, 0)
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        if self.parallel_mode is None:
+            return {}
+        sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._names)
+        several = self.parallel_mode == "column" and len(sizes) > 1
+        return {"_fp8": (self.parallel_mode, sizes if several else self._joined)}
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
@@ -360,7 +350,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
-            y = self._forward_in_high_precision(x, high, added, rows)
+            y = linear_in_high_precision(self._fp8, x, high, added, rows)
         else:
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
@@ -375,17 +365,6 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         whole = torch.cat([plain(weight) for weight in weights])
         return whole, None if biases[0] is None else torch.cat(biases)
 
-    def _forward_in_high_precision(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
-    ) -> Tensor:
-        parallel = self._fp8.parallel
-        if parallel is None:
-            self._fp8.calibrate(x, weight)
-            return nn.functional.linear(x, weight, bias)
-        x = parallel.enter(x, rows)
-        self._fp8.calibrate(x, weight)
-        return parallel.linear(x, weight, bias, rows)
-
     def extra_repr(self) -> str:
         first = getattr(self, f"{self._names[0]}bias") if self._split else self.bias
         parts = f", parameters_split={self._split}" if self._split else ""
@@ -397,6 +376,19 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):
             return super()._apply(fn, recurse)
+
+
+def linear_in_high_precision(
+    precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
+) -> Tensor:
+    """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
+    parallel = precision.parallel
+    if parallel is None:
+        precision.calibrate(x, weight)
+        return nn.functional.linear(x, weight, bias)
+    x = parallel.enter(x, rows)
+    precision.calibrate(x, weight)
+    return parallel.linear(x, weight, bias, rows)
 
 
 def sizes_of_split(

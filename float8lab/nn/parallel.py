@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8lab.arguments import check_choice, check_group, check_size
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import TensorParallel
 
 __all__ = [
@@ -17,7 +18,6 @@ __all__ = [
     "Shard",
     "TensorParallelGroup",
     "check_context_group",
-    "check_parallel_arguments",
     "mark_shard",
     "parallel_size",
     "share_of",
@@ -56,20 +56,6 @@ def share_of(name: str, features: int, ranks: int) -> int:
             "Choose another size, or fewer ranks."
         )
     return features // ranks
-
-
-def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
-    """Raise unless the tensor-parallel arguments mean a single rank."""
-    check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
-    check_group("tp_group", tp_group)
-    name, size = "tp_size", check_size("tp_size", tp_size, minimum=1)
-    if tp_group is not None:
-        name, size = "tp_group", torch.distributed.get_world_size(tp_group)
-    if size != 1:
-        raise NotImplementedError(
-            f"{name} must be {'1' if tp_group is None else 'None or of one rank'}; got {size}. "
-            "Tensor parallelism is not available yet: use FSDP2 or data parallelism."
-        )
 
 
 def check_context_group(cp_group: Any) -> None:
@@ -150,8 +136,8 @@ class TensorParallelGroup:
     sequence_parallel = False
     keep_gathered = False
 
-    _pieces: Mapping[str, tuple[int, ...]] = {}
-    """The pieces of a weight and its bias that a rank has parts of, by prefix, as in ``Shard``."""
+    _joined: tuple[int, ...] = ()
+    """The sizes of the shards that one weight consists of, where several tensors are one."""
 
     def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
@@ -160,9 +146,23 @@ class TensorParallelGroup:
         rank = torch.distributed.get_rank(self.tp_group)
         return Shard(dim, rank, self.tp_size, pieces or (1,))
 
-    def _parallel_modes(self) -> dict[str, str]:
-        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state."""
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
+
+        That is a mode, and the sizes of the shards that form it if there are several.
+        """
         return {}
+
+    def _mark_shards(self, prefixes: Sequence[str], dim: int) -> None:
+        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        module: Any = self
+        for prefix in prefixes if self.tp_size > 1 else ():
+            bias = getattr(self, f"{prefix}bias")
+            mark_shard(getattr(self, f"{prefix}weight"), dim)
+            if bias is not None and dim:
+                mark_sequence_parallel(module, self.sequence_parallel, f"{prefix}bias")
+            elif bias is not None:
+                mark_shard(bias, 0)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the process group of the ranks that share the module's weights; on all of them.
@@ -173,7 +173,8 @@ class TensorParallelGroup:
         """
         check_group("tp_group", tp_group)
         size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
-        if tp_group is not None and size != self.tp_size and self._parallel_modes():
+        modes = self._parallel_modes()
+        if tp_group is not None and size != self.tp_size and modes:
             raise ValueError(
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
@@ -183,13 +184,13 @@ class TensorParallelGroup:
         for child in module.children():
             if isinstance(child, TensorParallelGroup):
                 child.set_tensor_parallel_group(tp_group)
-        for name, mode in self._parallel_modes().items():
+        for name, (mode, pieces) in modes.items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
                 parallel = _NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
-                    tp_group, mode, self.sequence_parallel, self.keep_gathered
+                    tp_group, mode, self.sequence_parallel, self.keep_gathered, pieces
                 )
             getattr(self, name).spread(parallel)
 

@@ -26,14 +26,21 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
     for path, module in model.named_modules():
         if not isinstance(module, TensorParallelGroup) or module.tp_size == 1:
             continue
-        for state, mode in module._parallel_modes().items():
+        for state, (mode, pieces) in module._parallel_modes().items():
             prefix = state.removeprefix("_fp8").removeprefix("_")
-            for name, parameter in module._parameters.items():  # type: ignore[attr-defined]
-                dim = None if parameter is None else _dimension(name, mode)
-                if dim is None or not name.startswith(prefix) or name.startswith("layer_norm"):
+            own = [n for n, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
+            own = [n for n in own if n.startswith(prefix) and not n.startswith("layer_norm")]
+            alone = sum("weight" in name for name in own) == 1
+            for name in own:
+                dim = _dimension(name, mode)
+                if dim is None:
                     continue
-                shard = module._shard(dim, module._pieces.get(prefix, ()))
-                assert shard is not None, "of several ranks"
+                shard = module._shard(dim, pieces if alone else ())
+                if shard is None:
+                    raise RuntimeError(
+                        f"model must have tensor-parallel groups; {path or 'it'} has none. Call "
+                        "set_tensor_parallel_group(group)."
+                    )
                 found[f"{path}.{name}" if path else name] = shard
     return found
 

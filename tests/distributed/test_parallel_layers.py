@@ -116,7 +116,7 @@ def compare_operands(
         a, b = wanted.seen[".", "fprop"]
         N, K = layer.out_features, layer.in_features
         weights = [p for n, p in one.named_parameters() if n.endswith("weight") and p.ndim == 2]
-        pieces = layer._pieces.get("", tuple(len(w) for w in weights))
+        pieces = layer._joined or tuple(len(w) for w in weights)
         shard = fnn.sharding.Shard(-1 if row else -2, ranks.rank, ranks.world, pieces)
         want_a, want_b = a[: x.numel() // K, :K], shard.of(b[:N, :K])
         if row:
@@ -238,6 +238,59 @@ def check_fp8_attention(ranks: Ranks) -> None:
         recipes.DelayedScaling(amax_history_len=4, fp8_dpa=True),
     ):
         compare(ranks, attention(), x, {}, recipe, sequence_parallel=True, steps=3)
+
+
+def transformer(**options: Any) -> Callable[..., Any]:
+    how = {
+        "num_gqa_groups": G, "attention_dropout": 0.0, "hidden_dropout": 0.0, "device": "cpu",
+        **options,
+    }  # fmt: skip
+    return lambda **more: float8lab.TransformerLayer(HIDDEN, 96, H, **{**how, **more})
+
+
+LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+
+
+def check_transformer_layer(ranks: Ranks) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(7, 2, HIDDEN).to(ranks.device), torch.randn(5, 2, HIDDEN).to(ranks.device)
+    angles = {"rotary_pos_emb": float8lab.RotaryPositionEmbedding(D)(7).to(ranks.device)}
+    for recipe in (None, *ALL):
+        compare(
+            ranks, transformer(**LLAMA), x, angles, recipe, sequence_parallel=True,
+            steps=3 if recipe is DELAYED else 1,
+        )  # fmt: skip
+    current = recipes.Float8CurrentScaling()
+    for sequence_parallel in (False, True):
+        for more, how in (
+            ({"fuse_qkv_params": True, "parallel_attention_mlp": True}, {}),
+            ({"output_layernorm": True, "activation": "reglu"}, {}),
+            ({"layer_type": "decoder", "apply_residual_connection_post_layernorm": True,
+              "fuse_qkv_params": True, "qkv_weight_interleaved": False}, {"encoder_output": y}),
+        ):  # fmt: skip
+            compare(ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel)
+
+
+def check_formats_and_masks(ranks: Ranks) -> None:
+    """Batches and packed sequences are spread by their first dimension, and masks are of the whole."""
+    torch.manual_seed(1)
+    current = recipes.Float8CurrentScaling()
+    x, y = torch.randn(3, 6, HIDDEN).to(ranks.device), torch.randn(3, 4, HIDDEN).to(ranks.device)
+    layer = transformer(attn_input_format="bshd", self_attn_mask_type="padding_causal")
+    padding = torch.zeros(3, 1, 1, 6, dtype=torch.bool, device=ranks.device)
+    padding[1, ..., 4:] = True
+    compare(ranks, layer, x, {"attention_mask": padding}, current, sequence_parallel=True)
+    packed = transformer(attn_input_format="thd", self_attn_mask_type="padding_causal")
+    ends = torch.tensor([0, 4, 4, 9], device=ranks.device)
+    compare(
+        ranks, packed, x.flatten(0, 1)[:9], {"cu_seqlens_q": ends}, current, sequence_parallel=True
+    )
+    decoder = transformer(layer_type="decoder", enc_dec_attn_mask_type="padding")
+    mask = (padding, padding[..., :4])
+    how = {"encoder_output": y.transpose(0, 1), "enc_dec_attn_mask": mask}
+    compare(ranks, decoder, x.transpose(0, 1), how, current, sequence_parallel=True)
+    biased = {"core_attention_bias_type": "alibi"}
+    compare(ranks, transformer(), x, biased, current, sequence_parallel=True)
 
 
 outcome = ranks_fixture(__name__, 2, 4)

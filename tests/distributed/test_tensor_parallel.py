@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import sys
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import float8lab
+from float8lab.nn.precision import precisions
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -36,17 +39,18 @@ RECIPES: list[Recipe | None] = [
 
 
 class Operands:
-    """An observer that keeps the operands of each GEMM, by layer."""
+    """An observer that keeps the operands of each GEMM, with the name of its FP8 state."""
 
-    def __init__(self) -> None:
-        self.gemms: list[tuple[str, Any, Any]] = []
+    def __init__(self, layer: nn.Module) -> None:
+        self.names = {precision: name for name, precision in precisions(layer)}
+        self.gemms: list[tuple[str, str, Any, Any]] = []
 
     def saw_cast(self, *args: Any) -> None:
         pass
 
     def saw_gemm(self, kind: str, call: Any, a: Any, b: Any) -> None:
         """Keep the operands."""
-        self.gemms.append((kind, a, b))
+        self.gemms.append((self.names[call.precision], kind, a, b))
 
     def __enter__(self) -> Operands:
         PROCESS.observer = self
@@ -56,19 +60,38 @@ class Operands:
         PROCESS.observer = None
 
 
-def part_of(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+class Layout(NamedTuple):
+    """How a module is spread."""
+
+    shards: dict[str, int]
+    """The dimension along which each parameter is a shard; others are replicas."""
+    modes: dict[str, str]
+    """"column" or "row", of each of its GEMMs."""
+    gated: bool = False
+    """Its column-parallel parameters are two behind each other."""
+    partial: tuple[str, ...] = ()
+    """Parameters whose gradients are partial sums under sequence parallelism."""
+
+
+def part_of(x: Tensor, dim: int, ranks: Ranks, pieces: int = 1) -> Tensor:
     """This rank's shard, by the rule of torch.chunk, empty ones included."""
+    if pieces > 1:
+        return torch.cat([part_of(piece, dim, ranks) for piece in x.chunk(pieces, dim)], dim)
     chunk = -(-x.shape[dim] // ranks.world)
     start = min(x.shape[dim], chunk * ranks.rank)
     return x.narrow(dim, start, min(chunk, x.shape[dim] - start))
 
 
-def assert_summed_alike(mine: Tensor, whole: Tensor, ranks: Ranks, what: Any) -> None:
-    """Assert equality but for the order of sums: every partial sum is rounded once."""
+def assert_summed_alike(mine: Tensor, whole: Tensor, ranks: Ranks, depth: int, what: Any) -> None:
+    """Assert equality but for the order of sums.
+
+    Each of R partial sums, and each sum of two of them, is rounded to the output's dtype; and what
+    is computed of such sums, ``depth`` layers on, carries their errors.
+    """
     assert mine.shape == whole.shape, what
     if whole.numel():
-        # Each of the partial sums, and each sum of two of them, is rounded to the output's dtype.
-        bound = 2 * ranks.world * torch.finfo(whole.dtype).eps * whole.float().abs().max()
+        eps = torch.finfo(whole.dtype).eps
+        bound = 2 * ranks.world * depth * eps * whole.float().abs().max()
         assert (mine.float() - whole.float()).abs().max() <= bound, what
 
 
@@ -82,102 +105,154 @@ def values_of(operand: tuple[Tensor, Tensor], block: tuple[int, int]) -> tuple[T
     return q.view(torch.uint8), scale.expand(q.shape)
 
 
+DIMENSIONS = {"fprop": ("MK", "NK"), "dgrad": ("MN", "KN"), "wgrad": ("NM", "KM")}
+"""Of the operands of each GEMM."""
+
+
 def assert_same_operands(
-    mine: Operands, whole: Operands, recipe: Recipe, cut: Any, ranks: Ranks, what: Any
-) -> None:
-    """Assert that the bytes and scales are the parts that ``cut`` takes of one rank's."""
-    assert [kind for kind, _, _ in mine.gemms] == [kind for kind, _, _ in whole.gemms]
-    for (kind, *here), (_, *there) in zip(mine.gemms, whole.gemms, strict=True):
-        gemm = recipe.linear.gemms()[kind]
-        for side, operand, expected in zip(("left", "right"), here, there, strict=True):
+    mine: Operands, whole: Operands, layer: Any, layout: Layout, recipe: Recipe, ranks: Ranks,
+    what: Any,
+) -> None:  # fmt: skip
+    """Assert that a rank's bytes and scales are its part of one rank's."""
+    assert [gemm[:2] for gemm in mine.gemms] == [gemm[:2] for gemm in whole.gemms], what
+    parallels = {name: precision.parallel for name, precision in precisions(layer)}
+    for (name, kind, *here), (*_, a, b) in zip(mine.gemms, whole.gemms, strict=True):
+        gemm, cut = recipe.linear.gemms()[kind], "N" if layout.modes[name] == "column" else "K"
+        pieces = 2 if layout.gated and cut == "N" else 1
+        for side, operand, expected in zip(("left", "right"), here, (a, b), strict=True):
             if operand is None:
                 assert expected is None
                 continue
             block = getattr(gemm, side).block
             for x, y in zip(values_of(operand, block), values_of(expected, block), strict=True):
-                x, y = cut(kind, side, x, y)
+                for dim, dimension in enumerate(DIMENSIONS[kind][side == "right"]):
+                    y = y.narrow(dim, 0, whole.sizes[name][dimension])
+                    if dimension == cut:
+                        y = part_of(y, dim, ranks, pieces)
+                        x = parallels[name].cropped(x, dim, y.shape[dim], recipe.linear.edge)
                 x = x[: y.shape[0], : y.shape[1]]
-                assert torch.equal(x, y), (*what, kind, side)
+                assert torch.equal(x, y), (*what, name, kind, side)
 
 
-def run(layer: Any, x: Tensor, dy: Tensor, recipe: Recipe | None) -> list[Tensor]:
-    """Output and gradients of three steps."""
+def run(layer: Any, x: Tensor, dy: Tensor, recipe: Recipe | None) -> list[dict[str, Tensor]]:
+    """Output and gradients of steps: enough to see scales that are delayed."""
     results = []
     for step in range(1 if recipe is None or not recipe.linear.delayed else 3):
         inp = (x * (step + 1)).requires_grad_()
         with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
             y = layer(inp)
         y.backward(dy * (step + 1))
-        results += [y.detach(), inp.grad, layer.weight.grad, layer.bias.grad]
+        gradients = {name: p.grad for name, p in layer.named_parameters()}
+        results.append({"y": y.detach(), "dx": inp.grad, **gradients})
         layer.zero_grad()
     return results
 
 
+def compare(
+    ranks: Ranks, make: Any, layout: Layout, recipe: Recipe | None, M: int, features: int,
+    out_features: int, sequence_parallel: bool,
+) -> None:  # fmt: skip
+    """Compare a module that is spread over all ranks with the same on one."""
+    what = recipe, layout.modes, sequence_parallel, M
+    made = {"device": ranks.device, "params_dtype": torch.bfloat16}
+    torch.manual_seed(M)
+    whole = make(**made)
+    torch.manual_seed(M)
+    layer = make(tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel, **made)
+
+    def parameter(name: str, value: Tensor) -> Tensor:
+        dim = layout.shards.get(name)
+        pieces = 2 if layout.gated and dim == 0 else 1
+        return value if dim is None else part_of(value, dim, ranks, pieces)
+
+    for (name, p), mine in zip(whole.named_parameters(), layer.parameters(), strict=True):
+        if p.ndim == 1:
+            p.data.add_(torch.randn_like(p))
+            mine.data.copy_(parameter(name, p.data))
+        assert getattr(mine, "sequence_parallel", False) == (
+            sequence_parallel and name in layout.partial
+        ), name
+        assert torch.equal(mine, parameter(name, p)), name
+
+    x = torch.randn(M, 2, features).mul(torch.linspace(0.1, 3, M)[:, None, None])
+    x, dy = x.bfloat16().to(ranks.device), torch.randn(M, 2, out_features).bfloat16()
+    dy = dy.to(ranks.device)
+    rows = 0 if sequence_parallel else None
+    enters = rows if "column" in layout.modes.values() else 2
+    leaves = rows if "row" in layout.modes.values() else 2
+
+    def shard(value: Tensor, dim: int | None) -> Tensor:
+        return value if dim is None else part_of(value, dim, ranks)
+
+    with Operands(whole) as expected:
+        wanted = run(whole, x, dy, recipe)
+    with Operands(layer) as seen:
+        found = run(layer, shard(x, enters), shard(dy, leaves), recipe)
+    for mine, one in zip(found, wanted, strict=True):
+        for name, value in one.items():
+            if name in ("y", "dx"):
+                value = shard(value, leaves if name == "y" else enters)
+            else:
+                value = parameter(name, value)
+                if sequence_parallel and name in layout.partial:
+                    dist.all_reduce(mine[name])
+            depth = len(layout.modes)
+            assert_summed_alike(mine[name], value, ranks, depth, (*what, name))
+    if recipe is not None and M:
+        expected.sizes = sizes_of(whole, 2 * M)
+        assert_same_operands(seen, expected, layer, layout, recipe, ranks, what)
+
+
+def sizes_of(layer: Any, M: int) -> dict[str, dict[str, int]]:
+    """M, N, K of each GEMM of a module."""
+    names = {"": "weight", "fc1": "fc1_weight", "fc2": "fc2_weight"}
+    shapes = {name: getattr(layer, names[name]).shape for name, _ in precisions(layer)}
+    return {name: {"M": M, "N": shape[0], "K": shape[1]} for name, shape in shapes.items()}
+
+
+COLUMN = Layout({"weight": 0, "bias": 0}, {"": "column"}, partial=("layer_norm_weight",))
+ROW = Layout({"weight": 1}, {"": "row"}, partial=("bias",))
+MLP = Layout(
+    {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1},
+    {"fc1": "column", "fc2": "row"},
+    partial=("layer_norm_weight", "layer_norm_bias", "fc2_bias"),
+)
+
+
 def check_linear(ranks: Ranks) -> None:
     N, K = 32 * ranks.world, 48 * ranks.world
-    group, made = dist.group.WORLD, {"device": ranks.device, "params_dtype": torch.bfloat16}
-    for recipe, mode, sequence_parallel in itertools.product(
-        RECIPES, ("column", "row"), (False, True)
+    for recipe, layout, sequence_parallel in itertools.product(
+        RECIPES, (COLUMN, ROW), (False, True)
     ):
+        make = partial(float8lab.Linear, K, N, parallel_mode=layout.modes[""])
         for M in (7, 1, 0, 150):
-            what = recipe, mode, sequence_parallel, M
-            torch.manual_seed(M)
-            whole = float8lab.Linear(K, N, **made)
-            nn.init.normal_(whole.bias)
-            x = torch.randn(M, 2, K).mul(torch.linspace(0.1, 3, M)[:, None, None])
-            x, dy = x.bfloat16().to(ranks.device), torch.randn(M, 2, N).bfloat16().to(ranks.device)
-            torch.manual_seed(M)
-            layer = float8lab.Linear(
-                K, N, tp_group=group, parallel_mode=mode, sequence_parallel=sequence_parallel,
-                **made,
+            compare(ranks, make, layout, recipe, M, K, N, sequence_parallel)
+
+
+def check_layernorm_linear(ranks: Ranks) -> None:
+    N, K = 48 * ranks.world, 80
+    make = partial(float8lab.LayerNormLinear, K, N, parallel_mode="column", normalization="RMSNorm")
+    for recipe, sequence_parallel in itertools.product(RECIPES, (False, True)):
+        for M in (7, 150):
+            compare(ranks, make, COLUMN, recipe, M, K, N, sequence_parallel)
+
+
+def check_layernorm_mlp(ranks: Ranks) -> None:
+    F, K = 48 * ranks.world, 80
+    for recipe, sequence_parallel in itertools.product(RECIPES, (False, True)):
+        for activation, M in (("swiglu", 7), ("gelu", 150)):
+            gated = activation == "swiglu"
+            make = partial(
+                float8lab.LayerNormMLP, K, F, activation=activation, set_parallel_mode=True,
+                checkpoint=gated and sequence_parallel,
             )  # fmt: skip
-            column, dim = mode == "column", int(mode == "row")
-            assert torch.equal(layer.weight, part_of(whole.weight, dim, ranks)), what
-            layer.bias.data.copy_(part_of(whole.bias, 0, ranks) if column else whole.bias)
-
-            rows = 0 if sequence_parallel else None
-            cuts = {"x": rows, "dy": 2, "y": 2, "dx": rows} if column else {
-                "x": 2, "dy": rows, "y": rows, "dx": 2
-            }  # fmt: skip
-
-            def shard(name: str, value: Tensor, cuts: dict[str, Any] = cuts) -> Tensor:
-                return value if cuts[name] is None else part_of(value, cuts[name], ranks)
-
-            with Operands() as expected:
-                wanted = run(whole, x, dy, recipe)
-            with Operands() as seen:
-                found = run(layer, shard("x", x), shard("dy", dy), recipe)
-            for i in range(0, len(wanted), 4):
-                y, dx, dw, db = wanted[i : i + 4]
-                mine = list(found[i : i + 4])
-                if sequence_parallel and not column:
-                    dist.all_reduce(mine[3])
-                parts = shard("y", y), shard("dx", dx), part_of(dw, dim, ranks)
-                parts = (*parts, part_of(db, 0, ranks) if column else db)
-                for name, one, other in zip(("y", "dx", "dw", "db"), mine, parts, strict=True):
-                    assert_summed_alike(one, other, ranks, (*what, name))
-            if recipe is None:
-                continue
-            sizes = {"M": 2 * M, "N": N, "K": K}
-            sides = {"fprop": ("MK", "NK"), "dgrad": ("MN", "KN"), "wgrad": ("NM", "KM")}
-
-            def cut(kind: str, side: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-                """What is the same of this rank's operand, and of one rank's."""
-                for dim, name in enumerate(sides[kind][side == "right"]):  # noqa: B023
-                    y = y.narrow(dim, 0, sizes[name])  # noqa: B023
-                    if name == ("N" if column else "K"):  # noqa: B023
-                        y = part_of(y, dim, ranks)
-                        parallel, edge = layer._fp8.parallel, recipe.linear.edge  # noqa: B023
-                        x = parallel.cropped(x, dim, y.shape[dim], edge)
-                return x, y
-
-            if M:
-                assert_same_operands(seen, expected, recipe, cut, ranks, what)
+            layout = MLP._replace(gated=gated)
+            compare(ranks, make, layout, recipe, M, K, K, sequence_parallel)
 
 
 outcome = ranks_fixture(__name__, 2, 4)
 
 
-@pytest.mark.parametrize("name", check_names(__import__(__name__, fromlist=["_"])))
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
 def test_on_several_ranks(outcome: Any, name: str) -> None:
     outcome(name)

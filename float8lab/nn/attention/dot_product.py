@@ -180,8 +180,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self._warned = False
         self.set_tensor_parallel_group(tp_group)
 
-    def _parallel_modes(self) -> dict[str, str]:
-        return {"_fp8": "heads"} if self.tp_size > 1 else {}
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {"_fp8": ("heads", ())} if self.tp_size > 1 else {}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)

@@ -271,7 +271,8 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             kind: Any = LayerNormLinear if normed else Linear
             layer = kind(hidden_size, sum(pieces), **how)
             if fuse_qkv_params and not self.qkv_weight_interleaved:
-                layer._pieces = {"": pieces}
+                layer._joined = tuple(size // ranks for size in pieces)
+                layer.set_tensor_parallel_group(tp_group)
             return layer
 
         if attention_type == "self":
