@@ -63,7 +63,8 @@ class Stage(nn.Module):
             torch.manual_seed(0)
             self.tokens = nn.Embedding(config.vocab_size, config.dim)
             nn.init.normal_(self.tokens.weight, std=0.02)
-            self.tokens.weight.sequence_parallel = True  # type: ignore[assignment]  # a partial sum
+            # The gradient of this rank's positions, to be summed over the tensor-parallel ranks.
+            self.tokens.weight.sequence_parallel = True  # type: ignore[attr-defined]
             positions = 0.02 * sinusoids(config.context, config.dim)[self.own, None]
             self.register_buffer("positions", positions, persistent=False)
         self.layers = nn.ModuleDict()
@@ -130,17 +131,19 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     """Train; a rank that computes the loss prints it."""
     config, recipe = SIZES[options.preset], RECIPES.get(options.recipe)
     count, index = ranks.pp.size(), ranks.pp.get_local_rank()
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32  # of activations
     edges = [config.n_layer * i // count for i in range(count + 1)]
     with ranks.device:  # or a large model would take its time on the CPU
         stage = Stage(config, range(edges[index], edges[index + 1]), ranks, options.recompute)
         shape = config.context // ranks.tp.size(), options.micro, config.dim
         x = torch.zeros(options.micro, config.context, dtype=torch.int64)
-        between = torch.zeros(shape, requires_grad=True)
-        logits = torch.zeros(config.context, options.micro, config.vocab_size // ranks.tp.size())
+        between = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        shape = config.context, options.micro, config.vocab_size // ranks.tp.size()
+        logits = torch.zeros(shape, dtype=dtype, requires_grad=True)
     pipeline = PipelineStage(
         stage, index, count, ranks.device, group=ranks.pp.get_group(),
         input_args=x if stage.first else between,
-        output_args=logits.requires_grad_() if stage.last else between,
+        output_args=logits if stage.last else between,
     )  # fmt: skip
     schedule = Schedule1F1B(
         pipeline, options.batch // options.micro,
@@ -159,15 +162,18 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
         text = tokens(ranks.dp.get_local_rank(), step, options.batch, config.context)
         text = text.to(ranks.device)
         losses: list[Tensor] = []
-        with float8lab.autocast(recipe is not None, recipe=recipe, amax_reduction_group=group):
+        with (
+            torch.autocast(ranks.device.type, dtype, enabled=dtype != torch.float32),
+            float8lab.autocast(recipe is not None, recipe=recipe, amax_reduction_group=group),
+        ):
             schedule.step(
                 *([text[:, :-1]] if stage.first else []),
                 target=text[:, 1:] if stage.last else None, losses=losses,
             )  # fmt: skip
         float8lab.distributed.reduce_sequence_parallel_gradients(stage, ranks.tp.get_group())
-        for parameter in stage.parameters():
-            dist.all_reduce(parameter.grad, group=ranks.dp.get_group())
-            parameter.grad /= ranks.dp.size()
+        for gradient in (p.grad for p in stage.parameters() if p.grad is not None):
+            dist.all_reduce(gradient, group=ranks.dp.get_group())
+            gradient /= ranks.dp.size()
         optimizer.step()
         optimizer.zero_grad()
         if losses:
