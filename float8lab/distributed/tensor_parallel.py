@@ -28,12 +28,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.ops import as_matrix, scaled_mm_op
+from float8lab.formats import Float8Spec
+from float8lab.ops import amax_op, as_matrix, scaled_mm_op
 from float8lab.ops.reference import ALIGN, scales_by_column
 from float8lab.recipes.reduction import channel
 from float8lab.tensor.differentiation import Float8Function
 
-__all__ = ["Rows", "TensorParallel", "gathered_mm", "mm_reduced", "spread_mm"]
+__all__ = [
+    "Rows",
+    "StoredShard",
+    "TensorParallel",
+    "gathered_mm",
+    "mm_reduced",
+    "shared_amaxes",
+    "spread_mm",
+]
 
 
 class Rows(NamedTuple):
@@ -344,6 +353,47 @@ class TensorParallel:
             return F.linear(x, weight, bias)
         y = self.leave(F.linear(x, weight), rows)
         return y if bias is None else y + bias
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
+
+    parallel: TensorParallel
+    dim: int
+
+    def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
+        """Raise unless each block that has a size lies on one rank."""
+        size, ranks = spec.block[self.dim], self.parallel.size
+        if self.parallel.are_cut(shape[self.dim], size):
+            raise ValueError(
+                f"{name} must give each of {ranks} ranks whole blocks of {size} to store them in "
+                f"FP8; got {shape[self.dim]} for each. Choose another size, another recipe, or "
+                "weights in high precision."
+            )
+
+    def amaxes(self, value: Tensor, spec: Float8Spec) -> Tensor | None:
+        """The amaxes over all ranks of a weight's blocks; None if each lies on one rank."""
+        return shared_amaxes([(self, value, spec)])[0]
+
+
+def shared_amaxes(
+    weights: Sequence[tuple[StoredShard, Tensor, Float8Spec]],
+) -> list[Tensor | None]:
+    """The amaxes of each weight, ``StoredShard.amaxes``: one all-reduce for each group."""
+    found: list[Tensor | None] = [None] * len(weights)
+    groups: dict[TensorParallel, list[int]] = {}
+    for i, (shard, value, spec) in enumerate(weights):
+        if spec.block[shard.dim] == -1:
+            found[i] = amax_op("", (value,), value.dtype, spec.block)
+            groups.setdefault(shard.parallel, []).append(i)
+    for parallel, places in groups.items():
+        local: Any = [found[i] for i in places]
+        every = parallel.largest(torch.cat([amax.reshape(-1) for amax in local]))
+        parts = every.split([amax.numel() for amax in local])
+        for i, amax, part in zip(places, local, parts, strict=True):
+            found[i] = part.view(amax.shape)
+    return found
 
 
 def _after(count: int, dim: int) -> tuple[int, ...]:

@@ -161,9 +161,7 @@ def _cast_shard(
             results.append(_cast_parts(x, offs, how, axis, call, flip=flip))
         else:
             wanted, turned = (None, how) if flip else (how, None)
-            found = _cast(
-                x, offs, wanted, index, call, transposed=turned, column_sum=column_sum
-            )
+            found = _cast(x, offs, wanted, index, call, transposed=turned, column_sum=column_sum)
             results.append(found[3:5] if flip else found[:2])
             total = found[5]
     (q, scale), (q_t, scale_t) = results
@@ -219,7 +217,9 @@ def _sums_of_groups(x: Tensor | Source, offs: Tensor | None) -> Tensor:
     """The sums over the rows of each group, ``[E, K]``, float32."""
     assert isinstance(x, Tensor), "written"
     assert offs is not None, "of groups"
-    group = torch.searchsorted(offs, torch.arange(x.shape[0], device=x.device, dtype=offs.dtype), right=True)
+    group = torch.searchsorted(
+        offs, torch.arange(x.shape[0], device=x.device, dtype=offs.dtype), right=True
+    )
     total = x.new_zeros((offs.shape[0] + 1, x.shape[1]), dtype=torch.float32)
     return total.index_add_(0, group, x.float())[:-1]
 

@@ -32,7 +32,13 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
-from float8lab.nn.parallel import TensorParallelGroup, mark_shard, parallel_size, share_of
+from float8lab.nn.parallel import (
+    TensorParallelGroup,
+    mark_shard,
+    overlap_of,
+    parallel_size,
+    share_of,
+)
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
 from float8lab.tensor import Float8Tensor
@@ -85,6 +91,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
             part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
             input; the biases are in the first rank's part of the sum. None: each rank has all.
+        ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
 
     Raises:
         ValueError: features that the ranks cannot share equally.
@@ -116,6 +123,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
@@ -130,8 +138,8 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         check_dtype("params_dtype", params_dtype)
         super().__init__()
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
-        self.in_features = in_features = check_size("in_features", in_features)
-        self.out_features = out_features = check_size("out_features", out_features)
+        in_features = check_size("in_features", in_features)
+        out_features = check_size("out_features", out_features)
         self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -144,14 +152,14 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         self._fp8.experts = E
         where = check_device("device", device) or default_device()
         dtype = params_dtype or torch.get_default_dtype()
-        self._shapes = out_features, in_features
         if self.parallel_mode == "column":
-            self._shapes = share_of("out_features", out_features, ranks), in_features
+            out_features = share_of("out_features", out_features, ranks)
         elif self.parallel_mode == "row":
-            self._shapes = out_features, share_of("in_features", in_features, ranks)
-        sizes: dict[str, tuple[int, ...]] = {"weight": self._shapes}
+            in_features = share_of("in_features", in_features, ranks)
+        self.in_features, self.out_features = in_features, out_features
+        sizes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
         if bias:
-            sizes["bias"] = self._shapes[:1]
+            sizes["bias"] = (out_features,)
         for kind, size in sizes.items():
             whole = torch.zeros(E, *size, device=where, dtype=dtype)
             if self._is_single(kind):
@@ -159,10 +167,17 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
                 continue
             for index, part in enumerate(whole):
                 self.register_parameter(f"{kind}{index}", nn.Parameter(part))
+        self.overlap = overlap_of("GroupedLinear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        self._keeps_initial_values = store_in_fp8(self, list(self._names("weight")))
+        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        if stored is not None and self.single_grouped_weight:
+            raise NotImplementedError(
+                "single_grouped_weight must be False where tensor-parallel ranks share weights "
+                "that are stored in FP8; got True. Leave it out: each expert's weight is one then."
+            )
+        self._keeps_initial_values = store_in_fp8(self, list(self._names("weight")), stored)
         if ranks > 1:
             for parameter in self._parameters_of("weight"):
                 mark_shard(parameter, -2 if self.parallel_mode == "column" else -1)
@@ -172,7 +187,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         mode = self.parallel_mode
         if mode is None:
             return {}
-        return {"_fp8": (mode, (self._shapes[0 if mode == "column" else 1],))}
+        return {"_fp8": (mode, (self.out_features if mode == "column" else self.in_features,))}
 
     def _is_single(self, kind: str) -> bool:
         return self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
@@ -237,13 +252,12 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             TypeError: ``m_splits`` are no integers.
             ValueError: ``m_splits`` are not ``num_gemms`` numbers, or a list's sum is too large.
         """
-        features, given = self._shapes
-        check_input("inp", inp, (given,), "in_features")
+        check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         offs = ends_of(m_splits, x, self.num_gemms, "num_gemms")
         for name, buffer, size in (
-            ("out", out, features),
-            ("dgrad_out", dgrad_out, given),
+            ("out", out, self.out_features),
+            ("dgrad_out", dgrad_out, self.in_features),
         ):
             self._check_buffer(name, buffer, (*inp.shape[:-1], size))
         if dgrad_out is not None:
@@ -277,7 +291,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         if call is not None and call.record:
             self._fp8.end(call)
         if inp.ndim != 2:
-            y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], features))
+            y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], self.out_features))
         if out is not None:
             y = out.copy_(y)
         if not self.return_bias:

@@ -15,7 +15,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import linear_in_high_precision, sizes_of_split, store_in_fp8
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import parallel_size, share_of
+from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormLinear"]
@@ -57,6 +57,9 @@ class LayerNormLinear(FusedModule):
             caller allocates, instead of producing ``weight.grad``.
         return_bias: do not add the bias; return it after the output.
         params_dtype: dtype of the parameters; None is the default dtype.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         NotImplementedError: more than one tensor-parallel rank.
@@ -89,6 +92,7 @@ class LayerNormLinear(FusedModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         mode = parallel_mode and parallel_mode.lower()
@@ -133,11 +137,12 @@ class LayerNormLinear(FusedModule):
             shape = share_of(name, size, ranks), in_features
             self._register(prefix, shape, bias=bias, device=where, dtype=dtype)
         self.out_features = out_features // ranks
+        self.overlap = overlap_of("LayerNormLinear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
-        self._keeps_initial_values = store_in_fp8(self, names)
+        self._keeps_initial_values = store_in_fp8(self, names, self._stored_shard("_fp8", 0))
         self._mark_shards(self._prefixes, 0)
         place_precisions(self)
 

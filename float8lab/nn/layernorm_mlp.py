@@ -17,7 +17,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import linear_in_high_precision, store_in_fp8
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import parallel_size, share_of
+from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormMLP"]
@@ -67,6 +67,9 @@ class LayerNormMLP(FusedModule):
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
             half the memory. The output does not change; gradients see fc1's output rounded, which
             costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         NotImplementedError: more than one tensor-parallel rank.
@@ -109,6 +112,7 @@ class LayerNormMLP(FusedModule):
         micro_batch_size: int | None = None,
         checkpoint: bool = False,
         fp8_activation_input: bool = False,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         gated = check_activation(activation)
@@ -153,10 +157,13 @@ class LayerNormMLP(FusedModule):
         shape = sum(self._pieces), hidden_size
         self._register("fc1_", shape, bias=bias, device=where, dtype=dtype)
         self._register("fc2_", (hidden_size, features), bias=bias, device=where, dtype=dtype)
+        self.overlap = overlap_of("LayerNormMLP", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
+        store_in_fp8(self, ["fc1_weight"], self._stored_shard("_fp8_fc1", 0))
+        keeps = store_in_fp8(self, ["fc2_weight"], self._stored_shard("_fp8_fc2", 1))
+        self._keeps_initial_values = keeps
         self._mark_shards(["fc1_"], 0)
         self._mark_shards(["fc2_"], 1)
         place_precisions(self)

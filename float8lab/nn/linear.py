@@ -21,15 +21,16 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.tensor_parallel import Rows
+from float8lab.distributed.tensor_parallel import Rows, StoredShard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
-from float8lab.nn.parallel import Shard, TensorParallelGroup, parallel_size, share_of
+from float8lab.nn.parallel import Shard, TensorParallelGroup, overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor.blocks import quantize_blocks
 
 __all__ = [
     "Linear",
@@ -63,27 +64,38 @@ def _default_device_was_set() -> bool:
     )
 
 
-def stored_for(weight: Tensor, recipe: Recipe) -> Float8Tensor:
-    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient."""
-    spec = recipe.linear.w
+def stored_for(weight: Tensor, recipe: Recipe, shard: StoredShard | None = None) -> Float8Tensor:
+    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient.
+
+    ``shard`` says how ranks share it, if they do.
+    """
+    spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
+    if shard is not None:
+        known = shard.amaxes(weight.detach(), spec)
+        q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
+        return Float8Tensor(*q, spec, weight.dtype)
     return quantize(
         weight.detach(), spec.fp8_dtype, block=(1,) * (weight.ndim - 2) + spec.block,
         scale_rule=spec.scale_rule,
-        amax_epsilon=recipe.linear.amax_epsilon,
+        amax_epsilon=epsilon,
     )  # fmt: skip
 
 
-def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
+def store_in_fp8(module: nn.Module, names: Sequence[str], shard: StoredShard | None = None) -> bool:
     """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
 
-    Returns whether they are to keep their initial values in high precision.
+    ``shard`` says how ranks share them, if they do. Returns whether they are to keep their initial
+    values in high precision.
     """
     init = STATE.init
     if init is None:
         return False
     for name in names:
         value = getattr(module, name).detach()
-        parameter = nn.Parameter(stored_for(value, init.recipe))
+        if shard is not None:
+            shard.check(name, value.shape, init.recipe.linear.w)
+        parameter = nn.Parameter(stored_for(value, init.recipe, shard))
+        parameter._shard = shard  # type: ignore[attr-defined]  # of a Float8Tensor
         if init.preserve_high_precision_init_val:
             keep_initial_value(parameter, value)
         setattr(module, name, parameter)
@@ -211,6 +223,9 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: must be None or of one rank.
         tp_size: must be 1.
         parallel_mode: None, "column" or "row"; no effect on a single rank.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         NotImplementedError: more than one tensor-parallel rank.
@@ -247,6 +262,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
@@ -285,11 +301,13 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if ranks > 1:
             self.in_features = features
             self.out_features = sum(len(getattr(self, f"{name}weight")) for name in self._names)
+        self.overlap = overlap_of("Linear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
-        self._keeps_initial_values = store_in_fp8(self, names)
+        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        self._keeps_initial_values = store_in_fp8(self, names, stored)
         self._mark_shards(self._names, int(self.parallel_mode == "row"))
         place_precisions(self)
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_group, check_size
+from float8lab.arguments import (
+    check_choice,
+    check_flags,
+    check_group,
+    check_instance,
+    check_size,
+)
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import TensorParallel
+from float8lab.distributed.tensor_parallel import StoredShard, TensorParallel
+from float8lab.recipes.region import STATE
 
 __all__ = [
     "ContextParallelGroup",
@@ -19,6 +26,7 @@ __all__ = [
     "TensorParallelGroup",
     "check_context_group",
     "mark_shard",
+    "overlap_of",
     "parallel_size",
     "share_of",
 ]
@@ -56,6 +64,41 @@ def share_of(name: str, features: int, ranks: int) -> int:
             "Choose another size, or fewer ranks."
         )
     return features // ranks
+
+
+_UB_FLAGS = (
+    "ub_tp_comm_overlap",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)
+
+
+def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
+    """Whether products run beside communication, by Transformer Engine's arguments for that.
+
+    None: where that was measured to pay, whatever arguments are True; False: never, where
+    ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
+    have no meaning of their own.
+
+    Raises:
+        TypeError: an argument that is no such, as Python would say.
+
+    >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
+    """
+    for name, value in arguments.items():
+        if name not in (*_UB_FLAGS, "ub_name"):
+            raise TypeError(
+                f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
+            )
+        if name == "ub_name":
+            check_instance(name, value, str, "a name", optional=True)
+        elif value is not None:
+            check_flags(**{name: value})
+    whole, gather, scatter = (arguments.get(name) for name in _UB_FLAGS[:3])
+    return False if whole is False or (gather is False and scatter is False) else None
 
 
 def check_context_group(cp_group: Any) -> None:
@@ -128,16 +171,36 @@ class _NoGroup:
         )
 
 
+class _Held:
+    """A process group, which a copy of a module shares."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Held:
+        return self
+
+
 class TensorParallelGroup:
     """Base of modules with a tensor-parallel group."""
 
     tp_size = 1
-    tp_group: Any = None
+    _held = _Held(None)
     sequence_parallel = False
     keep_gathered = False
+    overlap: bool | None = None
 
     _joined: tuple[int, ...] = ()
     """The sizes of the shards that one weight consists of, where several tensors are one."""
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group of the ranks that share the module's weights; None: there is none."""
+        return self._held.group
+
+    @tp_group.setter
+    def tp_group(self, tp_group: Any) -> None:
+        self._held = _Held(tp_group)
 
     def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
@@ -145,6 +208,18 @@ class TensorParallelGroup:
             return None
         rank = torch.distributed.get_rank(self.tp_group)
         return Shard(dim, rank, self.tp_size, pieces or (1,))
+
+    def _stored_shard(self, name: str, dim: int) -> StoredShard | None:
+        """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
+        parallel = getattr(self, name).parallel
+        if parallel is None or STATE.init is None:
+            return None
+        if self.tp_group is None:
+            raise ValueError(
+                f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
+                "are stored in FP8, which share scales; got None. Pass the group to the module."
+            )
+        return StoredShard(parallel, dim)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
@@ -224,8 +299,8 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     """
     if groups % ranks:
         raise ValueError(
-            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got {groups}. "
-            "Each key/value head is on one rank: use fewer ranks, or more groups."
+            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got "
+            f"{groups}. Each key/value head is on one rank: use fewer ranks, or more groups."
         )
     return heads // ranks, groups // ranks
 

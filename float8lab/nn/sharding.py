@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from float8lab.arguments import check_instance, check_module
 from float8lab.nn.parallel import Shard, TensorParallelGroup
@@ -66,6 +65,7 @@ def shard_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     Raises:
         TypeError: an argument of another type.
         RuntimeError: a module has no group yet.
+        NotImplementedError: a parameter that ranks share is stored in FP8, or sharded further.
 
     >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")  # one rank: all of it
     >>> state = float8lab.nn.shard_state_dict(layer, layer.state_dict())
@@ -75,6 +75,8 @@ def shard_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     check_module("model", model)
     check_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
     shards = shards_of(model)
+    for name in shards:
+        _check_plain("state_dict", name, state_dict.get(name))
     return {n: shards[n].of(x) if n in shards else x for n, x in state_dict.items()}
 
 
@@ -99,14 +101,17 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     check_module("model", model)
     state, groups = dict(model.state_dict()), _groups(model)
     for name, shard in shards_of(model).items():
-        part = state[name]
-        if isinstance(part, Float8Tensor) or hasattr(part, "_local_tensor"):
-            raise NotImplementedError(
-                f"model must have plain parameters where ranks share them; got {name}, a "
-                f"{type(part).__name__}. Save each rank's state by itself, or its masters."
-            )
-        state[name] = shard.gathered(part, groups[name.rpartition(".")[0]])
+        _check_plain("model", name, state[name])
+        state[name] = shard.gathered(state[name], groups[name.rpartition(".")[0]])
     return state
+
+
+def _check_plain(argument: str, name: str, value: Any) -> None:
+    if isinstance(value, Float8Tensor) or hasattr(value, "_local_tensor"):
+        raise NotImplementedError(
+            f"{argument} must have plain tensors where ranks share parameters; got {name}, a "
+            f"{type(value).__name__}. Save each rank's state by itself, or high precision."
+        )
 
 
 def _groups(model: nn.Module) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -53,9 +54,16 @@ class Gemms:
         plan = getattr(call.plan, kind)
         if plan is not None:
             self.seen[self.names[id(call.precision)], kind] = [
-                dequantize_op(q, scale.float(), spec.block, torch.float32)
+                decoded(q, scale.float(), spec.block)
                 for (q, scale), spec in ((a, plan.left), (b, plan.right))
             ]
+
+
+def decoded(q: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """A matrix, or a batch of them, dequantized."""
+    if q.ndim == 2:
+        return dequantize_op(q, scale, block, torch.float32)
+    return torch.stack([decoded(*one, block) for one in zip(q, scale, strict=True)])
 
 
 @contextmanager
@@ -114,15 +122,19 @@ def compare_operands(
             one(x)
         got = gemms.seen[f"{path}.", "fprop"]
         a, b = wanted.seen[".", "fprop"]
-        N, K = layer.out_features, layer.in_features
+        N, K = one.out_features, one.in_features
         weights = [p for n, p in one.named_parameters() if n.endswith("weight") and p.ndim == 2]
         pieces = layer._joined or tuple(len(w) for w in weights)
         shard = fnn.sharding.Shard(-1 if row else -2, ranks.rank, ranks.world, pieces)
         want_a, want_b = a[: x.numel() // K, :K], shard.of(b[:N, :K])
         if row:
             want_a = want_a.chunk(ranks.world, 1)[ranks.rank]
-        for mine, want in ((got[0], want_a), (got[1], want_b)):
-            assert torch.equal(mine[: want.shape[0], : want.shape[1]], want), path
+        for side, mine, want in (("left", got[0], want_a), ("right", got[1], want_b)):
+            if row or side == "right":  # without the room in blocks that lie on several ranks
+                dim = int(row)
+                mine = layer._fp8.parallel.cropped(mine, dim, want.shape[dim], recipe.linear.edge)
+            same = torch.equal(mine[: want.shape[0], : want.shape[1]], want)
+            assert same, (path, side, recipe)
 
 
 def run(layer: Any, x: Tensor, how: dict[str, Any], recipe: Any) -> list[Tensor]:
@@ -240,12 +252,12 @@ def check_fp8_attention(ranks: Ranks) -> None:
         compare(ranks, attention(), x, {}, recipe, sequence_parallel=True, steps=3)
 
 
-def transformer(**options: Any) -> Callable[..., Any]:
+def transformer(ffn: int = 96, **options: Any) -> Callable[..., Any]:
     how = {
         "num_gqa_groups": G, "attention_dropout": 0.0, "hidden_dropout": 0.0, "device": "cpu",
         **options,
     }  # fmt: skip
-    return lambda **more: float8lab.TransformerLayer(HIDDEN, 96, H, **{**how, **more})
+    return lambda **more: float8lab.TransformerLayer(HIDDEN, ffn, H, **{**how, **more})
 
 
 LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
@@ -268,11 +280,13 @@ def check_transformer_layer(ranks: Ranks) -> None:
             ({"layer_type": "decoder", "apply_residual_connection_post_layernorm": True,
               "fuse_qkv_params": True, "qkv_weight_interleaved": False}, {"encoder_output": y}),
         ):  # fmt: skip
-            compare(ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel)
+            compare(
+                ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel
+            )
 
 
 def check_formats_and_masks(ranks: Ranks) -> None:
-    """Batches and packed sequences are spread by their first dimension, and masks are of the whole."""
+    """The first dimension is spread, of batches and packed sequences, too; masks are of the whole."""
     torch.manual_seed(1)
     current = recipes.Float8CurrentScaling()
     x, y = torch.randn(3, 6, HIDDEN).to(ranks.device), torch.randn(3, 4, HIDDEN).to(ranks.device)
@@ -291,6 +305,200 @@ def check_formats_and_masks(ranks: Ranks) -> None:
     compare(ranks, decoder, x.transpose(0, 1), how, current, sequence_parallel=True)
     biased = {"core_attention_bias_type": "alibi"}
     compare(ranks, transformer(), x, biased, current, sequence_parallel=True)
+
+
+def check_recomputation_and_random_numbers(ranks: Ranks) -> None:
+    """Checkpoints repeat the layer; dropout differs on ranks' heads, and not on replicas."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 2, HIDDEN).to(ranks.device)
+    how = {"attention_dropout": 0.5, "hidden_dropout": 0.25, "drop_path_rate": 0.25}
+    for sequence_parallel in (False, True):
+        tracker = float8lab.CudaRNGStatesTracker(ranks.device)
+        tracker.add("model-parallel-rng", 11 + ranks.rank)
+        torch.manual_seed(3)
+        layer = transformer(get_rng_state_tracker=lambda t=tracker: t, **how)(
+            tp_group=dist.group.WORLD, set_parallel_mode=True, sequence_parallel=sequence_parallel
+        ).to(ranks.device)
+        streams, results = tracker.get_states(), []
+        for mode in ("plain", "checkpoint", "core", "spread"):
+            if mode == "spread" and sequence_parallel:
+                continue
+            tracker.set_states(streams)
+            torch.manual_seed(5)
+            leaf = (of_rank(x, ranks) if sequence_parallel else x).clone().requires_grad_()
+            outer = tracker.fork() if sequence_parallel else nullcontext()
+            with outer, float8lab.autocast(recipe=DELAYED):
+                if mode in ("plain", "core"):
+                    y = layer(leaf, checkpoint_core_attention=mode == "core")
+                else:
+                    y = float8lab.checkpoint(
+                        layer, leaf, get_rng_state_tracker=lambda t=tracker: t,
+                        distribute_saved_activations=mode == "spread", tp_group=dist.group.WORLD,
+                    )  # fmt: skip
+            layer.zero_grad()
+            y.square().sum().backward()
+            results.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
+            for slots in layer.modules():
+                for _, precision in precisions(slots):
+                    precision.slots.clear()  # every run begins anew
+        for other in results[1:]:
+            for one, two in zip(results[0], other, strict=True):
+                assert torch.equal(one, two)
+        if not sequence_parallel:
+            ranks.assert_same(results[0][0])
+            ranks.assert_same(results[0][1])
+        else:  # a sample is left out by all ranks, or by none
+            layer.eval()
+            torch.manual_seed(ranks.rank)
+            layer.train()
+            layer.hidden_dropout = layer.self_attention.core_attention.attention_dropout = 0.0
+            y = layer(of_rank(x, ranks))
+            out = (y == of_rank(x, ranks)).all(0).all(-1)  # both blocks were left out
+            ranks.assert_same(out)
+
+
+def check_the_group_comes_later(ranks: Ranks) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 2, HIDDEN).to(ranks.device)
+    make = transformer(**LLAMA)
+    torch.manual_seed(3)
+    alone = make()
+    layer = make(tp_size=ranks.world, set_parallel_mode=True)
+    with pytest.raises(RuntimeError, match=r"tp_group must be set before the first call"):
+        layer(x)
+    with pytest.raises(RuntimeError, match="must have tensor-parallel groups"):
+        fnn.whole_state_dict(layer)
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, ranks.world, 2)]
+    if ranks.world > 2:
+        with pytest.raises(ValueError, match=f"tp_group must have the {ranks.world} ranks"):
+            layer.set_tensor_parallel_group(pairs[ranks.rank // 2])
+    layer.set_tensor_parallel_group(dist.group.WORLD)
+    layer.load_state_dict(fnn.shard_state_dict(layer, alone.state_dict()))
+    layer = copy.deepcopy(layer)
+    current = recipes.Float8CurrentScaling()
+    with float8lab.autocast(recipe=current):
+        y, want = layer(x), alone(x)
+    high = alone(x)
+    close(y, want, high, want.norm(), "later")
+    assert {m.tp_group for m in layer.modules() if hasattr(m, "tp_group")} == {dist.group.WORLD}
+    # Without the mode every rank has all of the layer, whatever the group.
+    whole = make(tp_group=dist.group.WORLD)
+    whole.load_state_dict(alone.state_dict())
+    assert torch.equal(whole(x), high)
+
+
+def check_stored_weights(ranks: Ranks) -> None:
+    """A rank's part of a weight that is stored in FP8 has the bytes of the whole."""
+    torch.manual_seed(1)
+    x = torch.randn(5, 2, HIDDEN).to(ranks.device)
+    group = {"tp_group": dist.group.WORLD}
+    sizes = (3, HIDDEN, 32 * ranks.world)
+    for recipe in (DELAYED, *RECIPES[:2], RECIPES[3]):
+        made = []
+        for more, mode in (
+            ({}, {}),
+            ({**group, "set_parallel_mode": True}, {"parallel_mode": "column"}),
+        ):
+            torch.manual_seed(3)
+            with float8lab.fp8_model_init(recipe=recipe):
+                layer = transformer(ffn=128, activation="swiglu", kv_channels=32)(**more)
+                experts = float8lab.GroupedLinear(
+                    *sizes, device="cpu", **mode, **(group if mode else {})
+                )
+            made.append(nn.ModuleList([layer, experts]).to(ranks.device))
+        alone, spread = made
+        shards, values = shards_of(spread), dict(alone.named_parameters())
+        for name, p in spread.named_parameters():
+            both = [t.dequantize() if hasattr(t, "dequantize") else t for t in (p, values[name])]
+            assert torch.equal(both[0], shards[name].of(both[1]) if name in shards else both[1]), (
+                name
+            )
+        with float8lab.autocast(recipe=recipe):
+            got, want = spread[0](x), alone[0](x)
+            y, whole = spread[1](x, [4, 3, 3]), alone[1](x, [4, 3, 3])
+        close(got, want, alone[0](x), want.norm(), recipe)
+        assert (
+            y - whole.chunk(ranks.world, -1)[ranks.rank]
+        ).abs().max() <= 1e-5 * whole.abs().max()
+        with pytest.raises(NotImplementedError, match=r"model must have plain .* a Float8Tensor"):
+            fnn.whole_state_dict(spread)
+    with float8lab.fp8_model_init(), pytest.raises(NotImplementedError, match=r"^single_grouped_w"):
+        float8lab.GroupedLinear(
+            *sizes, single_grouped_weight=True, parallel_mode="column", device="cpu", **group
+        )
+
+
+def check_grouped_linear(ranks: Ranks) -> None:
+    """What ranks have of the experts' features; tokens are sent, and sums made, by others."""
+    splits = torch.tensor([3, 0, 4], device=ranks.device)
+    for recipe, mode, features in itertools.product(
+        (None, *ALL), ("column", "row"), (ranks.world * 24, ranks.world * 128)
+    ):
+        torch.manual_seed(1)
+        sizes = {"column": (40, features), "row": (features, 40)}[mode]
+        x, dy = (torch.randn(9, n).to(ranks.device) for n in sizes)
+        layers: list[Any] = []
+        for more in ({}, {"tp_group": dist.group.WORLD, "parallel_mode": mode}):
+            torch.manual_seed(3)
+            layers.append(float8lab.GroupedLinear(3, *sizes, device=ranks.device, **more))
+        alone, spread = layers
+        state = fnn.shard_state_dict(spread, alone.state_dict())
+        assert all(torch.equal(v, state[n]) for n, v in spread.state_dict().items())
+
+        def part(t: Tensor, wanted: bool) -> Tensor:
+            return t.chunk(ranks.world, -1)[ranks.rank] if wanted else t
+
+        column = mode == "column"
+        results, seen = [], []
+        for step in range(3 if recipe is DELAYED else 1):
+            for layer, inp, grad in (
+                (alone, x, dy), (spread, part(x, not column), part(dy, column)),
+            ):  # fmt: skip
+                leaf = (inp * (step + 1)).detach().requires_grad_()
+                context = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)
+                layer.zero_grad()
+                with watched(layer) as gemms, context:
+                    y = layer(leaf, splits)
+                y.backward(grad)
+                results.append(
+                    [y.detach(), leaf.grad, {n: p.grad for n, p in layer.named_parameters()}]
+                )
+                seen.append(gemms)
+            (y, dx, grads), (my_y, my_dx, my_grads) = results[-2:]
+            pairs = [
+                (part(y, True) if column else y, my_y if column else summed(my_y)),
+                (dx if column else part(dx, True), summed(my_dx) if column else my_dx),
+            ]
+            shards = shards_of(spread)
+            for name, grad in grads.items():
+                pairs.append((shards[name].of(grad) if name in shards else grad, my_grads[name]))
+            for number, (want, got) in enumerate(pairs):
+                bound = 32 * torch.finfo(want.dtype).eps * want.norm()
+                assert (got - want).norm() <= bound, (recipe, mode, features, step, number)
+            if recipe is None:
+                continue
+            edge, parallel = recipe.linear.edge, spread._fp8.parallel
+            assert parallel is not None
+            a, b = seen[-2].seen[".", "fprop"]
+            mine_a, mine_b = seen[-1].seen[".", "fprop"]
+            if not column:
+                mine_a = parallel.cropped(mine_a, 1, 0, edge)
+            for e in range(3):
+                mine = parallel.cropped(mine_b[e], 1 - column, 0, edge)
+                want = (
+                    part(b[e, : sizes[1], : sizes[0]].mT, True).mT
+                    if column
+                    else part(b[e, : sizes[1], : sizes[0]], True)
+                )
+                assert torch.equal(mine[: want.shape[0], : want.shape[1]], want), (recipe, mode, e)
+            want = part(a[:, : sizes[0]], not column)
+            assert torch.equal(mine_a[:, : want.shape[1]], want), (recipe, mode)
+
+
+def summed(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
 
 
 outcome = ranks_fixture(__name__, 2, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -248,6 +249,78 @@ def check_layernorm_mlp(ranks: Ranks) -> None:
             )  # fmt: skip
             layout = MLP._replace(gated=gated)
             compare(ranks, make, layout, recipe, M, K, K, sequence_parallel)
+
+
+def two_of(
+    ranks: Ranks, make: Any, layout: Layout, **options: Any
+) -> tuple[Any, Any, Callable[[Tensor, str], Tensor]]:
+    """A module on one rank and the same on all, and what takes this rank's part of a parameter."""
+    made = {"device": ranks.device, "params_dtype": torch.bfloat16}
+    torch.manual_seed(7)
+    whole = make(**made, **options)
+    torch.manual_seed(7)
+    layer = make(tp_group=dist.group.WORLD, sequence_parallel=True, **made, **options)
+
+    def parameter(value: Tensor, name: str) -> Tensor:
+        dim = layout.shards.get(name)
+        return value if dim is None else part_of(value, dim, ranks)
+
+    return whole, layer, parameter
+
+
+def inputs(ranks: Ranks, rows: int, features: int) -> tuple[Tensor, Tensor]:
+    """An input, and this rank's tokens of it."""
+    x = torch.randn(rows, features).mul(torch.linspace(0.1, 3, rows)[:, None])
+    x = x.bfloat16().to(ranks.device)
+    return x.clone().requires_grad_(), part_of(x, 0, ranks).clone().requires_grad_()
+
+
+def check_stored_weights(ranks: Ranks) -> None:
+    """The bytes of weights stored in FP8, at first and after steps, and of what is written."""
+    K, F = 64, 128 * ranks.world
+    for recipe in filter(None, RECIPES[:6]):
+        make = partial(float8lab.LayerNormMLP, K, F, set_parallel_mode=True)
+        with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            whole, layer, parameter = two_of(ranks, make, MLP)
+        optimizers = [
+            float8lab.optim.MasterWeights(m.parameters(), torch.optim.SGD, lr=0.5)
+            for m in (whole, layer)
+        ]
+        for step in range(3):
+            for name, p in whole.named_parameters():
+                mine = layer.get_parameter(name)
+                what = recipe, step, name
+                if p.ndim == 2:
+                    mine, p = mine.detach(), p.detach()
+                    data = parameter(p.qdata.view(torch.uint8), name)
+                    assert torch.equal(mine.qdata.view(torch.uint8), data), what
+                    assert torch.equal(mine.dequantize(), parameter(p.dequantize(), name)), what
+            if step == 1:
+                with torch.no_grad():
+                    for name in MLP.shards:
+                        if name.endswith("weight"):
+                            new = torch.randn_like(whole.get_parameter(name).dequantize())
+                            new = new * torch.linspace(0.1, 2, new.shape[1])
+                            new *= torch.linspace(0.1, 2, len(new))[:, None]
+                            whole.get_parameter(name).copy_(new)
+                            layer.get_parameter(name).copy_(parameter(new, name))
+                continue
+            for name, p in whole.named_parameters():
+                p.grad = torch.randn_like(p)
+                layer.get_parameter(name).grad = parameter(p.grad, name).clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        x, mine = inputs(ranks, 7, K)
+        with float8lab.autocast(recipe=recipe):
+            y, y_mine = whole(x), layer(mine)
+        assert_summed_alike(y_mine, part_of(y, 0, ranks), ranks, 2, recipe)
+    with (
+        float8lab.fp8_model_init(recipe=Float8BlockScaling()),
+        pytest.raises(ValueError, match="whole blocks of 128 to store them in FP8; got 64 for"),
+    ):
+        float8lab.Linear(
+            K, 64 * ranks.world, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu"
+        )
 
 
 outcome = ranks_fixture(__name__, 2, 4)
