@@ -28,6 +28,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from float8lab.distributed.overlap import (
+    gather_mm_op,
+    is_worth_it,
+    mm_scatter_op,
+    sees_others,
+)
 from float8lab.formats import Float8Spec
 from float8lab.ops import amax_op, as_matrix, scaled_mm_op
 from float8lab.ops.reference import ALIGN, scales_by_column
@@ -54,20 +60,24 @@ class Rows(NamedTuple):
     """How much of it a rank has, unless it is among the last."""
     inner: int
     """Rows for each index of that dimension."""
+    outer: int = 1
+    """How often the dimension runs, where it is not the first: a rank has as many runs of rows."""
 
     @property
     def total(self) -> int:
         """How many there are on all ranks."""
-        return self.lead * self.inner
+        return self.lead * self.inner * self.outer
 
     def of(self, rank: int) -> tuple[int, int]:
-        """The first row of a rank, and how many it has."""
+        """The first row of a rank, and how many it has; of each run."""
         start = min(self.lead, self.chunk * rank)
         return start * self.inner, min(self.chunk, self.lead - start) * self.inner
 
     def are_cut(self, size: int) -> bool:
         """Whether a block of ``size`` rows lies on several ranks; -1 is all rows."""
-        return size == -1 or (self.chunk < self.lead and self.chunk * self.inner % size != 0)
+        runs = self.outer > 1 and self.lead * self.inner % size != 0
+        cut = runs or self.chunk * self.inner % size != 0
+        return size == -1 or (self.chunk < self.lead and cut)
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,12 @@ class TensorParallel:
     """Whether the rows outside a pair of layers are shards."""
     keep_gathered: bool = False
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
+    overlap: bool | None = None
+    """Whether products run beside communication; None: where that was measured to pay."""
+    partial: bool = False
+    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
+    casts_only: bool = False
+    """Ranks share scales and nothing else: the caller sends tokens, and adds sums up."""
     pieces: tuple[int, ...] = ()
     """The sizes of what a shard consists of, where the weight is several behind each other."""
     name: str = ""
@@ -104,6 +120,27 @@ class TensorParallel:
             return 1
         rows = 0 if self.sequence_parallel else None
         return ((rows, 0, 1) if self.mode == "column" else (1, 1, rows))[index]
+
+    def overlaps(
+        self,
+        rows: Rows | None,
+        a: Tensor,
+        b: Tensor,
+        block: Sequence[int],
+        *,
+        arrives: bool,
+    ) -> bool:
+        """Whether the product of ``a``, of that ``block``, and ``b`` runs beside communication.
+
+        ``arrives``: ``a`` is a shard of the rows, which is gathered; else the result is scattered.
+        """
+        if self.overlap is False or rows is None or not sees_others(self.group, a):
+            return False
+        here = rows.chunk * rows.inner
+        fits = here * self.size == rows.total and here % ALIGN == 0
+        fits = fits and a.shape[0] == (here if arrives else rows.total)
+        sizes = rows.total, b.shape[0], a.shape[1]
+        return fits and (self.overlap is True or is_worth_it(*sizes, block))
 
     @property
     def gathers(self) -> bool:
@@ -261,20 +298,28 @@ class TensorParallel:
 
     def scattered(self, partial: Tensor, rows: Rows) -> Tensor:
         """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
-        ops, whole = torch.ops._c10d_functional, rows.chunk * rows.inner * self.size
-        if partial.shape[0] != whole:
-            partial = F.pad(partial, (0, 0, 0, whole - partial.shape[0]))
+        ops, size = torch.ops._c10d_functional, rows.chunk * rows.inner
+        whole, outer = size * self.size, rows.outer
+        if partial.shape[0] != whole * outer:
+            runs = partial.unflatten(0, (outer, rows.lead * rows.inner))
+            partial = F.pad(runs, (0, 0, 0, whole - runs.shape[1])).flatten(0, 1)
+        if outer > 1:
+            partial = partial.unflatten(0, (outer, self.size, size)).transpose(0, 1).flatten(0, 2)
         found: Tensor = ops.wait_tensor(
             ops.reduce_scatter_tensor(partial.contiguous(), "sum", self.size, self.name)
         )
         count = rows.of(self.rank)[1]
-        return found if found.shape[0] == count else found[:count]
+        if count == size:
+            return found
+        return found.unflatten(0, (outer, size))[:, :count].flatten(0, 1)
 
     def gathered(self, shard: Tensor, rows: Rows, dim: int = 0) -> Tensor:
         """The whole of a matrix that is cut along its rows, or columns, as ``rows`` says."""
         ops = torch.ops._c10d_functional
         raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
         size, total = rows.chunk * rows.inner, rows.total
+        if rows.outer > 1:
+            return self._gathered_runs(raw, rows, dim).view(shard.dtype)
         if raw.shape[dim] > size:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
@@ -288,6 +333,20 @@ class TensorParallel:
         if whole.shape[dim] != total:
             whole = whole.narrow(dim, 0, total)
         return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
+
+    def _gathered_runs(self, raw: Tensor, rows: Rows, dim: int) -> Tensor:
+        """``gathered`` where a rank's rows are several runs of the whole's."""
+        ops, outer, size = torch.ops._c10d_functional, rows.outer, rows.chunk * rows.inner
+        count = rows.of(self.rank)[1]
+        runs = raw.narrow(dim, 0, outer * count).unflatten(dim, (outer, count))
+        if count != size:
+            runs = F.pad(runs, (0, 0) * (1 - dim) + (0, size - count))
+        every = ops.wait_tensor(
+            ops.all_gather_into_tensor(runs.contiguous(), self.size, self.name)
+        ).unflatten(0, (self.size, runs.shape[0]))
+        every = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)  # of each run, all ranks'
+        whole: Tensor = every.narrow(dim + 1, 0, rows.lead * rows.inner).flatten(dim, dim + 1)
+        return whole.contiguous()
 
     def gathered_operand(
         self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
@@ -320,7 +379,7 @@ class TensorParallel:
 
     def left(self, y: Tensor, rows: Rows | None, *, backward: bool = False) -> Tensor:
         """The output, from a GEMM's; or, in backward, dx."""
-        if (self.mode == "row") == backward:
+        if (self.mode == "row") == backward or self.partial:
             return y
         return self.summed(y) if rows is None else self.scattered(y, rows)
 
@@ -455,23 +514,29 @@ def spread_mm(
     a, b = operands
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
-        return gathered_mm(parallel, rows, a, b, how, shape, dtype, bias)
+        return gathered_mm(parallel, rows, operands, how, shape, dtype, bias)
     if (parallel.mode == "column") == backward:
-        return mm_reduced(parallel, rows, a, b, how, shape, dtype, bias), a
+        return mm_reduced(parallel, rows, operands, how, shape, dtype, bias), a
     return _mm(a, b, how, shape, dtype, bias), a
 
 
 def gathered_mm(
     parallel: TensorParallel,
     rows: Rows,
-    a: Operand,
-    b: Operand,
+    operands: tuple[Operand, Operand],
     how: tuple[Sequence[int], Sequence[int], bool],
     shape: tuple[int, int],
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> tuple[Tensor, Operand]:
     """``whole @ b.T + bias`` of an operand ``a`` that is a shard of the whole's rows; the whole."""
+    a, b = operands
+    if parallel.overlaps(rows, a[0], b[0], how[0], arrives=True):
+        blocks, fast_accum = how[:2], how[2]
+        y, *whole, _, _ = gather_mm_op(
+            _listed(a, b, bias), *blocks, dtype, fast_accum, parallel.name, []
+        )
+        return _cropped(y, shape), (whole[0], whole[1])
     whole = parallel.gathered_operand(*a, how[0], rows, 0)
     return _mm(whole, b, how, shape, dtype, bias), whole
 
@@ -479,16 +544,27 @@ def gathered_mm(
 def mm_reduced(
     parallel: TensorParallel,
     rows: Rows | None,
-    a: Operand,
-    b: Operand,
+    operands: tuple[Operand, Operand],
     how: tuple[Sequence[int], Sequence[int], bool],
     shape: tuple[int, int],
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
     """The sum over ranks of ``a @ b.T + bias``; of that this rank's ``rows``, or all."""
+    a, b = operands
+    scatters = rows is not None and not parallel.partial
+    if scatters and parallel.overlaps(rows, a[0], b[0], how[0], arrives=False):
+        assert rows is not None, "under sequence parallelism"
+        y = mm_scatter_op(_listed(a, b, bias), *how[:2], dtype, how[2], parallel.name, [])[0]
+        return _cropped(y, (rows.of(parallel.rank)[1], shape[1]))
     y = _mm(a, b, how, shape, dtype, bias)
+    if parallel.partial:
+        return y
     return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
+
+
+def _listed(a: Operand, b: Operand, bias: Tensor | None) -> list[Tensor]:
+    return [*a, *b, *([] if bias is None else [bias])]
 
 
 def _mm(
@@ -499,7 +575,10 @@ def _mm(
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    y: Tensor = scaled_mm_op(*a, how[0], *b, how[1], bias, dtype, how[2])
+    return _cropped(scaled_mm_op(*a, how[0], *b, how[1], bias, dtype, how[2]), shape)
+
+
+def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:
     if torch.compiler.is_compiling() or y.shape != shape:
         y = y[: shape[0], : shape[1]]
     return y.contiguous()

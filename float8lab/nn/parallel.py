@@ -190,6 +190,8 @@ class TensorParallelGroup:
     keep_gathered = False
     overlap: bool | None = None
 
+    _casts_only = False
+    """Whether the module leaves all that is sent to others, but for scales."""
     _joined: tuple[int, ...] = ()
     """The sizes of the shards that one weight consists of, where several tensors are one."""
 
@@ -265,7 +267,13 @@ class TensorParallelGroup:
                 parallel = _NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
-                    tp_group, mode, self.sequence_parallel, self.keep_gathered, pieces
+                    tp_group,
+                    mode,
+                    self.sequence_parallel,
+                    self.keep_gathered,
+                    self.overlap,
+                    casts_only=self._casts_only,
+                    pieces=pieces,
                 )
             getattr(self, name).spread(parallel)
 

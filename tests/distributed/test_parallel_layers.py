@@ -286,7 +286,7 @@ def check_transformer_layer(ranks: Ranks) -> None:
 
 
 def check_formats_and_masks(ranks: Ranks) -> None:
-    """The first dimension is spread, of batches and packed sequences, too; masks are of the whole."""
+    """The first dimension is spread, be it that of batches or tokens; masks are of the whole."""
     torch.manual_seed(1)
     current = recipes.Float8CurrentScaling()
     x, y = torch.randn(3, 6, HIDDEN).to(ranks.device), torch.randn(3, 4, HIDDEN).to(ranks.device)

@@ -114,9 +114,9 @@ def test_arguments_of_overlap(name):
     assert make(ub_overlap_ag=False, ub_overlap_rs=False).overlap is False
     with pytest.raises(TypeError, match=f"^{name}'s arguments must be known ones; got ub_overlap"):
         make(ub_overlap=True)
-    with pytest.raises(TypeError, match="^ub_bulk_wgrad must be"):
+    with pytest.raises(TypeError, match=r"^ub_bulk_wgrad must be"):
         make(ub_bulk_wgrad="yes")
-    with pytest.raises(TypeError, match="^ub_name must be"):
+    with pytest.raises(TypeError, match=r"^ub_name must be"):
         make(ub_name=1)
 
 

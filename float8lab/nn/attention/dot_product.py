@@ -121,6 +121,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     torch.Size([2, 5, 64])
     """
 
+    _casts_only = True
+
     def __init__(
         self,
         num_attention_heads: int,
