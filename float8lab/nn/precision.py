@@ -453,15 +453,20 @@ class Precision:
             self.handle = new_handle(self, device)
         set_clock(device)
 
-    def prepare(self, device: torch.device, recipe: Recipe | None = None) -> None:
+    def prepare(
+        self, device: torch.device, recipe: Recipe | None = None, group: Any = None
+    ) -> None:
         """Have the state of a delayed recipe, by default the module's own, before the first call.
+
+        ``group`` reduces its amaxes; None is that of the enclosing autocast.
 
         Then a module that some rank does not call for a while still follows what the others see.
         """
         recipe = recipe or self.recipe
         if isinstance(recipe, DelayedScaling):
-            slots = self._slots(recipe, device)
-            found = channel_of(STATE.autocast.group)
+            group = STATE.autocast.group if group is None else group
+            slots = self._slots(recipe, device, group)
+            found = channel_of(group)
             if found is not None and recipe.reduce_amax:
                 found[1].add(slots)
 
