@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,9 +18,8 @@ import float8lab
 from float8lab.distributed import overlap
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.ops import scaled_mm_op
-from float8lab.recipes import Float8CurrentScaling
 from float8lab.tensor.blocks import quantize_blocks
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
 
 BLOCKS = {
     "tensor": ((-1, -1), (-1, -1)),
@@ -174,9 +174,10 @@ class Seen(TorchDispatchMode):
 
 
 def check_layers(ranks: Ranks) -> None:
-    """Layers whose products overlap give what others give."""
+    """Layers whose products overlap give what others give, and nothing else is gathered."""
     group = on_ranks_that_see_each_other(ranks)
-    for mode in ("column", "row"):
+    tokens = 128 * ranks.world  # blocks of one rank
+    for recipe, mode in itertools.product(RECIPES, ("column", "row")):
         results = []
         for overlaps in (False, True):
             torch.manual_seed(0)
@@ -186,14 +187,16 @@ def check_layers(ranks: Ranks) -> None:
             )  # fmt: skip
             layer.overlap = overlaps
             layer.set_tensor_parallel_group(group)
-            x = torch.randn(32, 64 if mode == "column" else 32, device=ranks.device)
-            x.requires_grad_()
+            rows, features = (128, 64) if mode == "column" else (tokens, 64 // ranks.world)
+            x = torch.randn(rows, features, device=ranks.device).requires_grad_()
             with Seen() as seen, torch.autograd.set_multithreading_enabled(False):
-                with float8lab.autocast(recipe=Float8CurrentScaling()):
+                with float8lab.autocast(recipe=recipe):
                     y = layer(x)
                 y.backward(torch.linspace(-1, 1, y.numel(), device=ranks.device).view_as(y))
             assert seen.names["float8lab::gather_mm"] == overlaps
             assert seen.names["float8lab::mm_scatter"] == overlaps
+            data = seen.names["_c10d_functional::all_gather_into_tensor"] - (mode == "column")
+            assert (data == 0) == overlaps  # but sizes
             results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
