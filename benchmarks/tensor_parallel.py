@@ -188,7 +188,7 @@ class _GatheredBytes(TorchDispatchMode):
             sent = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.total += self.others * sum(t.nbytes for t in sent)
         elif name in ("float8lab::gather_mm", "float8lab::mm_scatter"):
-            operands, (rows, _), *_, also = args
+            operands, (rows, _), also = args[0], args[1], args[6]
             of_a = (1 if rows == -1 else 2) * name.endswith("gather_mm")
             self.total += self.others * sum(t.nbytes for t in (*operands[:of_a], *also))
         return func(*args, **(kwargs or {}))

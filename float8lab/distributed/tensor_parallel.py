@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.overlap import (
-    gather_mm_op,
+    gather_mm,
     is_worth_it,
-    mm_scatter_op,
+    mm_scatter,
     sees_others,
 )
 from float8lab.ops import as_matrix, scaled_mm_op
@@ -318,7 +318,7 @@ class TensorParallel:
             ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
         )
         if dim == 1:
-            whole = whole.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+            whole = _side_by_side(whole.unflatten(0, (self.size, -1)))
         if whole.shape[dim] != total:
             whole = whole.narrow(dim, 0, total)
         return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
@@ -403,6 +403,14 @@ class TensorParallel:
         return y if bias is None else y + bias
 
 
+def _side_by_side(parts: Tensor) -> Tensor:
+    """``[R, rows, columns]`` as ``[rows, R * columns]``."""
+    dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
+    if not torch.compiler.is_compiling():  # bytes one by one take four times as long
+        parts = parts.view(torch.int64 if nbytes % 8 == 0 and nbytes else torch.uint8)
+    return parts.transpose(0, 1).flatten(1).view(dtype)
+
+
 def _after(count: int, dim: int) -> tuple[int, ...]:
     """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
     return (0, 0, 0, count) if dim == 0 else (0, count)
@@ -445,6 +453,8 @@ class Product(NamedTuple):
     shape: tuple[int, int]
     """Of this rank's product, before it is summed."""
     dtype: torch.dtype
+    keep: bool = False
+    """Whether the left operand is wanted, as multiplied."""
 
 
 class Shards:
@@ -476,14 +486,13 @@ class Shards:
         cut = size == -1 or self.rows.are_cut(size)
         return [q.contiguous(), *[scale.t().contiguous()] * (not cut)]
 
-    def arrive(self, data: Tensor, scales: Tensor) -> None:
+    def arrive(self, data: Tensor, scales: Tensor | None) -> None:
         """Take ``[R, *shape]`` of that."""
-        raw = data.view(torch.uint8).transpose(0, 1).flatten(1)
-        scale = self.operand[1]
-        if scales.numel():
+        raw, scale = _side_by_side(data), self.operand[1]
+        if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()
-        self.whole = raw.view(data.dtype), scale
+        self.whole = raw, scale
 
 
 def spread_mm(
@@ -527,10 +536,10 @@ def gathered_mm(
     a, b = operands
     if parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=True):
         args = _overlapping(parallel, operands, product, bias, beside)
-        y, q, scale, *gathered = gather_mm_op(*args)
+        y, q, scale, *gathered = gather_mm(*args, product.keep)
         if beside is not None:
             beside.arrive(*gathered)
-        return _cropped(y, product.shape), (q, scale)
+        return _cropped(y, product.shape), (q, scale) if product.keep else a
     whole = parallel.gathered_operand(*a, product.a_block, rows, 0)
     return _mm((whole, b), product, bias), whole
 
@@ -549,7 +558,7 @@ def mm_reduced(
     if scatters and parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=False):
         assert rows is not None, "under sequence parallelism"
         args = _overlapping(parallel, operands, product, bias, beside)
-        y, *gathered = mm_scatter_op(*args)
+        y, *gathered = mm_scatter(*args)
         if beside is not None:
             beside.arrive(*gathered)
         return _cropped(y, (rows.of(parallel.rank)[1], product.shape[1]))
@@ -574,7 +583,7 @@ def _overlapping(
 
 
 def _mm(operands: tuple[Operand, Operand], product: Product, bias: Tensor | None) -> Tensor:
-    (a, b), (a_block, b_block, fast_accum, shape, dtype) = operands, product
+    (a, b), (a_block, b_block, fast_accum, shape, dtype, _) = operands, product
     return _cropped(scaled_mm_op(*a, a_block, *b, b_block, bias, dtype, fast_accum), shape)
 
 

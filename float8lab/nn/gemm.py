@@ -243,6 +243,7 @@ def _spread_mm(
     *,
     backward: bool = False,
     beside: Shards | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Operand]:
     """``spread_mm`` of operands that this rank has; ``shape`` has the rows of ``a``, or all."""
     parallel, rows = call.parallel, call.rows
@@ -255,7 +256,8 @@ def _spread_mm(
     if bias is not None:
         bias = parallel.spaced(bias, 0, edge)
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
-    product = Product(gemm.left.block, gemm.right.block, gemm.fast_accum, (shape[0], wide), dtype)
+    blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
+    product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
     y, whole = spread_mm(parallel, rows, (a, b), product, bias, backward=backward, beside=beside)
     return parallel.cropped(y, 1, features, edge), whole
 
@@ -579,7 +581,9 @@ def _spread_dgrad(
         return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
     assert plan.dgrad is not None, "cast for it"
     beside = next((one for one in for_wgrad or () if isinstance(one, Shards)), None)
-    dx, whole = _spread_mm(dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside)
+    dx, whole = _spread_mm(
+        dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
+    )
     if call.watched:
         if not turns and not plan.fprop:  # else the forward has cast it
             assert weight is not None, "cast just now"

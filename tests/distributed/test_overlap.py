@@ -87,12 +87,13 @@ def rows_of(a: list[Any], start: int, count: int) -> list[Any]:
 def gather_mm(group: Any, a: list[Any], b: list[Any], **options: Any) -> list[Tensor]:
     also, bias = options.get("also", []), options.get("bias", [])
     operands, blocks = [*a[:2], *b[:2], *bias], (a[2], b[2])
-    return overlap.gather_mm_op(operands, *blocks, torch.bfloat16, False, group.group_name, also)
+    name, keep = group.group_name, options.get("keep", True)
+    return overlap.gather_mm(operands, *blocks, torch.bfloat16, False, name, also, keep)
 
 
 def mm_scatter(group: Any, a: list[Any], b: list[Any], **options: Any) -> list[Tensor]:
     operands, blocks, also = [*a[:2], *b[:2]], (a[2], b[2]), options.get("also", [])
-    return overlap.mm_scatter_op(operands, *blocks, torch.bfloat16, False, group.group_name, also)
+    return overlap.mm_scatter(operands, *blocks, torch.bfloat16, False, group.group_name, also)
 
 
 def check_the_bytes_of_an_all_gather(ranks: Ranks, *, see: bool = True) -> None:
