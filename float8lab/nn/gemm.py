@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.distributed.tensor_parallel import spread_mm
+from float8lab.distributed.tensor_parallel import Product, Shards, spread_mm
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
@@ -244,22 +244,23 @@ def _spread_mm(
     bias: Tensor | None = None,
     *,
     backward: bool = False,
+    beside: Shards | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Operand]:
     """``spread_mm`` of operands that this rank has; ``shape`` has the rows of ``a``, or all."""
     parallel, rows = call.parallel, call.rows
     assert parallel is not None, "of a layer that is spread"
     if rows is not None:
         shape = rows.total, shape[1]
-    how = gemm.left.block, gemm.right.block, gemm.fast_accum
     edge = call.plan.edge if backward == (parallel.mode == "row") else 1  # of a product's shard
     features, wide = shape[1], parallel.spaced_size(shape[1], edge)
     bias = parallel.added(bias)
     if bias is not None:
         bias = parallel.spaced(bias, 0, edge)
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
-    y, whole = spread_mm(
-        parallel, rows, (a, b), how, (shape[0], wide), dtype, bias, backward=backward
-    )
+    blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
+    product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
+    y, whole = spread_mm(parallel, rows, (a, b), product, bias, backward=backward, beside=beside)
     return parallel.cropped(y, 1, features, edge), whole
 
 
@@ -404,6 +405,9 @@ def backward(
     parallel = call.parallel
     plans = on_gpu and not call.watched and parallel is None
     watching, spread = call if call.watched else None, None if parallel is None else call
+    for_wgrad: Any = None
+    if spread is not None and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
+        for_wgrad = _operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
     if needs[0]:
         by: By = (Factors(w_scale, w_factor), None)
         high, w_t = None if w8 is not None and dy.q else weight, None
@@ -412,7 +416,8 @@ def backward(
         elif isinstance(high, Float8Tensor):
             high = plain(high, dy.high)
         if spread is not None:
-            dx = _spread_dgrad(dy, high, w_t, w_scale is not None, call, (M, K), dtypes[0])
+            known = w_scale is not None
+            dx = _spread_dgrad(dy, high, w_t, known, call, (M, K), dtypes[0], for_wgrad)
         else:
             multiply: Any = _planned_dgrad if plans else _dgrad
             dx = multiply(
@@ -425,7 +430,7 @@ def backward(
         dtype = dtypes[1] if main is None else main.main_grad.dtype
         factors = Factors(x_scale, x_factor)
         if spread is not None:
-            dw = _spread_wgrad(dy, x, kept, factors, call, (N, K), dtype)
+            dw = _spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype)
         else:
             multiply = _planned_wgrad if plans else _wgrad
             dw = multiply(
@@ -531,6 +536,31 @@ def _dgrad(
 _planned_dgrad = planned(_dgrad)
 
 
+def _operands_of_wgrad(
+    dy: Gradient, x: Source | None, kept: Tensor | None, factors: Factors, call: Call
+) -> list[Operand | Shards | None]:
+    """The transposes of dy and x; None for one that is made of what dgrad gathers."""
+    plan, parallel, rows = call.plan, call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    assert plan.wgrad is not None, "in FP8"
+    left, right, _ = plan.wgrad
+    dy_t: Any = dy.q_t
+    x_t: Any
+    if x is None:
+        x_t = kept, factors.scale.float()
+    elif factors.scale is not None:
+        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+    else:
+        x_t = cast(x, None, X, call, transposed=right)[3:5]
+    if parallel.gathers and not (x is None and parallel.keeps):
+        assert rows is not None, "under sequence parallelism"
+        x_t = Shards(parallel, rows, x_t, right.block)
+    elif parallel.scatters and dy_t is not None:
+        assert rows is not None, "under sequence parallelism"
+        dy_t = Shards(parallel, rows, dy_t, left.block)
+    return [dy_t, x_t]
+
+
 def _spread_dgrad(
     dy: Gradient,
     weight: Tensor | None,
@@ -539,8 +569,9 @@ def _spread_dgrad(
     call: Call,
     shape: tuple[int, int],
     dtype: torch.dtype,
+    for_wgrad: Any,
 ) -> Tensor:
-    """``_dgrad`` of a layer that is spread over ranks; ``dy`` may get its transpose."""
+    """``_dgrad`` of a layer that is spread over ranks; ``for_wgrad`` may get what that gathers."""
     plan, parallel = call.plan, call.parallel
     assert parallel is not None, "of a layer that is spread"
     if dy.q is None:
@@ -551,14 +582,17 @@ def _spread_dgrad(
         high = parallel.entered(dy.high, call.rows, backward=True)
         return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
     assert plan.dgrad is not None, "cast for it"
-    dx, whole = _spread_mm(dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True)
+    beside = next((one for one in for_wgrad or () if isinstance(one, Shards)), None)
+    dx, whole = _spread_mm(
+        dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
+    )
     if call.watched:
         if not turns and not plan.fprop:  # else the forward has cast it
             assert weight is not None, "cast just now"
             show_cast(weight.t(), w_t, plan.dgrad.right, W, call, only_in_backward=True)
         show_gemm("dgrad", call, whole, w_t)
     if dy.turns:
-        dy.q_t = transpose_op(whole[0], 1, None), whole[1]
+        for_wgrad[0] = transpose_op(whole[0], 1, None), whole[1]
     return dx
 
 
@@ -584,38 +618,26 @@ def _spread_wgrad(
     dy: Gradient,
     x: Source | None,
     kept: Tensor | None,
-    factors: Factors,
+    operands: Any,
     call: Call,
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """``_wgrad`` of a layer that is spread over ranks."""
+    """``_wgrad`` of a layer that is spread over ranks, of ``operands`` if it runs in FP8."""
     plan, parallel, rows = call.plan, call.parallel, call.rows
     assert parallel is not None, "of a layer that is spread"
-    gathered = x is None and parallel.keeps
     if plan.wgrad is None:
         high = kept if x is None else x.value()
         assert high is not None, "kept for this"
         assert dy.high is not None, "written"
         if call.watched:
             show_gemm("wgrad", call, None, None)
-        high = high if gathered else parallel.entered(high, rows)
+        if x is not None or not parallel.keeps:
+            high = parallel.entered(high, rows)
         dy_high = parallel.entered(dy.high, rows, backward=True)
         return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
     left, right, fast_accum = plan.wgrad
-    if x is None:
-        assert kept is not None, "kept for this"
-        x_t = kept, factors.scale.float()
-    elif factors.scale is not None:
-        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
-    else:
-        x_t = cast(x, None, X, call, transposed=right)[3:5]
-    if parallel.gathers and not gathered:
-        x_t = _gathered(*x_t, right, call)
-    dy_t = dy.q_t
-    assert dy_t is not None, "cast for it"
-    if parallel.scatters and not dy.turns:
-        dy_t = _gathered(*dy_t, left, call)
+    dy_t, x_t = (one.gathered() if isinstance(one, Shards) else one for one in operands)
     if call.watched:
         show_gemm("wgrad", call, dy_t, x_t)
     dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
