@@ -408,7 +408,9 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
                 return f"its {name} is a DTensor; FP8 runs tensor parallel in torch.nn.Linear alone"
             placements = parameter.placements[-1:] if sharded else parameter.placements
             if name == "weight" and not may_spread(placements):
-                return f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"
+                return (
+                    f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"
+                )
         if isinstance(parameter, Float4Tensor):
             return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
     if isinstance(layer, nn.MultiheadAttention):

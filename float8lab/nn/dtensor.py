@@ -103,9 +103,7 @@ class Spread:
             return True, self.whole.group
         return shard.shape[dim] % size == 0, None
 
-    def run(
-        self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None
-    ) -> Any:
+    def run(self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None) -> Any:
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
 
         Raises:

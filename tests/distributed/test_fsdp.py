@@ -565,7 +565,7 @@ def check_tensor_parallelism_is_told_from_fsdp(ranks: Ranks) -> None:
     layer = nn.Linear(8, 8, device=ranks.device)
     both = distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)])
     layer.weight = nn.Parameter(both)
-    with pytest.raises(ValueError, match="its weight is placed as .*; FP8 takes one shard"):
+    with pytest.raises(ValueError, match=r"its weight is placed as .*; FP8 takes one shard"):
         float8lab.convert_to_float8(layer, strict=True)
     # FSDP2's own DTensors are no obstacle: not hybrid sharding's, nor where a part is converted.
     for mesh in (ranks.mesh(), ranks.mesh(1, ranks.world, names=("replicate", "shard"))):

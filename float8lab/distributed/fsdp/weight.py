@@ -286,7 +286,9 @@ def reduced_amaxes(
         both.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
         found = both.split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, [new.view(old.shape) for new, old in zip(found, parts, strict=True)])
+        torch._foreach_copy_(
+            parts, [new.view(old.shape) for new, old in zip(found, parts, strict=True)]
+        )
     return every, amaxes
 
 
