@@ -64,7 +64,8 @@ class Float8RowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if isinstance(module, nn.Linear):
-            (module.output_layout,) = self.output_layouts  # read by float8lab.Linear
+            told: Any = module
+            (told.output_layout,) = self.output_layouts  # which float8lab.Linear reads
         return super()._apply(module, device_mesh)
 
 

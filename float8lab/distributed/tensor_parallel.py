@@ -86,10 +86,10 @@ class TensorParallel:
     """Whether the rows outside a pair of layers are shards."""
     keep_gathered: bool = False
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
-    partial: bool = False
-    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     pieces: tuple[int, ...] = ()
     """The sizes of what a shard consists of, where the weight is several behind each other."""
+    partial: bool = False
+    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     name: str = ""
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0
