@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_choice, check_group, check_size
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import StoredShard, TensorParallel
 from float8lab.recipes.region import STATE
 
@@ -19,7 +20,6 @@ __all__ = [
     "TensorParallelGroup",
     "check_context_group",
     "check_parallel_arguments",
-    "mark_sequence_parallel",
     "mark_shard",
     "parallel_size",
     "share_of",
@@ -87,13 +87,6 @@ def check_context_group(cp_group: Any) -> None:
         )
 
 
-def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
-    """Set the attribute by which trainers know gradients to sum over tensor-parallel ranks."""
-    for parameter in parameters:
-        if parameter is not None:
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-
-
 def mark_shard(parameter: Tensor, dim: int) -> None:
     """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
     marked: Any = parameter
@@ -125,7 +118,9 @@ class _NoGroup:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
-    def rows_of(self, x: Tensor) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise RuntimeError(
             f"tp_group must be set before the first call of a module for {self.ranks} "
             "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
@@ -139,6 +134,7 @@ class TensorParallelGroup:
     tp_group: Any = None
     sequence_parallel = False
     keep_gathered = False
+    overlap: bool | None = None
 
     def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
@@ -158,21 +154,21 @@ class TensorParallelGroup:
             )
         return StoredShard(parallel, dim)
 
-    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
 
-        That is a mode, and the sizes of the shards that form it if there are several. None: the
-        module has no such parts.
+        That is a mode, and the sizes of the shards that form it if there are several.
         """
-        return None
+        return {}
 
     def _mark_shards(self, prefixes: Sequence[str], dim: int) -> None:
         """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        module: Any = self
         for prefix in prefixes if self.tp_size > 1 else ():
             bias = getattr(self, f"{prefix}bias")
             mark_shard(getattr(self, f"{prefix}weight"), dim)
             if bias is not None and dim:
-                mark_sequence_parallel(self.sequence_parallel, bias)
+                mark_sequence_parallel(module, self.sequence_parallel, f"{prefix}bias")
             elif bias is not None:
                 mark_shard(bias, 0)
 
@@ -186,22 +182,28 @@ class TensorParallelGroup:
         check_group("tp_group", tp_group)
         size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
         modes = self._parallel_modes()
-        if modes is None:
-            check_parallel_arguments(1, tp_group, None)
-            return
         if tp_group is not None and size != self.tp_size and modes:
             raise ValueError(
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
         self.tp_group = tp_group
+        module: Any = self
+        for child in module.children():
+            if isinstance(child, TensorParallelGroup):
+                child.set_tensor_parallel_group(tp_group)
         for name, (mode, pieces) in modes.items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
                 parallel = _NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
-                    tp_group, mode, self.sequence_parallel, self.keep_gathered, pieces
+                    tp_group,
+                    mode,
+                    self.sequence_parallel,
+                    self.keep_gathered,
+                    self.overlap,
+                    pieces=pieces,
                 )
             getattr(self, name).spread(parallel)
 
@@ -218,3 +220,32 @@ class ContextParallelGroup(TensorParallelGroup):
     ) -> None:
         """Set the context-parallel group; only one of a single rank is supported."""
         check_context_group(cp_group)
+
+
+def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
+    """How many query heads, and key/value heads, of attention each tensor-parallel rank has.
+
+    A rank has whole groups: a key/value head with all its query heads. A head that several ranks
+    had would be computed several times, and its gradient be partial on each; fewer groups than
+    ranks are therefore refused.
+
+    Raises:
+        ValueError: the ranks cannot share the groups equally.
+
+    >>> heads_of_rank(32, 8, 4)
+    (8, 2)
+    """
+    if groups % ranks:
+        raise ValueError(
+            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got {groups}. "
+            "Each key/value head is on one rank: use fewer ranks, or more groups."
+        )
+    return heads // ranks, groups // ranks
+
+
+def of_first_rank(x: Tensor, group: Any) -> Tensor:
+    """The values that the first rank of a group has, on all of them."""
+    ops = torch.ops._c10d_functional
+    bits = x.view(torch.uint8)
+    found: Tensor = ops.wait_tensor(ops.broadcast(bits, 0, group.group_name))
+    return found.view(x.dtype)

@@ -118,6 +118,7 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     one, event = torch.ones(1, 1, device=device), torch.ones(1, device=device)
     check(ops.transpose_op, q, align)
     check(ops.transpose_op, q, align, event)
+    check(ops.transpose_op, torch.stack((q, q)), 1, event)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
     check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16, event)
@@ -139,6 +140,10 @@ def test_scaled_mm(
         operands += [q, scale, block]
     bias = torch.randn(33, device=device) if with_bias else None
     check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
+    out = torch.zeros(20, 33, device=device, dtype=out_dtype)
+    check(ops.scaled_mm_into_op, out, *operands, bias, False)
+    ops.scaled_mm_into_op(out, *operands, bias, False)
+    assert torch.equal(out, ops.scaled_mm_op(*operands, bias, out_dtype, False))
 
 
 @pytest.mark.parametrize("batch", [0, 3])
@@ -197,6 +202,14 @@ def test_route(name: str, tokens: int, device: torch.device) -> None:
         check(ops.route_op, logits, bias, *how)
         _, routing_map = ops.route_op(logits, bias, *how)
         check(ops.route_backward_op, logits.float(), logits, routing_map, *how[:3], *how[5:])
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_cross_entropy(tokens: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, 12, device=device, dtype=torch.bfloat16)
+    target, factors = torch.arange(tokens, device=device), torch.randn(4, tokens, device=device)
+    check(ops.cross_entropy_statistics_op, logits, target)
+    check(ops.cross_entropy_backward_op, logits, target, factors)
 
 
 def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:

@@ -196,8 +196,14 @@ class Shardable(nn.Module):
         old = parameters.get(name)
         parameter = old is not None and isinstance(value, nn.Parameter)
         spread = 0 if self._spread is None else self._spread.ndim
-        sharded = parameter and _dimensions(value) > spread
-        if not sharded and not (parameter and _dimensions(old) > spread):
+        sharded = parameter and hasattr(value, "_local_tensor")
+        gathers = parameter and hasattr(old, "_local_tensor")
+        if spread:  # by tensor parallelism alone
+            sharded, gathers = (
+                found and one.device_mesh.ndim > spread
+                for found, one in ((sharded, value), (gathers, old))
+            )
+        if not (sharded or gathers):
             super().__setattr__(name, value)
             return
         if sharded and name.endswith("weight") and not isinstance(value._local_tensor, Shard):
@@ -287,12 +293,6 @@ def _take_rows(local: Float8Tensor, whole: Any, layout: Layout) -> None:
 def _may_be_fsdp_alone(copied: Sequence[Any]) -> bool:
     """Whether FSDP2 alone can have made placements that begin so, and end in a cut."""
     return len(copied) <= 1 and all(p.is_replicate() for p in copied)
-
-
-def _dimensions(parameter: Any) -> int:
-    """The dimensions of a DTensor's mesh; 0 of any other tensor."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return 0 if mesh is None else mesh.ndim
 
 
 def sharded_by_fsdp(model: nn.Module) -> set[nn.Module]:
