@@ -96,12 +96,12 @@ class TensorParallel:
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
     overlap: bool | None = None
     """Whether products run beside communication; None: where that was measured to pay."""
-    partial: bool = False
-    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     casts_only: bool = False
     """Ranks share scales and nothing else: the caller sends tokens, and adds sums up."""
     pieces: tuple[int, ...] = ()
     """The sizes of what a shard consists of, where the weight is several behind each other."""
+    partial: bool = False
+    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     name: str = ""
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -103,6 +104,22 @@ class Spread:
             return True, self.whole.group
         return shard.shape[dim] % size == 0, None
 
+    def whole_of(self, scales: Tensor, spec: Float8Spec) -> Tensor:
+        """The scales of the whole weight's blocks, of those of each rank's shard."""
+        dim = int(self.mode == "row")
+        if self.mode is None or spec.block[dim] == -1:
+            return scales
+        parts = [torch.empty_like(scales) for _ in range(self.whole.size)]
+        dist.all_gather(parts, scales.contiguous(), group=self.whole.group)
+        return torch.cat(parts, dim)
+
+    def part_of(self, scales: Tensor, spec: Float8Spec) -> Tensor:
+        """The scales of this rank's shard, of those of the whole weight's blocks."""
+        dim = int(self.mode == "row")
+        if self.mode is None or spec.block[dim] == -1:
+            return scales
+        return scales.chunk(self.whole.size, dim)[self.whole.rank]
+
     def run(self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None) -> Any:
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
 
@@ -158,7 +175,9 @@ def _layout(spread: Spread, x: Any, weight: Any, plan: LinearPlan | None, wanted
     last, axis, mode = x.ndim - 1, spread.axis, spread.mode
     N, K = weight.to_local().shape
     # Outside the axis each rank has tokens of its own, or the same.
-    base = [p if p.is_shard() and not p.is_shard(last) else Replicate() for p in x.placements]
+    base: list[Any] = [
+        p if p.is_shard() and not p.is_shard(last) else Replicate() for p in x.placements
+    ]
     data = [Partial() if p.is_shard() else Replicate() for p in base]  # of sums over tokens
     shared = base[axis] if mode == "column" else wanted if mode == "row" else None
     whole = _local_shape(x, base, axis)
@@ -177,18 +196,19 @@ def _layout(spread: Spread, x: Any, weight: Any, plan: LinearPlan | None, wanted
     def placed(here: Any, others: Sequence[Any] = base) -> tuple[Any, ...]:
         return tuple(here if i == axis else p for i, p in enumerate(others))
 
-    here = Replicate() if rows is None else shared
+    every, features = Replicate(), Shard(last)
+    here: list[Any] = [every] * 5  # of x, y, dx, dw and db
     if mode == "column":
-        x_here, y_here, dx_here, dw_here, db_here = here, Shard(last), Partial(), Shard(0), Shard(0)
+        here = [every if rows is None else shared, features, Partial(), Shard(0), Shard(0)]
+    elif rows is not None:
+        here = [features, shared, features, Shard(1), Partial()]
     elif mode == "row":
-        x_here = dx_here = Shard(last)
-        y_here = Partial() if rows is None else here
-        dw_here, db_here = Shard(1), Replicate() if rows is None else Partial()
-    else:
-        x_here = y_here = dx_here = dw_here = db_here = Replicate()
+        here = [features, Partial(), features, Shard(1), every]
+    x_placed, y_placed, dx_placed = (placed(p) for p in here[:3])
+    dw_placed, db_placed = (placed(p, data) for p in here[3:])
     return _Layout(
-        placed(x_here), placed(y_here), placed(dx_here), placed(dw_here, data),
-        placed(db_here, data), rows, (*y_shape[:-1], N), (*whole[:-1], K),
+        x_placed, y_placed, dx_placed, dw_placed, db_placed, rows, (*y_shape[:-1], N),
+        (*whole[:-1], K),
     )  # fmt: skip
 
 

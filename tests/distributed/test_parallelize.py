@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import float8lab
+from float8lab.distributed import ModelState
 from float8lab.distributed.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -256,26 +257,37 @@ def check_weights_stored_in_fp8(ranks: Ranks) -> None:
 
 
 def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
-    def build(shape: tuple[int, int], seed: int) -> Block:
+    """Of weights in high precision, and stored in FP8."""
+
+    def build(shape: tuple[int, int], seed: int, recipe: Recipe, stored: bool) -> Block:
         mesh = ranks.mesh(*shape, names=("dp", "tp"))
         model = Block(None)
         for parameter in model.parameters():
             parameter.data.add_(seed)
-        float8lab.convert_to_float8(model, RECIPES[0])
+        float8lab.convert_to_float8(model, recipe, freeze_weights=stored)
         parallelize_module(model, mesh["tp"], plan_of("float8"))
         return fully_shard(model, mesh=mesh["dp"])
 
+    def content(model: nn.Module) -> Any:
+        return {name: whole(value) for name, value in ModelState(model).state_dict().items()}
+
     half = ranks.world // 2
-    expected = [p.data for p in Block(None).parameters()]
-    saved = build((half, 2), 0)
-    dcp.save(saved.state_dict(), checkpoint_id=ranks.tmp_path)
-    for shape in ((ranks.world, 1), (1, ranks.world), (2, half)):
-        model = build(shape, 1)
-        state = model.state_dict()
-        dcp.load(state, checkpoint_id=ranks.tmp_path)
-        model.load_state_dict(state)
-        for one, other in zip(model.parameters(), expected, strict=True):
-            assert torch.equal(one.full_tensor(), other)
+    for i, (recipe, stored) in enumerate(
+        ((RECIPES[0], False), (RECIPES[0], True), (RECIPES[2], True))
+    ):
+        alone = float8lab.convert_to_float8(Block(None), recipe, freeze_weights=stored)
+        expected, path = content(alone), ranks.tmp_path / str(i)
+        dcp.save({"model": ModelState(build((half, 2), 0, recipe, stored))}, checkpoint_id=path)
+        for shape in ((ranks.world, 1), (1, ranks.world), (2, half)):
+            model = build(shape, 1, recipe, stored)
+            dcp.load({"model": ModelState(model)}, checkpoint_id=path)
+            loaded = content(model)
+            assert loaded.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(loaded[name], value), (recipe, stored, shape, name)
+        tp = ranks.mesh(2, half, names=("dp", "tp"))["tp"]
+        x, mine = inputs(tp, "float8", 2, 8)
+        assert torch.equal(whole(model(mine)), alone(x))
 
 
 def check_loss_over_a_sharded_vocabulary(ranks: Ranks) -> None:
