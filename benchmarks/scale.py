@@ -247,7 +247,7 @@ UNPREDICTED = {
     "grouped": "products of experts, whose rates the model does not have",
     "permute": "what a mixture of experts adds, which the model does not have",
     "overhead": "CPU time, which differs by tens of per cent between hosts",
-    "Links": "the rate of links is taken from it",
+    "Links between two H200s": "the rate of links is taken from it",
     "Report page in a browser": "a browser's",
     "Inspection on a GPU": "small layers, which wait for the CPU",
 }

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Source, cast_op, round_up
+from float8lab.ops import Source, amax_op, cast_op, round_up
 from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
@@ -91,6 +91,10 @@ def cast(
     """
     plan = call.plan
     by: By = None
+    if call.parallel is not None and not plan.delayed:
+        dim = call.parallel.sharded(index)
+        if dim is not None:
+            return _cast_shard(x, spec, transposed, dim, call, column_sum=column_sum, align=align)
     if not torch.compiler.is_compiling():
         if plan.delayed:
             by = call.known[index] or call.scale(index, x)
@@ -153,6 +157,26 @@ def cast_by(
     return q, scale, factor, q_t, scale_t, total
 
 
+def _cast_shard(
+    x: Tensor | Source,
+    spec: Float8Spec | None,
+    transposed: Float8Spec | None,
+    dim: int,
+    call: Call,
+    *,
+    column_sum: bool,
+    align: int,
+) -> tuple[Any, ...]:
+    """``cast`` of a shard along ``dim``, with the bytes that the cast of the whole gives it."""
+    plan, parallel = call.plan, call.parallel
+    assert parallel is not None, "of a layer that is spread"
+    by: By = None
+    if (-1, -1) in (spec and spec.block, transposed and transposed.block):
+        amax = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
+        by = Factors(None, parallel.largest(amax)), None  # type: ignore[arg-type]
+    return cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
+
+
 def _amax_in_graph(x: Tensor, index: int) -> Tensor | None:
     """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it.
 
@@ -186,7 +210,7 @@ def known_input(
     spec, transposed = specs
     if spec is None and transposed is None:
         return None, None, None
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or call.parallel is not None:
         return None, cast(x, spec, X, call, transposed=transposed)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
     node, key = None if alone or inp is None else inp.grad_fn, None
@@ -312,14 +336,14 @@ def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightO
     tells that reliably: fused optimizers and ``weight.data`` leave the version counter alone.
     ``is_first_microbatch`` does: True casts and keeps, False reuses.
     """
-    graph = torch.compiler.is_compiling()
+    graph, spread = torch.compiler.is_compiling(), call.parallel is not None
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
             return None, None, (*_stored(weight, call.plan.w), None)
         if not graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
-    if graph:
+    if graph or (spread and call.first_microbatch is None):
         found: Any = cast(weight, call.plan.w, W, call)
         return None, None, found[:3]
     if call.first_microbatch is None or call.precision is None:

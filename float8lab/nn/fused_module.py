@@ -20,9 +20,9 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import fused_weight
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
-from float8lab.nn.norm import check_norm, mark_sequence_parallel
+from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.parallel import TensorParallelGroup
+from float8lab.nn.parallel import TensorParallelGroup, mark_sequence_parallel
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
 

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8lab.distributed.tensor_parallel import spread_mm
+from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
     Operand,
@@ -36,11 +38,11 @@ from float8lab.nn.casts import (
     show_gemm,
     show_input,
 )
-from float8lab.nn.precision import DY, Call, W
+from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import Source, as_matrix, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors
-from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.recipe import GemmPlan, Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -98,7 +100,7 @@ def forward(
     """
     plan, source = call.plan, isinstance(x, Source)
     needs_dx, needs_dw = needs
-    wgrad = plan.wgrad if needs_dw else None
+    wgrad, parallel = plan.wgrad if needs_dw else None, call.parallel
     uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
@@ -114,11 +116,13 @@ def forward(
     if plan.fprop or keep_w:
         high, w_by, w_cast = known_weight(weight, call)
     first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
-    on_gpu = first.is_cuda
-    multiply: Any = _planned_product if on_gpu and not call.watched else _product
+    spread = None if parallel is None else call
+    plans = first.is_cuda and spread is None and not call.watched
+    multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
-        value, specs, x_by, x_cast, high, w_by, w_cast, bias, weight.shape[0], call.recipe, dtype
-    )
+        value, specs, x_by, x_cast, high, w_by, w_cast, bias, weight.shape[0], call.recipe, dtype,
+        spread,
+    )  # fmt: skip
     q, scale, factor, q_t, scale_t = x_now
     if key is not None:
         STATE.last_cast = weakref.ref(inp, forget_cast), key, x_now  # type: ignore[arg-type]
@@ -126,10 +130,10 @@ def forward(
         show_input(value, specs, x_now, call)
     if w8 is not None and (call.watched or STATE.weights is not None):
         note_weight(weight, (w8, w_scale, w_factor), call)
-    if call.watched:
+    if call.watched and (parallel is None or not plan.fprop):
         show_gemm("fprop", call, *(((q, scale), (w8, w_scale)) if plan.fprop else (None, None)))
     if y is None:
-        y = _in_high_precision(value, weight, bias, dtype)
+        y = _in_high_precision(value, weight, bias, dtype, call)
 
     saved_x: Saved = (None, None, None)
     if source and keep_x:
@@ -140,10 +144,13 @@ def forward(
         saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
     elif not source and needs_dw:
         saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
+    if parallel is not None and parallel.keeps and not source and needs_dw:
+        saved_x = _gathered_for_wgrad(saved_x, call)
     saved_w: Saved = (None, None, None)
     if keep_w:
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
         lean = source and isinstance(weight, nn.Parameter)
+        lean = lean and (spread is None or w_factor is not None)  # else nothing tells the bytes
         lean = lean and (high is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
     keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
@@ -162,6 +169,7 @@ def _product(
     features: int,
     recipe: Recipe,
     dtype: torch.dtype,
+    spread: Call | None = None,
 ) -> tuple[Tensor | None, ...]:
     """``x @ weight.T + bias``, ``[M, features]``, None in high precision; x and weight in FP8.
 
@@ -177,6 +185,7 @@ def _product(
         features: N.
         recipe: how to cast.
         dtype: of the product.
+        spread: the call, if the layer is spread over ranks.
     """
     plan, (straight, transposed) = recipe.linear, specs
     if x_cast is None:
@@ -193,6 +202,11 @@ def _product(
         (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
         if bias is not None and bias.shape[0] != w8.shape[0]:
             bias = F.pad(bias, (0, w8.shape[0] - bias.shape[0]))
+        if spread is not None:
+            y, whole = _spread_mm(x_cast[:2], w_cast[:2], plan.fprop, shape, dtype, spread, bias)
+            if spread.watched:
+                show_gemm("fprop", spread, whole, w_cast[:2])
+            return y, *x_cast, *w_cast
         y = scaled_mm_op(x8, x_scale, left.block, w8, w_scale, right.block, bias, dtype, fast_accum)
         # A compiled graph always crops: asking whether it must would fix the number of tokens.
         if torch.compiler.is_compiling() or y.shape != shape:
@@ -204,12 +218,37 @@ def _product(
 _planned_product = planned(_product)
 
 
+def _spread_mm(
+    a: Operand,
+    b: Operand,
+    gemm: GemmPlan,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    call: Call,
+    bias: Tensor | None = None,
+    *,
+    backward: bool = False,
+) -> tuple[Tensor, Operand]:
+    """``spread_mm`` of operands that this rank has; ``shape`` has the rows of ``a``, or all."""
+    parallel, rows = call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    if rows is not None:
+        shape = rows.total, shape[1]
+    how = gemm.left.block, gemm.right.block, gemm.fast_accum
+    operands, bias = (a, b), parallel.added(bias)
+    return spread_mm(parallel, rows, operands, how, shape, dtype, bias, backward=backward)
+
+
 def _in_high_precision(
-    x: Tensor | Source, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor | Source, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, call: Call
 ) -> Tensor:
-    high = x.value() if isinstance(x, Source) else x
+    high, parallel = x.value() if isinstance(x, Source) else x, call.parallel
+    if parallel is not None:
+        high = parallel.entered(high, call.rows)
+        bias = parallel.added(bias)
     added = None if bias is None else bias.to(dtype)
-    return F.linear(high.to(dtype), plain(weight).to(dtype), added)
+    y = F.linear(high.to(dtype), plain(weight).to(dtype), added)
+    return y if parallel is None else parallel.left(y, call.rows)
 
 
 def forward_again(
@@ -222,7 +261,7 @@ def forward_again(
         assert weight is not None, "kept for this"
         if call.watched:
             show_gemm("fprop", call, None, None)
-        return _in_high_precision(x, weight, bias, x.dtype)
+        return _in_high_precision(x, weight, bias, x.dtype, call)
     x_q = cast_by(x, plan.fprop.left, None, plan, (Factors(scale, factor), None))[:5]
     known: Any = w8, w_scale, None
     high: Tensor | None = None
@@ -234,9 +273,10 @@ def forward_again(
         else:
             high, by, known = plain(weight), (Factors(w_scale, w_factor), None), None
     y, *_, w8, w_scale, _ = _product(
-        x, (None, None), None, x_q, high, by, known, bias, features, call.recipe, x.dtype
-    )
-    if call.watched:
+        x, (None, None), None, x_q, high, by, known, bias, features, call.recipe, x.dtype,
+        None if call.parallel is None else call,
+    )  # fmt: skip
+    if call.watched and call.parallel is None:
         show_gemm("fprop", call, x_q[:2], (w8, w_scale))  # type: ignore[arg-type]  # in FP8
     assert y is not None, "in FP8"
     return y
@@ -245,7 +285,7 @@ def forward_again(
 class Gradient:
     """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
 
-    __slots__ = ("high", "q", "q_t", "total")
+    __slots__ = ("high", "q", "q_t", "total", "turns")
 
     high: Tensor | None
     q: Operand | None
@@ -254,6 +294,8 @@ class Gradient:
     """Transposed, for wgrad."""
     total: Tensor | None
     """The sums over the rows, where they come for free."""
+    turns: bool
+    """The transpose is made of what dgrad gathers from other ranks."""
 
     def __init__(self, dy: Tensor | Source, call: Call, *, needs: tuple[bool, bool, bool]) -> None:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
@@ -266,9 +308,13 @@ class Gradient:
             dy = dy.value()  # something wants it written
         self.high = None if isinstance(dy, Source) else dy
         self.q = self.q_t = self.total = None
+        self.turns = False
         if not (dx or dw):
             return
         total = needs_db and dx is not None and dw is not None
+        if call.parallel is not None and call.parallel.scatters and dx == dw:
+            self.turns = plan.dy.block == (-1, -1)
+            dw = None if self.turns else dw
         q, scale, _, q_t, scale_t, sums = cast(dy, dx, DY, call, transposed=dw, column_sum=total)
         if dx:
             self.q = q, scale
@@ -310,25 +356,33 @@ def backward(
     kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
     dx = dw = db = None
     on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
-    plans, watching = on_gpu and not call.watched, call if call.watched else None
+    parallel = call.parallel
+    plans = on_gpu and not call.watched and parallel is None
+    watching, spread = call if call.watched else None, None if parallel is None else call
     if needs[0]:
         by: By = (Factors(w_scale, w_factor), None)
         high, w_t = None if w8 is not None and dy.q else weight, None
-        if dy.q and (torch.compiler.is_compiling() or w_scale is None):
+        if dy.q and (torch.compiler.is_compiling() or w_scale is None or spread is not None):
             high, by, w_t = _weight_transposed(high, w8, by, call, event=dy.q[1])
         elif isinstance(high, Float8Tensor):
             high = plain(high, dy.high)
-        multiply: Any = _planned_dgrad if plans else _dgrad
-        dx = multiply(
-            dy.q or dy.high, high, w8, by, w_t, w_scale is not None, call.recipe, (M, K), dtypes[0],
-            watching,
-        )  # fmt: skip
+        if spread is not None:
+            dx = _spread_dgrad(dy, high, w_t, w_scale is not None, call, (M, K), dtypes[0])
+        else:
+            multiply: Any = _planned_dgrad if plans else _dgrad
+            dx = multiply(
+                dy.q or dy.high, high, w8, by, w_t, w_scale is not None, call.recipe, (M, K),
+                dtypes[0], watching,
+            )  # fmt: skip
     dy.q = None  # its room may serve for dw
     if needs[1]:
         dtype = dtypes[1] if fused is None else fused.main_grad.dtype
         factors = Factors(x_scale, x_factor)
-        multiply = _planned_wgrad if plans else _wgrad
-        dw = multiply(dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching)
+        if spread is not None:
+            dw = _spread_wgrad(dy, x, kept, factors, call, (N, K), dtype)
+        else:
+            multiply = _planned_wgrad if plans else _wgrad
+            dw = multiply(dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching)
         if fused is not None:
             _accumulate(fused, dw, overwrite=call.first_microbatch is True)
             dw = None
@@ -356,9 +410,12 @@ def _weight_transposed(
         return None, by, (transpose_op(w8, 1, event), by[0].scale.t())
     assert weight is not None, "kept for this"
     high = plain(weight, event)
+    if by[0].scale is not None and call.parallel is not None:
+        w8, scale, *_ = cast_by(high, call.plan.w, None, call.plan, by)
+        return None, by, (transpose_op(w8, 1, event), scale.t())
     if by[0].scale is not None:
         return high, by, None
-    if graph:
+    if graph or call.parallel is not None:
         return None, by, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
     return high, call.known[W] or call.scale(W, high) if call.plan.delayed else None, None
 
@@ -410,6 +467,99 @@ def _dgrad(
 
 
 _planned_dgrad = planned(_dgrad)
+
+
+def _spread_dgrad(
+    dy: Gradient,
+    weight: Tensor | None,
+    w_t: Any,
+    turns: bool,
+    call: Call,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """``_dgrad`` of a layer that is spread over ranks; ``dy`` may get its transpose."""
+    plan, parallel = call.plan, call.parallel
+    assert parallel is not None, "of a layer that is spread"
+    if dy.q is None:
+        assert weight is not None, "kept for this"
+        assert dy.high is not None, "written"
+        if call.watched:
+            show_gemm("dgrad", call, None, None)
+        high = parallel.entered(dy.high, call.rows, backward=True)
+        return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
+    assert plan.dgrad is not None, "cast for it"
+    dx, whole = _spread_mm(dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True)
+    if call.watched:
+        if not turns and not plan.fprop:  # else the forward has cast it
+            assert weight is not None, "cast just now"
+            show_cast(weight.t(), w_t, plan.dgrad.right, W, call, only_in_backward=True)
+        show_gemm("dgrad", call, whole, w_t)
+    if dy.turns:
+        dy.q_t = transpose_op(whole[0], 1, None), whole[1]
+    return dx
+
+
+def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand:
+    """An operand of wgrad, whose columns are the tokens, of all ranks."""
+    assert call.parallel is not None, "of a layer that is spread"
+    assert call.rows is not None, "under sequence parallelism"
+    return call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+
+
+def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:
+    """What backward needs of x, of all ranks: its transpose in FP8, or the matrix."""
+    assert call.parallel is not None, "of a layer that is spread"
+    x, scale, _ = saved
+    assert x is not None, "a matrix"
+    if scale is None:
+        return call.parallel.entered(x, call.rows), None, None
+    assert call.plan.wgrad is not None, "cast for it"
+    return *_gathered(x, scale, call.plan.wgrad.right, call), None
+
+
+def _spread_wgrad(
+    dy: Gradient,
+    x: Source | None,
+    kept: Tensor | None,
+    factors: Factors,
+    call: Call,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """``_wgrad`` of a layer that is spread over ranks."""
+    plan, parallel, rows = call.plan, call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    gathered = x is None and parallel.keeps
+    if plan.wgrad is None:
+        high = kept if x is None else x.value()
+        assert high is not None, "kept for this"
+        assert dy.high is not None, "written"
+        if call.watched:
+            show_gemm("wgrad", call, None, None)
+        high = high if gathered else parallel.entered(high, rows)
+        dy_high = parallel.entered(dy.high, rows, backward=True)
+        return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
+    left, right, fast_accum = plan.wgrad
+    if x is None:
+        assert kept is not None, "kept for this"
+        x_t = kept, factors.scale.float()
+    elif factors.scale is not None:
+        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+    else:
+        x_t = cast(x, None, X, call, transposed=right)[3:5]
+    if parallel.gathers and not gathered:
+        x_t = _gathered(*x_t, right, call)
+    dy_t = dy.q_t
+    assert dy_t is not None, "cast for it"
+    if parallel.scatters and not dy.turns:
+        dy_t = _gathered(*dy_t, left, call)
+    if call.watched:
+        show_gemm("wgrad", call, dy_t, x_t)
+    dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
+    if torch.compiler.is_compiling() or dw.shape != shape:
+        dw = dw[: shape[0], : shape[1]]
+    return dw
 
 
 def _wgrad(
@@ -520,17 +670,21 @@ class LinearFunction(Float8Function):
         )  # fmt: skip
         ctx.save_for_backward(*saved)
         ctx.call = call
-        ctx.shapes = x.shape, (rows.shape[0], N, K)
+        ctx.shapes, shape = (x.shape, (rows.shape[0], N, K)), (*x.shape[:-1], N)
+        if call.rows is not None:
+            ctx.shapes = x.shape, (call.rows.total, N, K)
+            shape = call.parallel.shape_of_output(x.shape, call.rows, N)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
-        out: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], N))
+        out: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (x_shape, shape) = ctx.needs_input_grad[:3], ctx.shapes
-        gradient = Gradient(dy.reshape(shape[:2]), ctx.call, needs=needs)
+        dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
+        gradient = Gradient(dy, ctx.call, needs=needs)
         dx, dw, db = backward(
             gradient, None, ctx.saved_tensors, ctx.call,
             needs=needs, shape=shape, dtypes=ctx.dtypes,

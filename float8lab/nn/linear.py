@@ -21,10 +21,18 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
+from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
-from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
+from float8lab.nn.parallel import (
+    Shard,
+    TensorParallelGroup,
+    mark_sequence_parallel,
+    mark_shard,
+    parallel_size,
+    share_of,
+)
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
@@ -94,23 +102,27 @@ def initialise(
     init_method: Callable[[Tensor], Any] | None,
     *,
     keep: bool,
+    shard: Shard | None = None,
 ) -> None:
     """Initialise the weight that ``<prefix>weight`` form, by one call, and the biases to 0.
 
     With ``keep``, parameters that are stored in FP8 keep these initial values in high precision.
+    Shards are taken from the whole that one rank alone would initialise.
     """
     init = init_method or normal_init
     weights = [getattr(module, f"{prefix}weight") for prefix in prefixes]
-    sizes = [weight.shape[0] for weight in weights]
     with torch.no_grad():
-        if len(weights) == 1 and not keep:
+        if len(weights) == 1 and not keep and shard is None:
             init(weights[0])
         else:
-            first = weights[0]
-            shape = (sum(sizes), first.shape[1])
+            first, own = weights[0], Shard() if shard is None else shard
+            shapes = [own.whole(weight.shape) for weight in weights]
+            sizes = [shape[0] for shape in shapes]
+            shape = (sum(sizes), shapes[0][1])
             whole = torch.empty(shape, device=first.device, dtype=first.dtype)
             init(whole)
-            for weight, part in zip(weights, whole.split(sizes), strict=True):
+            parts = [own.of(part) for part in whole.split(sizes)]
+            for weight, part in zip(weights, parts, strict=True):
                 weight.copy_(part)
                 if keep:
                     keep_initial_value(weight, part.clone())
@@ -221,6 +233,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     return_bias = False
     fuse_wgrad_accumulation = False
     _split: dict[str, int] | None = None
+    parallel_mode: str | None = None
     _keeps_initial_values = False
     _init_method: Callable[[Tensor], Any] | None = None
 
@@ -241,7 +254,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_size: int = 1,
         parallel_mode: str | None = None,
     ) -> None:
-        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
             bias=bias,
             return_bias=return_bias,
@@ -256,6 +269,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.sequence_parallel = sequence_parallel
+        self.parallel_mode = parallel_mode and parallel_mode.lower()
+        self.tp_size = ranks
         self._init_method = init_method
         self._split = sizes_of_split(parameters_split, out_features)
         self._fp8 = Precision()
@@ -263,17 +278,37 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         dtype = params_dtype or torch.get_default_dtype()
         sizes = {"": out_features} if self._split is None else self._split
         self._names = [f"{name}_" if name else "" for name in sizes]
+        column, row = self.parallel_mode == "column", self.parallel_mode == "row"
+        features = share_of("in_features", in_features, ranks) if row else in_features
         for prefix, size in zip(self._names, sizes.values(), strict=True):
-            weight = torch.empty(size, in_features, device=where, dtype=dtype)
-            self.register_parameter(f"{prefix}weight", nn.Parameter(weight))
-            value = torch.zeros(size, device=where, dtype=dtype) if bias else None
+            name = f"parameters_split[{prefix[:-1]!r}]" if prefix else "out_features"
+            mine = share_of(name, size, ranks) if column else size
+            weight = nn.Parameter(torch.empty(mine, features, device=where, dtype=dtype))
+            self.register_parameter(f"{prefix}weight", weight)
+            value = torch.zeros(mine, device=where, dtype=dtype) if bias else None
             parameter = None if value is None else nn.Parameter(value)
             self.register_parameter(f"{prefix}bias", parameter)
+        self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
         self._keeps_initial_values = store_in_fp8(self, names)
+        self._mark_shards()
         place_precisions(self)
+
+    def _parallel_modes(self) -> dict[str, str]:
+        return {} if self.parallel_mode is None else {"_fp8": self.parallel_mode}
+
+    def _mark_shards(self) -> None:
+        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        for prefix in self._names if self.tp_size > 1 else ():
+            weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
+            row = self.parallel_mode == "row"
+            mark_shard(weight, int(row))
+            if bias is not None and row:
+                mark_sequence_parallel(self.sequence_parallel, bias)
+            elif bias is not None:
+                mark_shard(bias, 0)
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
@@ -284,7 +319,10 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if "_names" not in vars(self):  # set by __init__, which a converted layer was not through
             super().reset_parameters()
             return
-        initialise(self, self._names, self._init_method, keep=self._keeps_initial_values)
+        shard = self._shard(int(self.parallel_mode == "row"))
+        initialise(
+            self, self._names, self._init_method, keep=self._keeps_initial_values, shard=shard
+        )
 
     def _weight_cast(self, name: str) -> WeightCast | None:
         return self._fp8.weight_gather() if name == "weight" and self._split is None else None
@@ -311,15 +349,18 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
+        parallel = self._fp8.parallel
+        rows = None if parallel is None else parallel.rows_of(x)
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
             fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+            rows=rows,
         )  # fmt: skip
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
-            y = self._forward_in_high_precision(x, high, added)
+            y = self._forward_in_high_precision(x, high, added, rows)
         else:
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
@@ -334,9 +375,16 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         whole = torch.cat([plain(weight) for weight in weights])
         return whole, None if biases[0] is None else torch.cat(biases)
 
-    def _forward_in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _forward_in_high_precision(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
+    ) -> Tensor:
+        parallel = self._fp8.parallel
+        if parallel is None:
+            self._fp8.calibrate(x, weight)
+            return nn.functional.linear(x, weight, bias)
+        x = parallel.enter(x, rows)
         self._fp8.calibrate(x, weight)
-        return nn.functional.linear(x, weight, bias)
+        return parallel.linear(x, weight, bias, rows)
 
     def extra_repr(self) -> str:
         first = getattr(self, f"{self._names[0]}bias") if self._split else self.bias

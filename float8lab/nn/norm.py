@@ -22,13 +22,13 @@ from float8lab.arguments import (
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
+from float8lab.nn.parallel import mark_sequence_parallel
 
 __all__ = [
     "LayerNorm",
     "RMSNorm",
     "check_norm",
     "convert_norms",
-    "mark_sequence_parallel",
     "normalized_size",
 ]
 
@@ -61,13 +61,6 @@ def check_norm(normalization: str, name: str, eps: float) -> float:
     check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
     epsilon: float = check_number(name, eps, minimum=0)
     return epsilon
-
-
-def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
-    """Set the attribute by which trainers know gradients to sum over tensor-parallel ranks."""
-    for parameter in parameters:
-        if parameter is not None:
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
 
 def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,21 +1,62 @@
-"""Tensor- and context-parallel arguments of modules: for now they must mean a single rank."""
+"""Tensor- and context-parallel arguments of modules; the latter must mean a single rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from float8lab.arguments import check_choice, check_group, check_size
+from float8lab.distributed.tensor_parallel import TensorParallel
 
 __all__ = [
     "ContextParallelGroup",
+    "Shard",
     "TensorParallelGroup",
     "check_context_group",
     "check_parallel_arguments",
+    "mark_sequence_parallel",
+    "mark_shard",
+    "parallel_size",
+    "share_of",
 ]
+
+
+def parallel_size(tp_size: int, tp_group: Any, parallel_mode: str | None) -> int:
+    """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``.
+
+    Raises:
+        ValueError: the group has another size than ``tp_size``.
+    """
+    check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
+    check_group("tp_group", tp_group)
+    size = check_size("tp_size", tp_size, minimum=1)
+    if tp_group is not None:
+        found = torch.distributed.get_world_size(tp_group)
+        if size not in (1, found):
+            raise ValueError(
+                f"tp_size must be the {found} ranks of tp_group; got {size}. Leave it out, or pass "
+                "another group."
+            )
+        size = found
+    return size if parallel_mode is not None else 1
+
+
+def share_of(name: str, features: int, ranks: int) -> int:
+    """A rank's share of features.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if features % ranks:
+        raise ValueError(
+            f"{name} must be a multiple of the {ranks} tensor-parallel ranks; got {features}. "
+            "Choose another size, or fewer ranks."
+        )
+    return features // ranks
 
 
 def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
@@ -45,12 +86,93 @@ def check_context_group(cp_group: Any) -> None:
         )
 
 
+def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
+    """Set the attribute by which trainers know gradients to sum over tensor-parallel ranks."""
+    for parameter in parameters:
+        if parameter is not None:
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+def mark_shard(parameter: Tensor, dim: int) -> None:
+    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
+    marked: Any = parameter
+    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, 1
+
+
+class Shard(NamedTuple):
+    """Which part of a whole parameter a rank has."""
+
+    dim: int = 0
+    rank: int = 0
+    ranks: int = 1
+    pieces: int = 1
+    """Equal pieces of the whole, along ``dim``, of each of which the rank has its part."""
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what a parameter of ``shape`` is a part of."""
+        return tuple(n * self.ranks if i == self.dim else n for i, n in enumerate(shape))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of ``whole``."""
+        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.chunk(self.pieces, self.dim)]
+        return torch.cat([part[self.rank] for part in parts], self.dim)
+
+
+class _NoGroup:
+    """Stands for the group of a module that has yet to be given one."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def rows_of(self, x: Tensor) -> Any:
+        raise RuntimeError(
+            f"tp_group must be set before the first call of a module for {self.ranks} "
+            "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
+        )
+
+
 class TensorParallelGroup:
     """Base of modules with a tensor-parallel group."""
 
+    tp_size = 1
+    tp_group: Any = None
+    sequence_parallel = False
+    keep_gathered = False
+
+    def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
+        """The part of a whole weight that this rank has, if there are several and it knows."""
+        if self.tp_size == 1 or self.tp_group is None:
+            return None
+        return Shard(dim, torch.distributed.get_rank(self.tp_group), self.tp_size, pieces)
+
+    def _parallel_modes(self) -> dict[str, str]:
+        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state."""
+        return {}
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only one of a single rank is supported."""
-        check_parallel_arguments(1, tp_group, None)
+        """Set the process group of the ranks that share the module's weights; on all of them.
+
+        Raises:
+            TypeError: not a process group.
+            ValueError: not of the ``tp_size`` ranks that the module was made for.
+        """
+        check_group("tp_group", tp_group)
+        size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
+        if tp_group is not None and size != self.tp_size and self._parallel_modes():
+            raise ValueError(
+                f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
+                f"{size}. Pass that group, or make the module with tp_size={size}."
+            )
+        self.tp_group = tp_group
+        for name, mode in self._parallel_modes().items():
+            parallel: Any = None
+            if self.tp_size > 1 and tp_group is None:
+                parallel = _NoGroup(self.tp_size)
+            elif self.tp_size > 1:
+                parallel = TensorParallel(
+                    tp_group, mode, self.sequence_parallel, self.keep_gathered
+                )
+            getattr(self, name).spread(parallel)
 
 
 class ContextParallelGroup(TensorParallelGroup):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.distributed.fsdp.weight import WeightCast
+from float8lab.distributed.tensor_parallel import Rows, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Groups, Source, as_matrix
@@ -66,11 +67,13 @@ class Call:
         "fused_weight",
         "group_name",
         "known",
+        "parallel",
         "plan",
         "precision",
         "recipe",
         "record",
         "repeats",
+        "rows",
         "slots",
         "watched",
     )  # fmt: skip
@@ -86,6 +89,8 @@ class Call:
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
         group_name: str = "",
+        parallel: TensorParallel | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
@@ -95,6 +100,8 @@ class Call:
         self.first_microbatch = first_microbatch
         self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
         self.group_name = group_name  # in a compiled graph
+        self.parallel = parallel  # how the layer is spread over ranks, if it is
+        self.rows = rows  # of the layer's whole tokens, under sequence parallelism
         # A compiled graph has no trace of an observer.
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
         self.repeats = known is not None  # a recomputation: under the scales of its original
@@ -116,7 +123,8 @@ class Call:
         found = self.known[index]
         if found is None:
             assert self.slots is not None, "asked for under a delayed recipe only"
-            found = self.slots.scale_for(index, x, record=self.record)
+            empty = self.rows is None or self.rows.total == 0
+            found = self.slots.scale_for(index, x, record=self.record, empty=empty)
             if self.slots.forward[index]:
                 self.known[index] = found
         return found
@@ -127,6 +135,7 @@ class Call:
         call = Call(
             self.recipe, self.slots, self.record, precision=self.precision, known=known,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
+            parallel=self.parallel, rows=self.rows,
         )  # fmt: skip
         if self.record and self.slots is not None:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
@@ -146,9 +155,11 @@ class Precision:
         name: qualified name, where known.
         fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
         experts: how many weights the module has, each with a delayed scale of its own.
+        parallel: how the module is spread over tensor-parallel ranks; None: it is not.
     """
 
     experts = 1
+    parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -191,6 +202,7 @@ class Precision:
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         copy = type(self)(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
         copy.fp8_all_gather, copy.experts = self.fp8_all_gather, self.experts
+        copy.parallel = self.parallel
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
         copy._place(self.handle.device)
         memo[id(self)] = copy
@@ -227,6 +239,7 @@ class Precision:
         training: bool,
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
+        rows: Rows | None = None,
     ) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
 
@@ -235,12 +248,13 @@ class Precision:
             training: of the module.
             first_microbatch: as the user says it of the weight.
             fused_weight: a weight whose gradient goes into its ``main_grad``.
+            rows: of the module's whole tokens, under sequence parallelism.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(x, training, first_microbatch, fused_weight)
+            return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows)
         noted, original = (None, state.replay)
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
@@ -248,7 +262,7 @@ class Precision:
             original = original or followed
         call = None
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_again(original, x.device, first_microbatch, fused_weight)
+            call = self._begin_again(original, x.device, first_microbatch, fused_weight, rows)
         else:
             recipe = self.active_recipe()
             if recipe is not None:
@@ -261,17 +275,20 @@ class Precision:
                     call = Call(
                         recipe, slots, record, precision=self,
                         first_microbatch=first_microbatch, fused_weight=fused_weight,
+                        parallel=self.parallel, rows=rows,
                     )  # fmt: skip
                     if record and region is not None:
                         region.packs[slots.pack] = None
                 else:
                     call = self._shared
                     own = first_microbatch is not None or fused_weight is not None
+                    own = own or rows is not None
                     watched = PROCESS.observer is not None
                     if own or call is None or call.recipe is not recipe or call.watched != watched:
                         call = Call(
                             recipe, None, False, precision=self,
                             first_microbatch=first_microbatch, fused_weight=fused_weight,
+                            parallel=self.parallel, rows=rows,
                         )  # fmt: skip
                         self._shared = None if own else call
                 if region is not None:
@@ -284,7 +301,12 @@ class Precision:
         return call
 
     def _begin_in_graph(
-        self, x: Tensor, training: bool, first_microbatch: bool | None, fused_weight: Any
+        self,
+        x: Tensor,
+        training: bool,
+        first_microbatch: bool | None,
+        fused_weight: Any,
+        rows: Rows | None,
     ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
@@ -298,6 +320,7 @@ class Precision:
             recipe, None, record, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
+            parallel=self.parallel, rows=rows,
         )  # fmt: skip
 
     def scale_in_graph(
@@ -328,6 +351,7 @@ class Precision:
         device: torch.device,
         first_microbatch: bool | None,
         fused_weight: Any,
+        rows: Rows | None,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
@@ -353,7 +377,15 @@ class Precision:
         return Call(
             recipe, slots, False, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
+            parallel=self.parallel, rows=rows,
         )  # fmt: skip
+
+    def spread(self, parallel: TensorParallel | None) -> None:
+        """Set how the module is spread over tensor-parallel ranks."""
+        self.parallel = parallel
+        self.weight_cast = self._shared = None
+        for slots in self.slots.values():
+            slots.spread(parallel)
 
     def calibrate(self, x: Tensor | Groups, weight: Tensor | Groups) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
@@ -423,6 +455,7 @@ class Precision:
                 device=device,
                 key=self.key,
                 widths=() if self.experts == 1 else (1, self.experts, 1),
+                parallel=self.parallel,
             )
             self.slots[key] = slots
         elif slots.pack.scale.device != device:

@@ -36,6 +36,7 @@ __all__ = [
     "channel_of",
     "group_named",
     "has_ranks",
+    "includes_shards",
     "name_of_group",
 ]
 
@@ -62,6 +63,19 @@ class AmaxChannel:
         self._news: Tensor | None = None  # > 0: some rank used a module that is not on the wire
         self._news_arrived: Any = None  # CUDA event
         self._plan: tuple[Any, list[tuple[ScalePack, Tensor, Tensor]]] | None = None
+        self._host: Any = None
+
+    def host_name(self, group: Any) -> str:
+        """Name of a process group of the same ranks that exchanges tensors of the CPU."""
+        if self._host is None:
+            self._host = group
+            if torch.device("cpu") not in group._device_types:
+                self._host = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                )
+        return str(self._host.group_name)
 
     def add(self, slots: DelayedSlots) -> None:
         """Take in the slots of a module that was used."""
@@ -184,6 +198,13 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
         return None
     return group, channel(group)
+
+
+def includes_shards(pack: ScalePack) -> bool:
+    """Whether the reduction of a pack's amaxes takes in all its tensor-parallel ranks."""
+    found = channel_of(pack.group) if pack.recipe.reduce_amax else None
+    shards, ranks = pack.parallel.group, dist.get_process_group_ranks
+    return found is not None and {*ranks(shards)} <= {*ranks(found[0])}
 
 
 def name_of_group(group: Any) -> str:

@@ -33,7 +33,13 @@ from float8lab.ops.declare import declare
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.recipes.recording import Recording
-from float8lab.recipes.reduction import channel_of, group_named, has_ranks, name_of_group
+from float8lab.recipes.reduction import (
+    channel_of,
+    group_named,
+    has_ranks,
+    includes_shards,
+    name_of_group,
+)
 
 __all__ = [
     "DEFAULT_RECIPE",
@@ -234,6 +240,9 @@ def advance_scales(
     each = list(packs)
     due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
+    for pack in due:
+        if pack.parallel is not None and not includes_shards(pack):
+            pack.amax.copy_(pack.parallel.largest(pack.amax))
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
         found = channel_of(named)

@@ -33,11 +33,11 @@ from float8lab.ops import Source, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
     attention,
-    block_gemm,
     cast_hopper,
     cast_many,
     grouped_cast,
     grouped_gemm,
+    hopper_gemm,
     norm,
     permute,
     prologue,
@@ -412,7 +412,8 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype = E4M3) -> Any:
     a, b = torch.zeros(384, 512).to(a_dtype), torch.zeros(512, 512).to(E4M3)
     scales = torch.ones(4, 384).t(), torch.ones(4, 512 // b_block).t()
-    return lambda: block_gemm.multiply_blocks(a, scales[0], b, scales[1], out_dtype)
+    y, mode = torch.empty(384, 512, dtype=out_dtype), "rows" if b_block == 1 else "block"
+    return lambda: hopper_gemm.multiply_tiles(mode, a, scales[0], b, scales[1], None, y)
 
 
 def product_of_groups(
@@ -476,7 +477,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for module in (attention, block_gemm, grouped_gemm):
+        for module in (attention, hopper_gemm):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded

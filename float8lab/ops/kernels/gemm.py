@@ -2,7 +2,7 @@
 
 Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``may_multiply``); all
 others are dequantized and multiplied in high precision. Blocks that cuBLASLt does not take are
-multiplied in ``block_gemm.py``.
+multiplied in ``hopper_gemm.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_mm as torch_scaled_mm
 
 from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.block_gemm import multiply_blocks
 from float8lab.ops.kernels.dequantize import dequantize, transpose
+from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import round_up
 
 __all__ = ["scaled_mm"]
@@ -174,7 +174,9 @@ def _multiply_blocks(
     rows, columns = a.shape[0], b.shape[0]
     if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
         b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
-        return multiply_blocks(a, _each_row(a_scale, a_block, rows), b, b_scale, out_dtype)
+        mode = "rows" if b_scale.shape[0] == columns else "block"
+        y = a.new_empty((rows, columns), dtype=out_dtype)
+        return multiply_tiles(mode, a, _each_row(a_scale, a_block, rows), b, b_scale, None, y)
     return torch_scaled_mm(
         a,
         b.t(),

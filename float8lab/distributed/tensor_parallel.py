@@ -1,0 +1,367 @@
+"""Tensor and sequence parallelism: a GEMM of which every rank of a group has a part.
+
+M tokens, N out features, K in features, R ranks; ``y = x @ weight.T``.
+
+A *shard* is a rank's part of a *whole* tensor, along one dimension; the whole is what one rank
+alone would have. *Column parallel*: the weight is a shard of its rows, ``[N / R, K]``; so are y and
+its gradient, of their columns. *Row parallel*: the weight is a shard of its columns,
+``[N, K / R]``, and so is x; each rank's product is a *partial* sum. With *sequence parallelism*
+whatever lies outside such a pair of layers, x of the first and y of the second, is a shard of the
+rows: it is gathered where it enters the pair and summed to shards where it leaves. Without, it is a
+*replica*, the same on all ranks, and the sums are too.
+
+Rows are shards by the rule of ``torch.chunk``, of the first dimension of the layer's input: all
+ranks have ``ceil(size / R)``, but the last of them fewer, or none. Features divide by R.
+
+What travels is bytes: FP8 data as uint8, and scales. All collectives are functional ones, so gloo
+and NCCL, eager mode and compiled graphs take one path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8lab.ops import as_matrix, scaled_mm_op
+from float8lab.ops.reference import ALIGN
+from float8lab.recipes.reduction import channel
+from float8lab.tensor.differentiation import Float8Function
+
+__all__ = ["Rows", "TensorParallel", "gathered_mm", "mm_reduced", "spread_mm"]
+
+
+class Rows(NamedTuple):
+    """The rows of a whole matrix, and how they are shared out."""
+
+    lead: int
+    """The first dimension of the tensor whose rows they are."""
+    chunk: int
+    """How much of it a rank has, unless it is among the last."""
+    inner: int
+    """Rows for each index of that dimension."""
+
+    @property
+    def total(self) -> int:
+        """How many there are on all ranks."""
+        return self.lead * self.inner
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """The first row of a rank, and how many it has."""
+        start = min(self.lead, self.chunk * rank)
+        return start * self.inner, min(self.chunk, self.lead - start) * self.inner
+
+    def are_cut(self, size: int) -> bool:
+        """Whether a block of ``size`` rows lies on several ranks; -1 is all rows."""
+        shared = self.chunk < self.lead
+        return shared and (size == -1 or self.chunk * self.inner % size != 0)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How the GEMMs of a layer are spread over the ranks of a group."""
+
+    group: Any
+    """The process group."""
+    mode: str
+    """``"column"`` or ``"row"``: of what the weight is a shard."""
+    sequence_parallel: bool = False
+    """Whether the rows outside a pair of layers are shards."""
+    keep_gathered: bool = False
+    """Keep what was gathered for wgrad, in place of gathering it again in backward."""
+    name: str = ""
+    """By which functional collectives know the group. This and the following are found."""
+    size: int = 0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.group.group_name)
+        object.__setattr__(self, "size", dist.get_world_size(self.group))
+        object.__setattr__(self, "rank", dist.get_rank(self.group))
+
+    def __deepcopy__(self, memo: Any) -> TensorParallel:
+        return self  # a group has no copies
+
+    def sharded(self, index: int) -> int | None:
+        """The dimension along which x, the weight or dy (0, 1, 2) is a shard; None: it is none."""
+        rows = 0 if self.sequence_parallel else None
+        return ((rows, 0, 1) if self.mode == "column" else (1, 1, rows))[index]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the rows that enter, and the gradients of those, are shards."""
+        return self.sequence_parallel and self.mode == "column"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the rows that were gathered in forward are kept for wgrad."""
+        return self.keep_gathered and self.gathers
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the rows that leave are shards."""
+        return self.sequence_parallel and self.mode == "row"
+
+    def rows_of(self, x: Tensor) -> Rows | None:
+        """The rows of the whole input of a call, ``[..., K]``; None without sequence parallelism.
+
+        Where the input is a shard, ranks tell each other their sizes, through memory of the CPU. A
+        compiled graph takes all shards to be as large as its own.
+
+        Raises:
+            ValueError: on all ranks, if the shards do not fit together.
+        """
+        if not self.sequence_parallel:
+            return None
+        if x.ndim < 2:
+            raise ValueError(
+                f"inp must have a first dimension that ranks share under sequence_parallel; got "
+                f"shape {tuple(x.shape)}. Pass [tokens, ..., features]."
+            )
+        lead, *middle, _ = x.shape
+        inner = 1
+        for size in middle:
+            inner *= size
+        if self.mode == "row":
+            return Rows(lead, -(-lead // self.size), inner)
+        if torch.compiler.is_compiling():
+            return Rows(lead * self.size, lead, inner)
+        return self._agreed(lead, inner, x.shape[-1])
+
+    def _agreed(self, lead: int, inner: int, features: int) -> Rows:
+        mine = torch.tensor([[lead, inner, features]])
+        ops, host = torch.ops._c10d_functional, channel(self.group).host_name(self.group)
+        leads, *rest = (
+            ops.wait_tensor(ops.all_gather_into_tensor(mine, self.size, host)).t().tolist()
+        )
+        whole, chunk = sum(leads), -(-sum(leads) // self.size)
+        expected = [min(chunk, max(0, whole - chunk * rank)) for rank in range(self.size)]
+        if leads != expected or any(len(set(sizes)) > 1 for sizes in rest):
+            raise ValueError(
+                "inp must be a shard of one tensor on each tensor-parallel rank, by the rule of "
+                f"torch.chunk along its first dimension, under sequence_parallel; got first "
+                f"dimensions {leads}, rows for each {rest[0]} and features {rest[1]}. Split the "
+                f"{whole} into {expected}."
+            )
+        return Rows(whole, chunk, inner)
+
+    def shape_of_output(self, shape: Sequence[int], rows: Rows | None, features: int) -> Any:
+        """The shape of a layer's output from that of its input."""
+        if rows is None:
+            return (*shape[:-1], features)
+        if self.mode == "column":
+            return (rows.lead, *shape[1:-1], features)
+        start = min(rows.lead, rows.chunk * self.rank)
+        return (min(rows.chunk, rows.lead - start), *shape[1:-1], features)
+
+    # Collectives.
+
+    def largest(self, amax: Tensor) -> Tensor:
+        """The maximum over ranks of amaxes, infinite where one of them is NaN."""
+        ops = torch.ops._c10d_functional
+        # A maximum over ranks need not keep NaN; to a scale infinity is the same.
+        amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        found: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", self.name))
+        return found
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, on each of them."""
+        ops = torch.ops._c10d_functional
+        found: Tensor = ops.wait_tensor(ops.all_reduce(partial.contiguous(), "sum", self.name))
+        return found
+
+    def scattered(self, partial: Tensor, rows: Rows) -> Tensor:
+        """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
+        ops, whole = torch.ops._c10d_functional, rows.chunk * rows.inner * self.size
+        if partial.shape[0] != whole:
+            partial = F.pad(partial, (0, 0, 0, whole - partial.shape[0]))
+        found: Tensor = ops.wait_tensor(
+            ops.reduce_scatter_tensor(partial.contiguous(), "sum", self.size, self.name)
+        )
+        count = rows.of(self.rank)[1]
+        return found if found.shape[0] == count else found[:count]
+
+    def gathered(self, shard: Tensor, rows: Rows, dim: int = 0) -> Tensor:
+        """The whole of a matrix that is cut along its rows, or columns, as ``rows`` says."""
+        ops = torch.ops._c10d_functional
+        raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
+        size, total = rows.chunk * rows.inner, rows.total
+        if raw.shape[dim] > size:
+            raw = raw.narrow(dim, 0, size)
+        elif raw.shape[dim] < size:
+            short = size - raw.shape[dim]
+            raw = F.pad(raw, (0, 0, 0, short) if dim == 0 else (0, short))
+        whole: Tensor = ops.wait_tensor(
+            ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
+        )
+        if dim == 1:
+            whole = whole.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+        if whole.shape[dim] != total:
+            whole = whole.narrow(dim, 0, total)
+        return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
+
+    def gathered_operand(
+        self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """FP8 data and scales of the whole operand, padded; ``dim`` of it are tokens."""
+        whole = self.gathered(q, rows, dim)
+        tall = dim == 0 and block[0] == 1
+        if tall:
+            scale = self.gathered(scale, rows)
+        short = -rows.total % ALIGN
+        if short:
+            edge = (0, 0, 0, short) if dim == 0 else (0, short)
+            whole = F.pad(whole.view(torch.uint8), edge).view(q.dtype)
+            if tall:
+                scale = F.pad(scale, edge, value=1.0)
+        return whole.contiguous(), scale
+
+    # For GEMMs in high precision.
+
+    def entered(self, x: Tensor, rows: Rows | None, *, backward: bool = False) -> Tensor:
+        """The matrix that a GEMM takes, from the input; or, in backward, from dy."""
+        here = self.scatters if backward else self.gathers
+        if not here:
+            return x
+        assert rows is not None, "under sequence parallelism"
+        return self.gathered(x, rows)
+
+    def left(self, y: Tensor, rows: Rows | None, *, backward: bool = False) -> Tensor:
+        """The output, from a GEMM's; or, in backward, dx."""
+        if (self.mode == "row") == backward:
+            return y
+        return self.summed(y) if rows is None else self.scattered(y, rows)
+
+    def added(self, bias: Tensor | None) -> Tensor | None:
+        """The bias as this rank's product has it: of partial sums one rank's does."""
+        return None if self.mode == "row" and self.rank else bias
+
+    def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
+        """``entered`` of a layer's input, differentiable."""
+        if self.mode == "row":
+            return x
+        found: Tensor = _Moved.run(x, self, rows, True)
+        return found
+
+    def leave(self, y: Tensor, rows: Rows | None) -> Tensor:
+        """``left`` of a layer's output, differentiable."""
+        if self.mode == "column":
+            return y
+        found: Tensor = _Moved.run(y, self, rows, False)
+        return found
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None) -> Tensor:
+        """A layer in high precision, differentiable, of an input that has entered."""
+        if self.mode == "column":
+            return F.linear(x, weight, bias)
+        y = self.leave(F.linear(x, weight), rows)
+        return y if bias is None else y + bias
+
+
+class _Moved(Float8Function):
+    """What one side of a layer does to rows; the gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, rows: Any, enters: bool) -> Tensor:
+        ctx.how = parallel, rows, enters
+        ctx.shape = x.shape
+        if not enters:
+            y = parallel.left(as_matrix(x), rows)
+        elif rows is None:
+            return x.view_as(x)
+        else:
+            y = parallel.entered(as_matrix(x), rows)
+        return y.view(parallel.shape_of_output(x.shape, rows, x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        parallel, rows, enters = ctx.how
+        move = parallel.left if enters else parallel.entered
+        dx = move(as_matrix(dy), rows, backward=True)
+        return dx.reshape(ctx.shape), None, None, None
+
+
+# The products of FP8 operands that communicate. What overlaps the two belongs here.
+
+Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+
+
+def spread_mm(
+    parallel: TensorParallel,
+    rows: Rows | None,
+    operands: tuple[Operand, Operand],
+    how: tuple[Sequence[int], Sequence[int], bool],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    backward: bool = False,
+) -> tuple[Tensor, Operand]:
+    """A layer's fprop, ``x @ weight.T + bias``, or its dgrad, and the left operand as multiplied.
+
+    Args:
+        parallel: how the layer is spread.
+        rows: of the layer's tokens, under sequence parallelism.
+        operands: x or dy, as this rank has it, and the weight, or its transpose.
+        how: the blocks of both, and whether to accumulate fast.
+        shape: of this rank's product, before it is summed.
+        dtype: of the product.
+        bias: of as many features as the weight has rows.
+        backward: whether this is dgrad.
+    """
+    a, b = operands
+    if parallel.scatters if backward else parallel.gathers:
+        assert rows is not None, "under sequence parallelism"
+        return gathered_mm(parallel, rows, a, b, how, shape, dtype, bias)
+    if (parallel.mode == "column") == backward:
+        return mm_reduced(parallel, rows, a, b, how, shape, dtype, bias), a
+    return _mm(a, b, how, shape, dtype, bias), a
+
+
+def gathered_mm(
+    parallel: TensorParallel,
+    rows: Rows,
+    a: Operand,
+    b: Operand,
+    how: tuple[Sequence[int], Sequence[int], bool],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> tuple[Tensor, Operand]:
+    """``whole @ b.T + bias`` of an operand ``a`` that is a shard of the whole's rows; the whole."""
+    whole = parallel.gathered_operand(*a, how[0], rows, 0)
+    return _mm(whole, b, how, shape, dtype, bias), whole
+
+
+def mm_reduced(
+    parallel: TensorParallel,
+    rows: Rows | None,
+    a: Operand,
+    b: Operand,
+    how: tuple[Sequence[int], Sequence[int], bool],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """The sum over ranks of ``a @ b.T + bias``; of that this rank's ``rows``, or all."""
+    y = _mm(a, b, how, shape, dtype, bias)
+    return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
+
+
+def _mm(
+    a: Operand,
+    b: Operand,
+    how: tuple[Sequence[int], Sequence[int], bool],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    y: Tensor = scaled_mm_op(*a, how[0], *b, how[1], bias, dtype, how[2])
+    if torch.compiler.is_compiling() or y.shape != shape:
+        y = y[: shape[0], : shape[1]]
+    return y.contiguous()
