@@ -69,7 +69,8 @@ class TensorParallel:
     group: Any
     """The process group."""
     mode: str
-    """``"column"`` or ``"row"``: of what the weight is a shard."""
+    """``"column"`` or ``"row"``: of what the weight is a shard; ``"heads"`` of attention, whose
+    operands are shards of their heads."""
     sequence_parallel: bool = False
     """Whether the rows outside a pair of layers are shards."""
     keep_gathered: bool = False
@@ -89,6 +90,8 @@ class TensorParallel:
 
     def sharded(self, index: int) -> int | None:
         """The dimension along which x, the weight or dy (0, 1, 2) is a shard; None: it is none."""
+        if self.mode == "heads":
+            return 1
         rows = 0 if self.sequence_parallel else None
         return ((rows, 0, 1) if self.mode == "column" else (1, 1, rows))[index]
 

@@ -16,13 +16,14 @@ from float8lab.arguments import (
     check_input,
 )
 from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import fused_weight
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.parallel import TensorParallelGroup, mark_sequence_parallel
+from float8lab.nn.parallel import TensorParallelGroup
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
 
@@ -66,7 +67,7 @@ class FusedModule(Shardable, TensorParallelGroup):
         self.layer_norm_weight = nn.Parameter(torch.empty(size, device=where, dtype=dtype))
         bias = torch.empty(size, device=where, dtype=dtype) if center else None
         self.register_parameter("layer_norm_bias", None if bias is None else nn.Parameter(bias))
-        mark_sequence_parallel(sequence_parallel, self.layer_norm_weight, self.layer_norm_bias)
+        mark_sequence_parallel(self, sequence_parallel, "layer_norm_weight", "layer_norm_bias")
         return where, dtype
 
     def _reset_norm(self) -> None:

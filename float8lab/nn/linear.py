@@ -21,6 +21,7 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
@@ -28,7 +29,6 @@ from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
 from float8lab.nn.parallel import (
     Shard,
     TensorParallelGroup,
-    mark_sequence_parallel,
     mark_shard,
     parallel_size,
     share_of,
@@ -306,7 +306,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             row = self.parallel_mode == "row"
             mark_shard(weight, int(row))
             if bias is not None and row:
-                mark_sequence_parallel(self.sequence_parallel, bias)
+                mark_sequence_parallel(self, self.sequence_parallel, f"{prefix}bias")
             elif bias is not None:
                 mark_shard(bias, 0)
 

@@ -19,10 +19,10 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
-from float8lab.nn.parallel import mark_sequence_parallel
 
 __all__ = [
     "LayerNorm",
@@ -110,7 +110,7 @@ class _Norm(nn.Module):
             self.bias = nn.Parameter(torch.empty(shape, **how))
         if where.type != "meta":
             self.reset_parameters()
-        mark_sequence_parallel(sequence_parallel, self.weight, getattr(self, "bias", None))
+        mark_sequence_parallel(self, sequence_parallel, "weight", "bias")
 
     def reset_parameters(self) -> None:
         """Make gamma 1 (0 if it is zero-centered) and the bias 0.

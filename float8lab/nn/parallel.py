@@ -18,7 +18,6 @@ __all__ = [
     "TensorParallelGroup",
     "check_context_group",
     "check_parallel_arguments",
-    "mark_sequence_parallel",
     "mark_shard",
     "parallel_size",
     "share_of",
@@ -86,13 +85,6 @@ def check_context_group(cp_group: Any) -> None:
         )
 
 
-def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
-    """Set the attribute by which trainers know gradients to sum over tensor-parallel ranks."""
-    for parameter in parameters:
-        if parameter is not None:
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-
-
 def mark_shard(parameter: Tensor, dim: int) -> None:
     """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
     marked: Any = parameter
@@ -124,7 +116,9 @@ class _NoGroup:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
-    def rows_of(self, x: Tensor) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise RuntimeError(
             f"tp_group must be set before the first call of a module for {self.ranks} "
             "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
@@ -164,6 +158,10 @@ class TensorParallelGroup:
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
         self.tp_group = tp_group
+        module: Any = self
+        for child in module.children():
+            if isinstance(child, TensorParallelGroup):
+                child.set_tensor_parallel_group(tp_group)
         for name, mode in self._parallel_modes().items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
@@ -187,3 +185,32 @@ class ContextParallelGroup(TensorParallelGroup):
     ) -> None:
         """Set the context-parallel group; only one of a single rank is supported."""
         check_context_group(cp_group)
+
+
+def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
+    """How many query heads, and key/value heads, of attention each tensor-parallel rank has.
+
+    A rank has whole groups: a key/value head with all its query heads. A head that several ranks
+    had would be computed several times, and its gradient be partial on each; fewer groups than
+    ranks are therefore refused.
+
+    Raises:
+        ValueError: the ranks cannot share the groups equally.
+
+    >>> heads_of_rank(32, 8, 4)
+    (8, 2)
+    """
+    if groups % ranks:
+        raise ValueError(
+            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got {groups}. "
+            "Each key/value head is on one rank: use fewer ranks, or more groups."
+        )
+    return heads // ranks, groups // ranks
+
+
+def of_first_rank(x: Tensor, group: Any) -> Tensor:
+    """The values that the first rank of a group has, on all of them."""
+    ops = torch.ops._c10d_functional
+    bits = x.view(torch.uint8)
+    found: Tensor = ops.wait_tensor(ops.broadcast(bits, 0, group.group_name))
+    return found.view(x.dtype)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import Rows, TensorParallel
@@ -298,6 +301,9 @@ class Precision:
             recording.add(self, call)
         if noted is not None:
             noted.add(self, call)
+        if training and not _grad_enabled():
+            for recording in _reentrant_recordings():
+                recording.add(self, call)
         return call
 
     def _begin_in_graph(
@@ -355,9 +361,15 @@ class Precision:
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
-        Torch's reentrant checkpoint leaves no record of the original, nor does a forward that ran
-        compiled: then those of the last forward.
+        A forward that ran compiled leaves no record of the original, nor does a module in eval mode
+        in torch's reentrant checkpoint: then those of the last forward.
         """
+        if recording is None:
+            node = torch._C._current_autograd_node()
+            if isinstance(node, FunctionCtx):
+                recording = PROCESS.checkpoints.get(node)
+            if recording is not None:
+                recording.follow(current_backward())
         if recording is not None and (recording is STATE.replay or recording.has_next(self)):
             original: Call | None = recording.next(self)
             return original and original.again(
@@ -499,6 +511,7 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
             yield name.removeprefix("_fp8").lstrip("_"), value
 
 
+_grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -522,3 +535,20 @@ def _torch_recordings(hooks: Any) -> tuple[Recording | None, Recording | None]:
     if recording is not None:
         recording.follow(pack)
     return None, recording
+
+
+def _reentrant_recordings() -> Iterator[Recording]:
+    """The recordings of the reentrant checkpoints whose forward is running.
+
+    A reentrant checkpoint is an autograd function whose forward calls modules, without gradients.
+    Its ``ctx``, a local of that forward, is the node of the graph whose backward calls them again.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(
+            ctx := frame.f_locals["ctx"], FunctionCtx
+        ):
+            if frame.f_code.co_name != "forward":
+                return  # a recomputation, which repeats the call of an outer recording
+            yield PROCESS.checkpoints.setdefault(ctx, Recording())
+        frame = frame.f_back

@@ -19,6 +19,7 @@ from float8lab.ops.cast import (
     transpose_op,
     value_of_op,
 )
+from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.ops.declare import announce_flops, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
@@ -50,6 +51,8 @@ __all__ = [
     "cast_many_op",
     "cast_op",
     "compute_intensive_ops",
+    "cross_entropy_backward_op",
+    "cross_entropy_statistics_op",
     "dequantize_op",
     "encode_from_amax",
     "factors_from_amax",

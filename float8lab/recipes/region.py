@@ -136,7 +136,7 @@ class _Process:
     def __init__(self) -> None:
         # The objects that tensors of compiled graphs stand for, by address; see nn/handles.py.
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        # The calls in torch's non-reentrant checkpoints, by frame, see nn/precision.py.
+        # The calls in torch's checkpoints, by frame or ctx of these, see nn/precision.py.
         self.checkpoints: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.

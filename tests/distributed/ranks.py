@@ -78,7 +78,9 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" or (
+            func.namespace == "_c10d_functional" and "wait_tensor" not in func.name()
+        ):
             name = func.name().split("::")[1].strip("_")
             # all_gather and reduce_scatter take (output, input, ...), the others their input.
             value = args[1] if isinstance(args[1], Tensor) else args[0]

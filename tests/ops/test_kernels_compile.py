@@ -35,6 +35,7 @@ from float8lab.ops.kernels import (
     attention,
     cast_hopper,
     cast_many,
+    cross_entropy,
     grouped_cast,
     grouped_gemm,
     hopper_gemm,
@@ -247,6 +248,13 @@ def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
     return lambda: router.route(logits, bias, 8, name, *how)
 
 
+def entropy(*, back: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+    logits, target = torch.zeros(8, 64128, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+    if back:
+        return lambda: cross_entropy.cross_entropy_backward(logits, target, torch.zeros(4, 8))
+    return lambda: cross_entropy.cross_entropy_statistics(logits, target)
+
+
 def groups(
     block: tuple[int, int],
     rule: str = "fp32",
@@ -286,6 +294,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
     "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
     "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
+    "cross-entropy": entropy(),
+    "cross-entropy-float32": entropy(dtype=torch.float32),
+    "cross-entropy-backward": entropy(back=True),
     "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
     "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
     "row-map-index": lambda: permute.row_map_of(torch.zeros(512, 8, dtype=torch.int64), 128),

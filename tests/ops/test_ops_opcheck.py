@@ -190,6 +190,14 @@ def test_route(name: str, tokens: int, device: torch.device) -> None:
         check(ops.route_backward_op, logits.float(), logits, routing_map, *how[:3], *how[5:])
 
 
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_cross_entropy(tokens: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, 12, device=device, dtype=torch.bfloat16)
+    target, factors = torch.arange(tokens, device=device), torch.randn(4, tokens, device=device)
+    check(ops.cross_entropy_statistics_op, logits, target)
+    check(ops.cross_entropy_backward_op, logits, target, factors)
+
+
 def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:
     """Inputs of a source."""
     x = torch.randn(rows, 36, device=device, dtype=torch.bfloat16)
