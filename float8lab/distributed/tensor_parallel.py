@@ -45,21 +45,24 @@ class Rows(NamedTuple):
     """How much of it a rank has, unless it is among the last."""
     inner: int
     """Rows for each index of that dimension."""
+    outer: int = 1
+    """How often the dimension runs, where it is not the first: a rank has as many runs of rows."""
 
     @property
     def total(self) -> int:
         """How many there are on all ranks."""
-        return self.lead * self.inner
+        return self.lead * self.inner * self.outer
 
     def of(self, rank: int) -> tuple[int, int]:
-        """The first row of a rank, and how many it has."""
+        """The first row of a rank, and how many it has; of each run."""
         start = min(self.lead, self.chunk * rank)
         return start * self.inner, min(self.chunk, self.lead - start) * self.inner
 
     def are_cut(self, size: int) -> bool:
         """Whether a block of ``size`` rows lies on several ranks; -1 is all rows."""
         shared = self.chunk < self.lead
-        return shared and (size == -1 or self.chunk * self.inner % size != 0)
+        runs = self.outer > 1 and size != -1 and self.lead * self.inner % size != 0
+        return shared and (size == -1 or runs or self.chunk * self.inner % size != 0)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class TensorParallel:
     """Whether the rows outside a pair of layers are shards."""
     keep_gathered: bool = False
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
+    partial: bool = False
+    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     name: str = ""
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0
@@ -180,20 +185,28 @@ class TensorParallel:
 
     def scattered(self, partial: Tensor, rows: Rows) -> Tensor:
         """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
-        ops, whole = torch.ops._c10d_functional, rows.chunk * rows.inner * self.size
-        if partial.shape[0] != whole:
-            partial = F.pad(partial, (0, 0, 0, whole - partial.shape[0]))
+        ops, size = torch.ops._c10d_functional, rows.chunk * rows.inner
+        whole, outer = size * self.size, rows.outer
+        if partial.shape[0] != whole * outer:
+            runs = partial.unflatten(0, (outer, rows.lead * rows.inner))
+            partial = F.pad(runs, (0, 0, 0, whole - runs.shape[1])).flatten(0, 1)
+        if outer > 1:
+            partial = partial.unflatten(0, (outer, self.size, size)).transpose(0, 1).flatten(0, 2)
         found: Tensor = ops.wait_tensor(
             ops.reduce_scatter_tensor(partial.contiguous(), "sum", self.size, self.name)
         )
         count = rows.of(self.rank)[1]
-        return found if found.shape[0] == count else found[:count]
+        if count == size:
+            return found
+        return found.unflatten(0, (outer, size))[:, :count].flatten(0, 1)
 
     def gathered(self, shard: Tensor, rows: Rows, dim: int = 0) -> Tensor:
         """The whole of a matrix that is cut along its rows, or columns, as ``rows`` says."""
         ops = torch.ops._c10d_functional
         raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
         size, total = rows.chunk * rows.inner, rows.total
+        if rows.outer > 1:
+            return self._gathered_runs(raw, rows, dim).view(shard.dtype)
         if raw.shape[dim] > size:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
@@ -207,6 +220,20 @@ class TensorParallel:
         if whole.shape[dim] != total:
             whole = whole.narrow(dim, 0, total)
         return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
+
+    def _gathered_runs(self, raw: Tensor, rows: Rows, dim: int) -> Tensor:
+        """``gathered`` where a rank's rows are several runs of the whole's."""
+        ops, outer, size = torch.ops._c10d_functional, rows.outer, rows.chunk * rows.inner
+        count = rows.of(self.rank)[1]
+        runs = raw.narrow(dim, 0, outer * count).unflatten(dim, (outer, count))
+        if count != size:
+            runs = F.pad(runs, (0, 0) * (1 - dim) + (0, size - count))
+        every = ops.wait_tensor(
+            ops.all_gather_into_tensor(runs.contiguous(), self.size, self.name)
+        ).unflatten(0, (self.size, runs.shape[0]))
+        every = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)  # of each run, all ranks'
+        whole: Tensor = every.narrow(dim + 1, 0, rows.lead * rows.inner).flatten(dim, dim + 1)
+        return whole.contiguous()
 
     def gathered_operand(
         self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
@@ -236,7 +263,7 @@ class TensorParallel:
 
     def left(self, y: Tensor, rows: Rows | None, *, backward: bool = False) -> Tensor:
         """The output, from a GEMM's; or, in backward, dx."""
-        if (self.mode == "row") == backward:
+        if (self.mode == "row") == backward or self.partial:
             return y
         return self.summed(y) if rows is None else self.scattered(y, rows)
 
@@ -353,6 +380,8 @@ def mm_reduced(
 ) -> Tensor:
     """The sum over ranks of ``a @ b.T + bias``; of that this rank's ``rows``, or all."""
     y = _mm(a, b, how, shape, dtype, bias)
+    if parallel.partial:
+        return y
     return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -188,6 +189,11 @@ def normal_init(weight: Tensor) -> None:
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+def _load_dtensor() -> Any:
+    """``nn/dtensor.py``, which imports DTensor: that takes as long as all of float8lab."""
+    return importlib.import_module("float8lab.nn.dtensor")
+
+
 class Linear(Shardable, nn.Linear, TensorParallelGroup):
     """``y = x @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
@@ -234,6 +240,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     fuse_wgrad_accumulation = False
     _split: dict[str, int] | None = None
     parallel_mode: str | None = None
+    output_layout: Any = None  # the placement of a DTensor that Float8RowwiseParallel asks for
+    _spread: Any = None  # nn/dtensor.py: how a weight that is a DTensor is spread over ranks
     _keeps_initial_values = False
     _init_method: Callable[[Tensor], Any] | None = None
 
@@ -343,11 +351,14 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
             the bias.
         """
-        whole = self._split is None
+        whole, spread = self._split is None, self._spread
         weight, bias = (self.weight, self.bias) if whole else self._whole_parameters()
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
+        if spread is not None:
+            y = spread.run(self, inp, weight, added, is_first_microbatch)
+            return (y, bias) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         parallel = self._fp8.parallel
         rows = None if parallel is None else parallel.rows_of(x)
@@ -385,6 +396,29 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         x = parallel.enter(x, rows)
         self._fp8.calibrate(x, weight)
         return parallel.linear(x, weight, bias, rows)
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        super().register_parameter(name, param)
+        if name == "weight":
+            self._follow_placements(param)
+
+    def _follow_placements(self, weight: Any, *, sharded: bool = False) -> None:
+        """Spread the layer over ranks as the placements of a weight that is a DTensor say.
+
+        Args:
+            weight: the layer's.
+            sharded: FSDP2 shards it over all dimensions of its mesh but the last.
+        """
+        placements = getattr(weight, "placements", None)
+        if placements is None and self._spread is None:
+            return
+        self._spread = None
+        if placements is not None:
+            mesh = weight.device_mesh
+            if sharded:
+                mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
+            self._spread = _load_dtensor().Spread(mesh, placements)
+        self._fp8.spread(self._spread and self._spread.whole)
 
     def extra_repr(self) -> str:
         first = getattr(self, f"{self._names[0]}bias") if self._split else self.bias

@@ -243,6 +243,7 @@ class Precision:
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
         rows: Rows | None = None,
+        parallel: TensorParallel | None = None,
     ) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
 
@@ -252,12 +253,13 @@ class Precision:
             first_microbatch: as the user says it of the weight.
             fused_weight: a weight whose gradient goes into its ``main_grad``.
             rows: of the module's whole tokens, under sequence parallelism.
+            parallel: how this call is spread over ranks, if not as the module always is.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows)
+            return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows, parallel)
         noted, original = (None, state.replay)
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
@@ -265,7 +267,9 @@ class Precision:
             original = original or followed
         call = None
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_again(original, x.device, first_microbatch, fused_weight, rows)
+            call = self._begin_again(
+                original, x.device, first_microbatch, fused_weight, rows, parallel
+            )
         else:
             recipe = self.active_recipe()
             if recipe is not None:
@@ -278,20 +282,20 @@ class Precision:
                     call = Call(
                         recipe, slots, record, precision=self,
                         first_microbatch=first_microbatch, fused_weight=fused_weight,
-                        parallel=self.parallel, rows=rows,
+                        parallel=parallel or self.parallel, rows=rows,
                     )  # fmt: skip
                     if record and region is not None:
                         region.packs[slots.pack] = None
                 else:
                     call = self._shared
                     own = first_microbatch is not None or fused_weight is not None
-                    own = own or rows is not None
+                    own = own or rows is not None or parallel is not None
                     watched = PROCESS.observer is not None
                     if own or call is None or call.recipe is not recipe or call.watched != watched:
                         call = Call(
                             recipe, None, False, precision=self,
                             first_microbatch=first_microbatch, fused_weight=fused_weight,
-                            parallel=self.parallel, rows=rows,
+                            parallel=parallel or self.parallel, rows=rows,
                         )  # fmt: skip
                         self._shared = None if own else call
                 if region is not None:
@@ -313,6 +317,7 @@ class Precision:
         first_microbatch: bool | None,
         fused_weight: Any,
         rows: Rows | None,
+        parallel: TensorParallel | None,
     ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
@@ -326,7 +331,7 @@ class Precision:
             recipe, None, record, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
-            parallel=self.parallel, rows=rows,
+            parallel=parallel or self.parallel, rows=rows,
         )  # fmt: skip
 
     def scale_in_graph(
@@ -358,6 +363,7 @@ class Precision:
         first_microbatch: bool | None,
         fused_weight: Any,
         rows: Rows | None,
+        parallel: TensorParallel | None,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
@@ -389,7 +395,7 @@ class Precision:
         return Call(
             recipe, slots, False, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=self.parallel, rows=rows,
+            parallel=parallel or self.parallel, rows=rows,
         )  # fmt: skip
 
     def spread(self, parallel: TensorParallel | None) -> None:
@@ -491,9 +497,9 @@ def _refuse_dtensor(x: Tensor) -> None:
     placements = getattr(x, "placements", None)
     if placements is not None:
         raise NotImplementedError(
-            f"inp must not be a DTensor where a module runs in FP8; got one with placements "
-            f"{placements}. FP8 under tensor parallelism is not available yet: call "
-            "convert_to_float8 after parallelize_module, which skips such layers, or exclude them."
+            f"inp must not be a DTensor where the weight of a module in FP8 is none; got one with "
+            f"placements {placements}. Give torch.nn.Linear a style of parallelize_module, or "
+            "other modules inp.to_local()."
         )
 
 

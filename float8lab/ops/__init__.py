@@ -20,7 +20,7 @@ from float8lab.ops.cast import (
     value_of_op,
 )
 from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
-from float8lab.ops.declare import announce_flops, compute_intensive_ops
+from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_op
 from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
@@ -77,4 +77,4 @@ __all__ = [
     "value_of_op",
 ]
 
-announce_flops()
+announce()

@@ -41,6 +41,7 @@ __all__ = [
     "StoredShard",
     "is_sharded_plain",
     "is_tensor_parallel",
+    "may_spread",
     "reshard",
     "settle",
     "sharded_by_fsdp",
@@ -296,6 +297,12 @@ def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
     """
     placements = getattr(parameter, "placements", ())
     return bool(placements) and not (sharded and _may_be_fsdp_alone(placements[:-1]))
+
+
+def may_spread(placements: Sequence[Any]) -> bool:
+    """Whether the GEMMs of a weight with these placements can be spread: as columns or rows."""
+    cuts = [placement for placement in placements if not placement.is_replicate()]
+    return not cuts or (len(cuts) == 1 and (cuts[0].is_shard(0) or cuts[0].is_shard(1)))
 
 
 def is_sharded_plain(parameter: Any) -> bool:
