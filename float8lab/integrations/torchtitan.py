@@ -10,14 +10,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from float8lab.arguments import needs
+from float8lab.distributed.tensor_parallel import TensorParallel
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.linear import Linear
 from float8lab.nn.report import conversion_report
 from float8lab.ops.declare import compute_intensive_ops
 
 with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torchtitan]"'):
     from torchtitan.components.quantization import QuantizationConverter
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.distributed.parallel_dims import MeshAxisName
     from torchtitan.tools.logging import logger
 
 __all__ = ["Float8Converter", "Float8SelectiveAC"]
@@ -91,6 +94,20 @@ def _float8_model(model: Any) -> Any:
                 fp8_all_gather=asked.fp8_all_gather,
             )
             logger.info("float8lab:\n%s", conversion_report(self))
+
+        def parallelize(self, parallel_dims: Any) -> None:
+            """Have layers whose weights become plain shards scale by the whole weights' amaxes."""
+            super().parallelize(parallel_dims)
+            mesh = parallel_dims.get_optional_mesh("tp")
+            if mesh is None or parallel_dims.spmd_backend != "spmd_types":
+                return
+            for layer in self.modules():
+                if isinstance(layer, Linear) and layer._sharding_config is not None:
+                    layout = layer._sharding_config.state_shardings["weight"]
+                    cut = getattr(layout.per_axis_spmd_types()[MeshAxisName.TP], "dim", None)
+                    if cut is not None:
+                        mode = "row" if cut else "column"
+                        layer._fp8.spread(TensorParallel(mesh.get_group(), mode, partial=True))
 
     Float8Model.__name__ = Float8Model.__qualname__ = model.__name__
     return Float8Model

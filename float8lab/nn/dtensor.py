@@ -40,7 +40,7 @@ class Spread:
 
     Attributes:
         mode: ``"column"``, ``"row"``, or None where every rank has the whole.
-        axis: the dimension of the mesh that has the weight's shards.
+        axis: the dimension of the mesh that has the weight's shards; -1 if none has.
         whole: of calls whose tokens are replicated over the axis.
         shards: of calls whose tokens are shards over the axis.
     """
@@ -52,7 +52,7 @@ class Spread:
             NotImplementedError: it is not a shard of rows or columns over one dimension.
         """
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-        self.axis = axes[0] if axes else 0
+        self.axis = axes[0] if axes else -1  # no dimension of any mesh
         self.mode: str | None = None
         self.whole: Any = None
         self.shards: Any = None

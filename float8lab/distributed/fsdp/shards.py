@@ -215,7 +215,9 @@ class Shardable(nn.Module):
             layout = Layout.of(before.spec, parameter.shape, shard_mesh(parameter))
             _take_rows(local, before, layout)
             _become_shard(local, parameter, ShardedWeight(layout))
-        elif type(local) is Tensor and _may_be_fsdp_alone(copied):
+        elif type(local) is Tensor and before is old and _may_be_fsdp_alone(copied):
+            # Had ``old`` been a DTensor, this would be what FSDP2 gathered of a weight of tensor
+            # parallelism.
             cast = self._weight_cast(name)
             if cast is not None:
                 layout = Layout.of(cast.spec, parameter.shape, shard_mesh(parameter))
