@@ -28,6 +28,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from float8lab.distributed.overlap import (
+    gather_mm_op,
+    is_worth_it,
+    mm_scatter_op,
+    sees_others,
+)
 from float8lab.ops import as_matrix, scaled_mm_op
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.reduction import channel
@@ -78,6 +84,8 @@ class TensorParallel:
     """Whether the rows outside a pair of layers are shards."""
     keep_gathered: bool = False
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
+    overlap: bool | None = None
+    """Whether products run beside communication; None: where that was measured to pay."""
     partial: bool = False
     """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     name: str = ""
@@ -99,6 +107,27 @@ class TensorParallel:
             return 1
         rows = 0 if self.sequence_parallel else None
         return ((rows, 0, 1) if self.mode == "column" else (1, 1, rows))[index]
+
+    def overlaps(
+        self,
+        rows: Rows | None,
+        a: Tensor,
+        b: Tensor,
+        block: Sequence[int],
+        *,
+        arrives: bool,
+    ) -> bool:
+        """Whether the product of ``a``, of that ``block``, and ``b`` runs beside communication.
+
+        ``arrives``: ``a`` is a shard of the rows, which is gathered; else the result is scattered.
+        """
+        if self.overlap is False or rows is None or not sees_others(self.group, a):
+            return False
+        here = rows.chunk * rows.inner
+        fits = here * self.size == rows.total and here % ALIGN == 0
+        fits = fits and a.shape[0] == (here if arrives else rows.total)
+        sizes = rows.total, b.shape[0], a.shape[1]
+        return fits and (self.overlap is True or is_worth_it(*sizes, block))
 
     @property
     def gathers(self) -> bool:
@@ -347,23 +376,29 @@ def spread_mm(
     a, b = operands
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
-        return gathered_mm(parallel, rows, a, b, how, shape, dtype, bias)
+        return gathered_mm(parallel, rows, operands, how, shape, dtype, bias)
     if (parallel.mode == "column") == backward:
-        return mm_reduced(parallel, rows, a, b, how, shape, dtype, bias), a
+        return mm_reduced(parallel, rows, operands, how, shape, dtype, bias), a
     return _mm(a, b, how, shape, dtype, bias), a
 
 
 def gathered_mm(
     parallel: TensorParallel,
     rows: Rows,
-    a: Operand,
-    b: Operand,
+    operands: tuple[Operand, Operand],
     how: tuple[Sequence[int], Sequence[int], bool],
     shape: tuple[int, int],
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> tuple[Tensor, Operand]:
     """``whole @ b.T + bias`` of an operand ``a`` that is a shard of the whole's rows; the whole."""
+    a, b = operands
+    if parallel.overlaps(rows, a[0], b[0], how[0], arrives=True):
+        blocks, fast_accum = how[:2], how[2]
+        y, *whole, _, _ = gather_mm_op(
+            _listed(a, b, bias), *blocks, dtype, fast_accum, parallel.name, []
+        )
+        return _cropped(y, shape), (whole[0], whole[1])
     whole = parallel.gathered_operand(*a, how[0], rows, 0)
     return _mm(whole, b, how, shape, dtype, bias), whole
 
@@ -371,18 +406,27 @@ def gathered_mm(
 def mm_reduced(
     parallel: TensorParallel,
     rows: Rows | None,
-    a: Operand,
-    b: Operand,
+    operands: tuple[Operand, Operand],
     how: tuple[Sequence[int], Sequence[int], bool],
     shape: tuple[int, int],
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
     """The sum over ranks of ``a @ b.T + bias``; of that this rank's ``rows``, or all."""
+    a, b = operands
+    scatters = rows is not None and not parallel.partial
+    if scatters and parallel.overlaps(rows, a[0], b[0], how[0], arrives=False):
+        assert rows is not None, "under sequence parallelism"
+        y = mm_scatter_op(_listed(a, b, bias), *how[:2], dtype, how[2], parallel.name, [])[0]
+        return _cropped(y, (rows.of(parallel.rank)[1], shape[1]))
     y = _mm(a, b, how, shape, dtype, bias)
     if parallel.partial:
         return y
     return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
+
+
+def _listed(a: Operand, b: Operand, bias: Tensor | None) -> list[Tensor]:
+    return [*a, *b, *([] if bias is None else [bias])]
 
 
 def _mm(
@@ -393,7 +437,10 @@ def _mm(
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    y: Tensor = scaled_mm_op(*a, how[0], *b, how[1], bias, dtype, how[2])
+    return _cropped(scaled_mm_op(*a, how[0], *b, how[1], bias, dtype, how[2]), shape)
+
+
+def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:
     if torch.compiler.is_compiling() or y.shape != shape:
         y = y[: shape[0], : shape[1]]
     return y.contiguous()

@@ -97,7 +97,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
 
 
 def _grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call | None, *_: Any
 ) -> Tensor:
     """Each expert applied to all rows, of which its own are taken: a graph has no sizes of groups.
 
@@ -115,7 +115,7 @@ def _grouped_linear(
         assert call is not None, "it has a plan"
         x = _round_trip(x.float(), call.plan.x, X, call)
     y = torch.zeros((x.shape[0], weight.shape[1]), dtype=wide, device=x.device)
-    stored = fprop and grouped_function.stored_as(weight, call.plan.w)  # type: ignore[union-attr]
+    stored = fprop and stored_as(weight, call.plan.w)  # type: ignore[union-attr]
     for index, one in enumerate(plain(weight).to(wide).unbind()):
         if fprop and not stored:
             assert call is not None, "it has a plan"
@@ -184,7 +184,6 @@ def _refused_attention(*args: Any) -> Tensor:
 _TRANSLATIONS: tuple[tuple[type, Callable[..., Any]], ...] = (
     (gemm.LinearFunction, _linear),
     (grouped_function.GroupedFunction, _grouped_linear),
-    (grouped_function._Stacked, lambda *weights: torch.stack(weights)),
     (norm_function._Norm, _norm),
     (activation_function._Activation, _activation),
     (fused_function._NormLinear, _norm_linear),

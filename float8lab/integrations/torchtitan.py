@@ -15,7 +15,7 @@ from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.linear import Linear
 from float8lab.nn.report import conversion_report
-from float8lab.ops.declare import compute_intensive_ops
+from float8lab.ops import compute_intensive_ops
 
 with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torchtitan]"'):
     from torchtitan.components.quantization import QuantizationConverter
@@ -27,32 +27,21 @@ __all__ = ["Float8Converter", "Float8SelectiveAC"]
 
 
 class Float8Converter(QuantizationConverter):
-    """Convert the model that torchtitan builds by ``convert_to_float8``.
+    """Have torchtitan's model converted by ``convert_to_float8`` when it is built.
 
-    Name its ``Config`` in a job file: ``model_registry("8B", converters=[Float8Converter.Config()])``.
-    It has arguments of ``convert_to_float8``; a recipe may also be the name of one, or a mapping of
-    plain values. The model is converted when it is built, before torchtitan parallelizes, compiles
-    and initialises it. The names of its parameters stay. The conversion report is logged.
+    ``Float8Converter.Config`` has arguments of that function, and goes in ``converters`` of
+    ``model_registry``. A recipe may also be the name of one, or a mapping of plain values; None is
+    ``Float8CurrentScaling()``. The conversion report is logged.
 
     Raises:
         TypeError: a recipe is none of those, when the model is built.
         ValueError: no recipe has that name; or ``strict``, and something cannot be done.
-
-    >>> from torchtitan.models.llama3 import model_registry
-    >>> converter = Float8Converter.Config(recipe="Float8RowwiseScaling", exclude=["lm_head", "0"])
-    >>> spec = model_registry("debugmodel", converters=[converter])
-    >>> with torch.device("meta"):
-    ...     model = spec.model.build()
-    >>> float8lab.conversion_report(model).summary
-    '25 of 31 linear layers in FP8, 69.1 % of 6,163,712 parameters'
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
         recipe: Any = None
-        """None is ``Float8CurrentScaling()``."""
         exclude: list[str] = field(default_factory=lambda: ["lm_head"])
-        """Routers stay in high precision without being named."""
         overrides: dict[str, Any] = field(default_factory=dict)
         strict: bool = False
         fp8_all_gather: bool = True
@@ -65,7 +54,7 @@ class Float8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Return the configuration of the model in FP8, of a class derived from the model's."""
+        """Return the model's configuration, of a class derived from its own."""
         kind = _float8_model(type(model_config)._owner).Config
         parts = {part.name: getattr(model_config, part.name) for part in fields(model_config)}
         return kind(**parts, float8=self.config)
@@ -73,7 +62,7 @@ class Float8Converter(QuantizationConverter):
 
 @functools.cache
 def _float8_model(model: Any) -> Any:
-    """The class of a torchtitan model that converts itself when it is built."""
+    """The class of a torchtitan model that converts itself."""
 
     class Float8Model(model):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
@@ -84,15 +73,10 @@ def _float8_model(model: Any) -> Any:
             super().__init__(config)
             for module in self.modules():
                 module._cache_pos_arg_names()  # shardings name arguments of the plain forward
-            asked = config.float8
-            convert_to_float8(
-                self,
-                _recipe(asked.recipe),
-                exclude=asked.exclude,
-                overrides={name: _recipe(recipe) for name, recipe in asked.overrides.items()},
-                strict=asked.strict,
-                fp8_all_gather=asked.fp8_all_gather,
-            )
+            how = {part.name: getattr(config.float8, part.name) for part in fields(config.float8)}
+            how["overrides"] = {name: _recipe(r) for name, r in how["overrides"].items()}
+            del how["model_compile_enabled"]  # of the base class
+            convert_to_float8(self, _recipe(how.pop("recipe")), **how)
             logger.info("float8lab:\n%s", conversion_report(self))
 
         def parallelize(self, parallel_dims: Any) -> None:
@@ -119,10 +103,7 @@ def _recipe(said: Any) -> Any:
 
 
 class Float8SelectiveAC(SelectiveAC):
-    """Selective activation checkpointing that saves FP8 GEMMs, which ``SelectiveAC`` recomputes.
-
-    A job file sets ``config.activation_checkpoint = Float8SelectiveAC.Config()``.
-    """
+    """Selective activation checkpointing that saves FP8 GEMMs; ``SelectiveAC`` recomputes them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

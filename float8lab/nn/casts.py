@@ -2,7 +2,10 @@
 
 An operand is FP8 data, padded so that every dimension is a multiple of ``ALIGN``, and its decode
 scales. What is cast is a matrix or a ``Source``, a matrix that is computed on the way and never
-written.
+written. Of a mixture of experts it is either with the ends of the experts' rows, ``Groups``, or the
+weights of all experts, a tensor ``[E, N, K]`` whose matrices are cast each by itself: where blocks
+and scales are spoken of, they are each matrix's. ``ops/reference/grouped.py`` says how groups are
+laid out.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -20,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Source, amax_op, cast_op, round_up
+from float8lab.ops import Groups, Source, amax_op, cast_groups_op, cast_op, round_up
 from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
@@ -30,6 +34,7 @@ from float8lab.tensor.differentiation import version_of
 __all__ = [
     "ALIGN",
     "By",
+    "Matrix",
     "Operand",
     "Specs",
     "WeightOperand",
@@ -39,13 +44,13 @@ __all__ = [
     "known_input",
     "known_weight",
     "lives_on",
-    "note_storage",
     "note_weight",
     "plain",
     "recast",
     "show_cast",
     "show_gemm",
     "show_input",
+    "spec_of_experts",
     "stored_as",
 ]
 
@@ -53,6 +58,8 @@ ALIGN = 16
 """Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
 Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+Matrix = Tensor | Source | Groups
+"""What is cast."""
 
 
 By = Known | None
@@ -65,7 +72,7 @@ Specs = tuple[Float8Spec | None, Float8Spec | None]
 
 
 def cast(
-    x: Tensor | Source,
+    x: Matrix,
     spec: Float8Spec | None,
     index: int,
     call: Call,
@@ -100,23 +107,28 @@ def cast(
             by = call.known[index] or call.scale(index, x)
     elif not plan.delayed:
         per_tensor = (-1, -1) in (spec and spec.block, transposed and transposed.block)
-        amax = _amax_in_graph(x, index) if per_tensor and not isinstance(x, Source) else None
+        amax = _amax_in_graph(x, index) if per_tensor and isinstance(x, Tensor) else None
         by = None if amax is None else (Factors(None, amax), None)  # type: ignore[arg-type]
     elif spec is not None and transposed is not None and spec != transposed:
         first = cast(x, spec, index, call, column_sum=column_sum, align=align)
         second = cast(x, None, index, call, transposed=transposed, align=align)
         return *first[:3], *second[3:5], first[5]
     else:
-        matrix = x[:3] if isinstance(x, Source) else ("", [x], x.dtype)
+        matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
         wanted = spec is not None, transposed is not None, column_sum
         fp8_dtype = (spec or transposed).fp8_dtype  # type: ignore[union-attr]  # one of the two
-        q, scale, encode, q_t, total = cast_in_graph(matrix, index, call, fp8_dtype, align, *wanted)
+        q, scale, encode, q_t, total = cast_in_graph(
+            matrix, index, call, fp8_dtype, align, *wanted,
+            offs=x.offs if isinstance(x, Groups) else None,
+        )  # fmt: skip
+        if isinstance(x, Tensor) and x.ndim == 3:
+            scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
         return q, scale, encode, q_t, scale, total
     return cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
 
 
 def cast_by(
-    x: Tensor | Source,
+    x: Matrix,
     spec: Float8Spec | None,
     transposed: Float8Spec | None,
     plan: LinearPlan,
@@ -136,21 +148,29 @@ def cast_by(
         return *first[:3], *second[3:5], first[5]
     how = spec or transposed
     assert how is not None, "one of the two"
-    if isinstance(x, Source):
+    offs = given = own_scale = slot = None
+    is_batch = isinstance(x, Tensor) and x.ndim == 3
+    inputs: Sequence[Tensor]
+    if isinstance(x, Tensor):
+        prologue, inputs, dtype = "", (x,), x.dtype
+    elif isinstance(x, Source):
         prologue, inputs, dtype, given = x
     else:
-        prologue, inputs, dtype, given = "", (x,), x.dtype, None
-    own_scale = slot = None
+        prologue, inputs, dtype, offs = x
     if by is not None:
         (own_scale, given, *_), slot = by
     whole = how.block == (-1, -1)
     if not (whole or plan.delayed):
         given = None
-    q, scale, found, q_t, scale_t, total = cast_op(
-        prologue, inputs, dtype, how.fp8_dtype, how.block,
-        "encode" if plan.delayed else how.scale_rule, float(plan.epsilon),
-        align, spec is not None, transposed is not None, column_sum, given, slot,
-    )  # fmt: skip
+    rule = "encode" if plan.delayed else how.scale_rule, float(plan.epsilon)
+    rest = spec is not None, transposed is not None, column_sum, given, slot
+    if is_batch or offs is not None:
+        results = cast_groups_op(
+            prologue, inputs, dtype, offs, how.fp8_dtype, how.block, *rule, *rest
+        )
+    else:
+        results = cast_op(prologue, inputs, dtype, how.fp8_dtype, how.block, *rule, align, *rest)
+    q, scale, found, q_t, scale_t, total = results
     if plan.delayed:
         return q, own_scale, given, q_t, own_scale, total
     factor = (found if given is None else given) if whole else None
@@ -195,9 +215,7 @@ _SHORT_ROWS = 1024
 """Inductor's reductions of up to so many are "persistent"."""
 
 
-def known_input(
-    x: Tensor | Source, inp: Tensor | None, specs: Specs, call: Call
-) -> tuple[By, Any, Any]:
+def known_input(x: Matrix, inp: Tensor | None, specs: Specs, call: Call) -> tuple[By, Any, Any]:
     """By what a layer's input is cast; its cast, where another layer or a graph has made it.
 
     The last result is None, or the key under which this cast may serve other layers with the same
@@ -235,7 +253,7 @@ def forget_cast(x: weakref.ref[Tensor]) -> None:
 
 
 def show_cast(
-    x: Tensor | Source,
+    x: Matrix,
     operand: Operand,
     spec: Float8Spec,
     index: int,
@@ -248,18 +266,31 @@ def show_cast(
     In backward that of x or w is a repetition, by activation checkpointing, unless it is made only
     there.
     """
+    if isinstance(x, Groups):
+        x = x.owned()
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
 
 
-def show_input(x: Tensor | Source, specs: Specs, operands: Sequence[Any], call: Call) -> None:
+def show_input(x: Matrix, specs: Specs, operands: Sequence[Any], call: Call) -> None:
     """A layer's input was cast as ``specs`` say, to the first results of ``cast``."""
     straight, transposed = specs
     q, scale, _, q_t, scale_t = operands
     if straight:
         show_cast(x, (q, scale), straight, X, call)
-    elif transposed:
+    elif transposed and not isinstance(x, Groups):  # these are laid out in another way
         show_cast(x.t(), (q_t, scale_t), transposed, X, call)  # type: ignore[union-attr]
+
+
+def _show_weights(weight: Tensor, operand: Operand, spec: Float8Spec, call: Call) -> None:
+    """The weights of all experts below each other, unless a block would have rows of two."""
+    (E, N, K), (q, scale), (high, wide) = weight.shape, operand, spec.block
+    if isinstance(weight, Float8Tensor) or (high > 1 and N % high):
+        return
+    down = N if high == 1 else scale.shape[1]
+    rows = q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1)
+    below = replace(spec, block=(N if high == -1 else high, wide))
+    show_cast(weight.detach().reshape(E * N, K), rows, below, W, call)
 
 
 def show_gemm(kind: str, call: Call, a: Operand | None, b: Operand | None) -> None:
@@ -287,14 +318,21 @@ def stored_as(weight: Tensor, spec: Float8Spec) -> TypeGuard[Float8Tensor]:
     """Whether a weight's own bytes are the operand."""
     if not isinstance(weight, Float8Tensor):
         return False
-    return (weight.spec.block, weight.spec.fp8_dtype) == (spec.block, spec.fp8_dtype)
+    block = spec.block if len(weight.spec.block) == 2 else (1, *spec.block)  # of experts
+    return (weight.spec.block, weight.spec.fp8_dtype) == (block, spec.fp8_dtype)
+
+
+def spec_of_experts(spec: Float8Spec) -> Float8Spec:
+    """How the weights of all experts, ``[E, N, K]``, are stored where each is cast as ``spec``."""
+    return replace(spec, block=(1, *spec.block))
 
 
 def recast(weight: Tensor, spec: Float8Spec) -> str | None:
     """From what to what a weight that is stored in FP8 is cast; None if it is not cast."""
     if not isinstance(weight, Float8Tensor) or stored_as(weight, spec):
         return None
-    return f"stored as {weight.spec.describe()} and cast to {spec.describe()}"
+    wanted = spec if weight.ndim < 3 else spec_of_experts(spec)
+    return f"stored as {weight.spec.describe()} and cast to {wanted.describe()}"
 
 
 def _warn_of_recast(weight: Tensor, call: Call) -> None:
@@ -312,15 +350,15 @@ def _warn_of_recast(weight: Tensor, call: Call) -> None:
     )
 
 
-def _stored(weight: Float8Tensor, spec: Float8Spec) -> Operand:
-    """The FP8 data of a weight that is stored as ``spec`` wants it, padded."""
+def _stored(weight: Float8Tensor) -> Operand:
+    """The FP8 data of a weight that is stored as the recipe wants it, padded."""
     q, scale = weight.qdata, weight.scale
-    rows, columns = (round_up(size, ALIGN) for size in q.shape)
-    if q.shape != (rows, columns):
-        pad = (0, columns - q.shape[1], 0, rows - q.shape[0])
+    rows, columns = (round_up(size, ALIGN) for size in q.shape[-2:])
+    if q.shape[-2:] != (rows, columns):
+        pad = (0, columns - q.shape[-1], 0, rows - q.shape[-2])
         q = F.pad(q.view(torch.uint8), pad).view(q.dtype)
-        high, wide = spec.scale_shape(q.shape)
-        scale = F.pad(scale, (0, wide - scale.shape[1], 0, high - scale.shape[0]), value=1.0)
+        *_, high, wide = weight.spec.scale_shape(q.shape)
+        scale = F.pad(scale, (0, wide - scale.shape[-1], 0, high - scale.shape[-2]), value=1.0)
     return q, scale
 
 
@@ -339,7 +377,7 @@ def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightO
     graph, spread = torch.compiler.is_compiling(), call.parallel is not None
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
-            return None, None, (*_stored(weight, call.plan.w), None)
+            return None, None, (*_stored(weight), None)
         if not graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
@@ -354,13 +392,11 @@ def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightO
 
 def note_weight(weight: Tensor, operand: Any, call: Call) -> None:
     """Tell an observer, and CPU offload, of the FP8 data of a weight."""
-    if call.watched:
+    q = operand[0]
+    if call.watched and weight.ndim == 3:
+        _show_weights(weight, operand[:2], call.plan.w, call)
+    elif call.watched:
         show_cast(weight, operand[:2], call.plan.w, W, call)
-    note_storage(operand[0], weight, call)
-
-
-def note_storage(q: Tensor, weight: Tensor, call: Call) -> None:
-    """Tell CPU offload, if it asks, whether the FP8 data of a weight is kept in any case."""
     if not torch.compiler.is_compiling() and STATE.weights is not None:
         key = StorageWeakRef(q.untyped_storage())
         STATE.weights[key] = lives_on(q, weight, call)

@@ -44,7 +44,6 @@ from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.first_call import FirstCall, remove_hooks, watch_first_call
 from float8lab.nn.freezing import Freezing, users_of
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.grouped_function import spec_of_experts
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.linear import Linear
@@ -461,11 +460,7 @@ def _recasts(plans: Sequence[_LayerPlan]) -> list[str]:
             continue
         spec = recipe.linear.w
         spec = spec.transpose() if isinstance(layer, OtherLinear) else spec
-        found = [
-            recast(p, spec if p.ndim < 3 else spec_of_experts(spec))
-            for p in layer._parameters.values()
-            if p is not None
-        ]
+        found = [recast(p, spec) for p in layer._parameters.values() if p is not None]
         lines += [f"  {name or '(model)'}: its weight is {text}" for text in found if text]
     return lines
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.nn.gemm import output_dtype
-from float8lab.nn.grouped_function import PARTS, Gradient, backward, forward
+from float8lab.nn.gemm import PARTS, Gradient, backward, forward, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.ops import Source, gather_rows_op, scatter_rows_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -95,11 +94,11 @@ class _ExpertMlp(Float8Function):
             token = _tokens_of_rows(row_map, how.rows)
             source = Source("permute", [x, token], dtype)
         h, saved1 = forward(
-            source, fc1_weight, fc1_bias, offs, how.fc1, needs=needs[:2], dtype=dtype
+            source, fc1_weight, fc1_bias, how.fc1, needs=needs[:2], dtype=dtype, offs=offs
         )
         y, saved2 = forward(
-            Source(how.activation, [h], dtype), fc2_weight, fc2_bias, offs, how.fc2,
-            needs=(needs_dh, needs_dw2), dtype=dtype,
+            Source(how.activation, [h], dtype), fc2_weight, fc2_bias, how.fc2,
+            needs=(needs_dh, needs_dw2), dtype=dtype, offs=offs,
         )  # fmt: skip
         tokens = (None, None) if row_map is None or not needs[1] else (x, token)
         ctx.save_for_backward(
@@ -117,19 +116,19 @@ class _ExpertMlp(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         offs, row_map, x, token, h, *rest = ctx.saved_tensors
-        saved1, saved2 = rest[:PARTS], rest[PARTS:]
+        saved1, saved2 = tuple(rest[:PARTS]), tuple(rest[PARTS:])
         how, needs = ctx.how, ctx.needs_input_grad
         wanted = (any(needs[:3]), needs[3], needs[4])
-        gradient = Gradient(dy, offs, how.fc2, needs=wanted)
+        gradient = Gradient(dy, how.fc2, needs=wanted, offs=offs)
         da, dw2, db2 = backward(
-            gradient, Source(how.activation, [] if h is None else [h], ctx.dtype), saved2, offs,
-            how.fc2, needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1],
+            gradient, Source(how.activation, [] if h is None else [h], ctx.dtype), saved2, how.fc2,
+            needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1],
         )  # fmt: skip
         if da is None:
             return None, None, None, dw2, db2, None, None, None
         wanted = needs[:3]
         dh = Source(f"{how.activation}_backward", [h, da], ctx.dtype)
-        gradient = Gradient(dh, offs, how.fc1, needs=wanted)
+        gradient = Gradient(dh, how.fc1, needs=wanted, offs=offs)
         # The largest tensors of the layer, of which the GEMMs need the cast alone.
         del h, da, dh, saved2, rest
         if not torch.compiler.is_compiling():
@@ -138,7 +137,7 @@ class _ExpertMlp(Float8Function):
         if row_map is not None:
             source = Source("permute", [] if x is None else [x, token], ctx.dtype)
         dx, dw1, db1 = backward(
-            gradient, source, saved1, offs, how.fc1,
+            gradient, source, saved1, how.fc1,
             needs=wanted, shape=ctx.shapes[0], dtypes=ctx.dtypes[0],
         )  # fmt: skip
         if dx is not None and row_map is not None:

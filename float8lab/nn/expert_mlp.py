@@ -118,8 +118,8 @@ class ExpertsBase(nn.Module):
         if call is None:
             weight = plain_weight(self, weight, first_microbatch)
             precision.calibrate(
-                Groups("", (x.detach(),), x.dtype, offs),
-                Groups("", (weight.detach(),), weight.dtype, None),
+                Groups.of(x.detach(), offs),
+                weight.detach(),
             )
         y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
         return y

@@ -4,6 +4,9 @@ What is cast, what is saved, what is computed again, fprop, dgrad and wgrad are 
 else; the autograd functions of all modules are compositions of ``forward`` and ``backward``.
 Between the ops travel plain tensors.
 
+With ``offs``, the ends of experts' rows, it is the linear layers of a mixture of experts: each row
+is multiplied by its own expert's weight, ``[E, N, K]``.
+
 The input of a GEMM is a matrix, or a ``Source``: a norm or an activation that is computed while it
 is cast and never written. Of a matrix the transpose is saved for backward, in FP8. A source is
 there in backward, too, and is cast again then, under the forward's scales. The FP8 weight is saved
@@ -24,6 +27,7 @@ from float8lab.distributed.tensor_parallel import spread_mm
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
+    Matrix,
     Operand,
     Specs,
     cast,
@@ -39,7 +43,7 @@ from float8lab.nn.casts import (
     show_input,
 )
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Source, as_matrix, scaled_mm_op, transpose_op
+from float8lab.ops import Groups, Source, as_matrix, grouped_mm_op, scaled_mm_op, transpose_op
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import GemmPlan, Recipe
@@ -84,6 +88,7 @@ def forward(
     dtype: torch.dtype,
     inp: Tensor | None = None,
     again: bool = False,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Saved]:
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
@@ -97,31 +102,31 @@ def forward(
         inp: with a matrix, the layer's input that it is; with a source, its values if they are
             written anyway.
         again: of a source: save what ``forward_again`` needs, too.
+        offs: ends of the experts' rows, ``[E]``; then weight and bias are those of E experts, and
+            rows beyond the last end give zeros.
     """
-    plan, source = call.plan, isinstance(x, Source)
-    needs_dx, needs_dw = needs
-    wgrad, parallel = plan.wgrad if needs_dw else None, call.parallel
+    (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
+    source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
+    wgrad = plan.wgrad if needs_dw else None
     uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
-    value = inp if source and inp is not None else x
+    value: Matrix = inp if source and inp is not None else x
+    value = value if offs is None else Groups.of(x, offs)
     specs: Specs = plan.x if plan.fprop or keep_x else None, None
     if not source:
         specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
 
     # Whatever depends on the state of the module comes before the product, or after it.
     x_by, x_cast, key = known_input(value, None if source else inp, specs, call)
-    high = w_by = w_cast = None
-    if plan.fprop or keep_w:
-        high, w_by, w_cast = known_weight(weight, call)
+    known: Any = known_weight(weight, call) if plan.fprop or keep_w else (None,) * 3
     first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
     spread = None if parallel is None else call
     plans = first.is_cuda and spread is None and not call.watched
     multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
-        value, specs, x_by, x_cast, high, w_by, w_cast, bias, weight.shape[0], call.recipe, dtype,
-        spread,
+        value, specs, x_by, x_cast, *known, bias, weight.shape[-2], call.recipe, dtype, spread
     )  # fmt: skip
     q, scale, factor, q_t, scale_t = x_now
     if key is not None:
@@ -150,15 +155,17 @@ def forward(
     if keep_w:
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
         lean = source and isinstance(weight, nn.Parameter)
+        if offs is not None:
+            lean = source and x.prologue != "permute"  # type: ignore[union-attr]  # a source
         lean = lean and (spread is None or w_factor is not None)  # else nothing tells the bytes
-        lean = lean and (high is not None or not lives_on(w8, weight, call))
+        lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
     keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
     return y, (*saved_x, weight if keep_high else None, *saved_w)
 
 
 def _product(
-    x: Tensor | Source,
+    x: Matrix,
     specs: Specs,
     x_by: By,
     x_cast: Any,
@@ -198,16 +205,22 @@ def _product(
     y = None
     if plan.fprop:
         left, right, fast_accum = plan.fprop
-        shape = (x.inputs[0] if isinstance(x, Source) else x).shape[0], features
         (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
-        if bias is not None and bias.shape[0] != w8.shape[0]:
-            bias = F.pad(bias, (0, w8.shape[0] - bias.shape[0]))
+        if bias is not None and bias.shape[-1] != w8.shape[-2]:
+            bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         if spread is not None:
+            shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
             y, whole = _spread_mm(x_cast[:2], w_cast[:2], plan.fprop, shape, dtype, spread, bias)
             if spread.watched:
                 show_gemm("fprop", spread, whole, w_cast[:2])
             return y, *x_cast, *w_cast
-        y = scaled_mm_op(x8, x_scale, left.block, w8, w_scale, right.block, bias, dtype, fast_accum)
+        operands = x8, x_scale, left.block, w8, w_scale, right.block, bias
+        if isinstance(x, Groups):
+            y = grouped_mm_op(*operands, x.offs, dtype, fast_accum)
+            shape = y.shape[0], features
+        else:
+            y = scaled_mm_op(*operands, dtype, fast_accum)
+            shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
         # A compiled graph always crops: asking whether it must would fix the number of tokens.
         if torch.compiler.is_compiling() or y.shape != shape:
             y = y[: shape[0], : shape[1]]
@@ -240,15 +253,25 @@ def _spread_mm(
 
 
 def _in_high_precision(
-    x: Tensor | Source, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, call: Call
+    x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, call: Call
 ) -> Tensor:
-    high, parallel = x.value() if isinstance(x, Source) else x, call.parallel
+    high, parallel = (x if isinstance(x, Tensor) else x.value()).to(dtype), call.parallel
     if parallel is not None:
         high = parallel.entered(high, call.rows)
         bias = parallel.added(bias)
     added = None if bias is None else bias.to(dtype)
-    y = F.linear(high.to(dtype), plain(weight).to(dtype), added)
+    if isinstance(x, Groups):
+        return _multiply_groups(high, plain(weight).to(dtype), x.offs, dtype, added)
+    y = F.linear(high, plain(weight).to(dtype), added)
     return y if parallel is None else parallel.left(y, call.rows)
+
+
+def _multiply_groups(
+    a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``grouped_mm`` in high precision."""
+    y: Tensor = grouped_mm_op(a, None, (), b, None, (), bias, offs, dtype, False)
+    return y
 
 
 def forward_again(
@@ -285,19 +308,28 @@ def forward_again(
 class Gradient:
     """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
 
-    __slots__ = ("high", "q", "q_t", "total", "turns")
+    __slots__ = ("high", "offs", "q", "q_t", "total", "turns")
 
+    offs: Tensor | None
+    """Ends of experts' rows, if they are in groups."""
     high: Tensor | None
     q: Operand | None
     """For dgrad; None if that runs in high precision."""
     q_t: Operand | None
     """Transposed, for wgrad."""
     total: Tensor | None
-    """The sums over the rows, where they come for free."""
+    """The sums over the rows, or over each expert's, where they come for free."""
     turns: bool
     """The transpose is made of what dgrad gathers from other ranks."""
 
-    def __init__(self, dy: Tensor | Source, call: Call, *, needs: tuple[bool, bool, bool]) -> None:
+    def __init__(
+        self,
+        dy: Tensor | Source,
+        call: Call,
+        *,
+        needs: tuple[bool, bool, bool],
+        offs: Tensor | None = None,
+    ) -> None:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         dx = plan.dgrad.left if needs_dx and plan.dgrad else None
@@ -306,16 +338,17 @@ class Gradient:
             dx and (dw or not needs_dw) and (needs_dw or not needs_db)
         ):
             dy = dy.value()  # something wants it written
-        self.high = None if isinstance(dy, Source) else dy
+        self.high, self.offs = None if isinstance(dy, Source) else dy, offs
         self.q = self.q_t = self.total = None
         self.turns = False
         if not (dx or dw):
             return
-        total = needs_db and dx is not None and dw is not None
+        total = needs_db and (offs is not None or (dx is not None and dw is not None))
         if call.parallel is not None and call.parallel.scatters and dx == dw:
             self.turns = plan.dy.block == (-1, -1)
             dw = None if self.turns else dw
-        q, scale, _, q_t, scale_t, sums = cast(dy, dx, DY, call, transposed=dw, column_sum=total)
+        x: Matrix = dy if offs is None else Groups.of(dy, offs)
+        q, scale, _, q_t, scale_t, sums = cast(x, dx, DY, call, transposed=dw, column_sum=total)
         if dx:
             self.q = q, scale
         if dw:
@@ -323,8 +356,8 @@ class Gradient:
         if total:
             self.total = sums
         if call.watched and dx:
-            show_cast(dy, (q, scale), dx, DY, call)
-        elif call.watched and dw:
+            show_cast(x, (q, scale), dx, DY, call)
+        elif call.watched and dw and offs is None:
             show_cast(dy.t(), (q_t, scale_t), dw, DY, call)  # type: ignore[union-attr]
 
 
@@ -352,6 +385,7 @@ def backward(
         dtypes: of the gradients.
     """
     (M, N, K), fused = shape, call.fused_weight
+    groups = () if dy.offs is None else (dy.offs,)
     parts: Any = saved
     kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
     dx = dw = db = None
@@ -372,17 +406,20 @@ def backward(
             multiply: Any = _planned_dgrad if plans else _dgrad
             dx = multiply(
                 dy.q or dy.high, high, w8, by, w_t, w_scale is not None, call.recipe, (M, K),
-                dtypes[0], watching,
+                dtypes[0], watching, *groups,
             )  # fmt: skip
     dy.q = None  # its room may serve for dw
     if needs[1]:
-        dtype = dtypes[1] if fused is None else fused.main_grad.dtype
+        main = fused[0] if isinstance(fused, tuple) else fused
+        dtype = dtypes[1] if main is None else main.main_grad.dtype
         factors = Factors(x_scale, x_factor)
         if spread is not None:
             dw = _spread_wgrad(dy, x, kept, factors, call, (N, K), dtype)
         else:
             multiply = _planned_wgrad if plans else _wgrad
-            dw = multiply(dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching)
+            dw = multiply(
+                dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching, *groups
+            )
         if fused is not None:
             _accumulate(fused, dw, overwrite=call.first_microbatch is True)
             dw = None
@@ -390,7 +427,13 @@ def backward(
         total = dy.total
         if total is None:
             assert dy.high is not None, "written"
-            total = dy.high.sum(0, dtype=torch.float32)
+            if dy.offs is None:
+                total = dy.high.sum(0, dtype=torch.float32)
+            else:
+                # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in
+                # rows of their own, which torch takes whatever the number of tokens.
+                ones = dy.high.new_ones((M, 8)).t()
+                total = _multiply_groups(dy.high.t(), ones, dy.offs, dy.high.dtype)[..., 0]
         db = total.to(dtypes[2])
     return dx, dw, db
 
@@ -407,7 +450,8 @@ def _weight_transposed(
     assert by is not None, "of the weight"
     graph = torch.compiler.is_compiling()
     if w8 is not None:
-        return None, by, (transpose_op(w8, 1, event), by[0].scale.t())
+        scale = by[0].scale
+        return None, by, (transpose_op(w8, 1, event), scale if scale.ndim == 1 else scale.mT)
     assert weight is not None, "kept for this"
     high = plain(weight, event)
     if by[0].scale is not None and call.parallel is not None:
@@ -431,6 +475,7 @@ def _dgrad(
     shape: tuple[int, int],
     dtype: torch.dtype,
     watching: Call | None,
+    offs: Tensor | None = None,
 ) -> Tensor:
     """``dy @ weight``, of the FP8 weight, its transpose, or the weight in high precision.
 
@@ -441,6 +486,8 @@ def _dgrad(
         assert weight is not None, "kept for this"
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
+        if offs is not None:
+            return _multiply_groups(dy, weight.to(dy.dtype).mT, offs, dtype)
         return (dy @ weight.to(dy.dtype)).to(dtype)
     assert plan.dgrad is not None, "cast for it"
     left, right, fast_accum = plan.dgrad
@@ -450,17 +497,21 @@ def _dgrad(
         if w8 is None:
             assert weight is not None, "kept for this"
             w8, scale, *_ = cast_by(weight, plan.w, None, plan, by)
-        # A delayed scale is of shape [1], which t() leaves alone.
-        w_t = transpose_op(w8, 1, None), scale.t()
+        # A delayed scale is of shape [1].
+        w_t = transpose_op(w8, 1, None), scale if scale.ndim == 1 else scale.mT
     elif w_t is None:
         assert weight is not None, "kept for this"
         w_t = cast_by(weight, None, right, plan, by)[3:5]
     if watching is not None:
-        if not turns and not plan.fprop:  # else the forward has cast it
+        if not turns and not plan.fprop and offs is None:  # else the forward has cast it
             assert weight is not None, "cast just now"
             show_cast(weight.t(), w_t, right, W, watching, only_in_backward=True)
         show_gemm("dgrad", watching, dy, w_t)
-    dx = scaled_mm_op(*dy, left.block, *w_t, right.block, None, dtype, fast_accum)
+    operands = *dy, left.block, *w_t, right.block, None
+    if offs is None:
+        dx = scaled_mm_op(*operands, dtype, fast_accum)
+    else:
+        dx = grouped_mm_op(*operands, offs, dtype, fast_accum)
     if torch.compiler.is_compiling() or dx.shape != shape:
         dx = dx[: shape[0], : shape[1]]
     return dx
@@ -571,6 +622,7 @@ def _wgrad(
     shape: tuple[int, int],
     dtype: torch.dtype,
     watching: Call | None,
+    offs: Tensor | None = None,
 ) -> Tensor:
     """``dy.T @ x``, of dy in high precision or of its transpose in FP8.
 
@@ -582,6 +634,8 @@ def _wgrad(
         assert high is not None, "kept for this"
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
+        if offs is not None:
+            return _multiply_groups(dy.t(), high.to(dy.dtype).t(), offs, dtype)
         return (dy.t() @ high.to(dy.dtype)).to(dtype)
     assert plan.wgrad is not None, "cast for it"
     left, right, fast_accum = plan.wgrad
@@ -589,12 +643,17 @@ def _wgrad(
         assert kept is not None, "kept for this"
         x_t = kept, factors.scale.float()
     else:
-        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+        source = x if offs is None else Groups.of(x, offs)
+        x_t = cast_by(source, None, right, plan, (factors, None))[3:5]
     if watching is not None:
         show_gemm("wgrad", watching, dy, x_t)
-    dw = scaled_mm_op(*dy, left.block, *x_t, right.block, None, dtype, fast_accum)
-    if torch.compiler.is_compiling() or dw.shape != shape:
-        dw = dw[: shape[0], : shape[1]]
+    operands = *dy, left.block, *x_t, right.block, None
+    if offs is None:
+        dw = scaled_mm_op(*operands, dtype, fast_accum)
+    else:
+        dw = grouped_mm_op(*operands, offs, dtype, fast_accum)
+    if torch.compiler.is_compiling() or dw.shape[-2:] != shape:
+        dw = dw[..., : shape[0], : shape[1]]
     return dw
 
 
@@ -602,12 +661,20 @@ _planned_wgrad = planned(_wgrad)
 
 
 def _accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> None:
-    """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``."""
+    """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``.
+
+    Of experts it is a tuple of one weight for all, or of each one's.
+    """
+    weights, parts = (weight,), [dw]
+    if isinstance(weight, tuple):
+        weights, parts = weight, [dw] if len(weight) == 1 else list(dw.unbind())
+    into = [one.main_grad.view_as(part) for one, part in zip(weights, parts, strict=True)]
     if overwrite:
-        weight.main_grad.copy_(dw)
+        torch._foreach_copy_(into, parts)
     else:
-        weight.main_grad.add_(dw)
-    weight.grad_added_to_main_grad = True  # the mark that Megatron's optimizers look for
+        torch._foreach_add_(into, parts)
+    for one in weights:
+        one.grad_added_to_main_grad = True  # the mark that Megatron's optimizers look for
 
 
 def fused_weight(module: Any, weight: Tensor) -> Tensor | None:

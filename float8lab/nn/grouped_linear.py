@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from float8lab.arguments import (
 )
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.gemm import fused_weight, plain_weight
-from float8lab.nn.grouped_function import GroupedFunction, into_buffer, stacked
+from float8lab.nn.grouped_function import GroupedFunction, as_one, into_buffer, is_of
 from float8lab.nn.linear import (
     default_device,
     keep_initial_value,
@@ -35,7 +35,9 @@ from float8lab.nn.linear import (
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Groups, as_matrix
+from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.differentiation import version_of
 
 __all__ = ["GroupedLinear", "ends_of"]
 
@@ -132,6 +134,14 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         self.single_grouped_bias = bool(single_grouped_bias)
         self.sequence_parallel = sequence_parallel
         self._init_method = init_method
+        self._names = {
+            kind: (kind,) if single else tuple(f"{kind}{index}" for index in range(E))
+            for kind, single in (
+                ("weight", self.single_grouped_weight),
+                ("bias", self.single_grouped_bias),
+            )
+        }
+        self._wholes: dict[str, tuple[Tensor, int]] = {}  # see _whole
         self._fp8 = Precision()
         self._fp8.experts = E
         where = check_device("device", device) or default_device()
@@ -141,27 +151,17 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             sizes["bias"] = (out_features,)
         for kind, size in sizes.items():
             whole = torch.zeros(E, *size, device=where, dtype=dtype)
-            if self._is_single(kind):
-                self.register_parameter(kind, nn.Parameter(whole))
-                continue
-            for index, part in enumerate(whole):
-                self.register_parameter(f"{kind}{index}", nn.Parameter(part))
+            parts = [whole] if self._names[kind] == (kind,) else whole.unbind()
+            for name, part in zip(self._names[kind], parts, strict=True):
+                self.register_parameter(name, nn.Parameter(part))
         if where.type != "meta":
             self.reset_parameters()
-        self._keeps_initial_values = store_in_fp8(self, list(self._names("weight")))
+        self._keeps_initial_values = store_in_fp8(self, self._names["weight"])
         place_precisions(self)
-
-    def _is_single(self, kind: str) -> bool:
-        return self.single_grouped_weight if kind == "weight" else self.single_grouped_bias
-
-    def _names(self, kind: str) -> Iterator[str]:
-        if self._is_single(kind):
-            return iter((kind,))
-        return (f"{kind}{index}" for index in range(self.num_gemms))
 
     def _parameters_of(self, kind: str) -> list[Tensor]:
         found: dict[str, Any] = self._parameters
-        return [found[name] for name in self._names(kind)]
+        return [found[name] for name in self._names[kind]]
 
     def reset_parameters(self) -> None:
         """Initialise each weight by ``init_method``, and the biases to 0.
@@ -229,18 +229,20 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
-        if call is None:
+        if call is None and (self.fuse_wgrad_accumulation or type(weights[0]) is not nn.Parameter):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
-        weight = weights[0] if self.single_grouped_weight else stacked(weights)
+        weight, parts = self._whole("weight", weights, kept=is_first_microbatch is not None)
+        count = len(parts)
         if call is None:
             self._fp8.calibrate(
-                Groups("", (x.detach(),), x.dtype, offs),
-                Groups("", (weight.detach(),), weight.dtype, None),
+                Groups.of(x.detach(), offs),
+                weight.detach(),
             )
         bias = None
         if biases is not None and not self.return_bias:
-            bias = biases[0] if self.single_grouped_bias else stacked(biases)
-        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+            bias, more = self._whole("bias", biases)
+            parts = [*parts, *more]
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, count, *parts)
         if call is not None and call.record:
             self._fp8.end(call)
         if inp.ndim != 2:
@@ -250,6 +252,28 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         if not self.return_bias:
             return y
         return y, biases[0] if biases and self.single_grouped_bias else biases
+
+    def _whole(
+        self, kind: str, parts: Sequence[Tensor], *, kept: bool = False
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The parameters of all experts as one tensor, and whether gradients are theirs.
+
+        They are the matrices of one tensor, which costs a look at where each lies. It is the same
+        one in the next call, or a copy that autograd knows if they lie elsewhere. A cast that is
+        ``kept`` is known by it: then there is a new one when a parameter was written, too.
+        """
+        if self._names[kind] == (kind,):
+            return parts[0], ()
+        if torch.compiler.is_compiling() or STATE.onnx or isinstance(parts[0], Float8Tensor):
+            return torch.stack(list(parts)), ()
+        version = sum(map(version_of, parts)) if kept else -1
+        whole, known = self._wholes.get(kind, (None, -1))
+        if whole is None or (kept and version != known) or not is_of(parts, whole):
+            whole = as_one(parts)
+            if whole is None:
+                return torch.stack(list(parts)), ()
+            self._wholes[kind] = whole, version
+        return whole, parts
 
     def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """The weights, if their gradients are to go into ``main_grad``."""
@@ -278,27 +302,27 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         self._lie_together()
         return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_wholes": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lie_together()
+
     def _lie_together(self) -> None:
-        """Have the weights follow each other in memory again, wherever they were moved."""
-        weights = self._parameters_of("weight")
-        if len(weights) == 1 or any(type(w) is not nn.Parameter for w in weights):
-            return
-        first = weights[0]
-        like = {(w.shape, w.dtype, w.device) for w in weights}
-        if (
-            first.is_meta
-            or len(like) > 1
-            or not first.numel()
-            or not first.untyped_storage().size()
-        ):
-            return
-        size = first.numel() * first.element_size()
-        if all(w.data_ptr() == first.data_ptr() + i * size for i, w in enumerate(weights)):
-            return
-        with torch.no_grad():
-            whole = torch.stack([w.data for w in weights])
-        for weight, part in zip(weights, whole, strict=True):
-            weight.data = part
+        """Have each expert's parameters follow each other in memory, wherever they were moved."""
+        self._wholes = {}
+        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+            parts = self._parameters_of(kind)
+            first = parts[0]
+            like = {(type(p), p.shape, p.dtype, p.device) for p in parts}
+            is_plain = type(first) is nn.Parameter and not first.is_meta and len(like) == 1
+            if not is_plain or not first.untyped_storage().size() or as_one(parts) is not None:
+                continue
+            with torch.no_grad():
+                whole = torch.stack([p.data for p in parts])
+            for parameter, part in zip(parts, whole, strict=True):
+                parameter.data = part
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -311,7 +335,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         """Make the parameters of a state dict those that the module has: one, or one an expert."""
         whole = f"{prefix}{kind}"
         each = [f"{whole}{index}" for index in range(self.num_gemms)]
-        if self._is_single(kind):
+        if self._names[kind] == (kind,):
             if whole not in state and all(key in state for key in each):
                 state[whole] = torch.stack([state.pop(key) for key in each])
         elif whole in state and not any(key in state for key in each):

@@ -132,6 +132,7 @@ class TensorParallelGroup:
     tp_group: Any = None
     sequence_parallel = False
     keep_gathered = False
+    overlap: bool | None = None
 
     def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
@@ -168,7 +169,11 @@ class TensorParallelGroup:
                 parallel = _NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
-                    tp_group, mode, self.sequence_parallel, self.keep_gathered
+                    tp_group,
+                    mode,
+                    self.sequence_parallel,
+                    self.keep_gathered,
+                    overlap=self.overlap,
                 )
             getattr(self, name).spread(parallel)
 

@@ -21,7 +21,7 @@ from float8lab.ops.cast import (
 )
 from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.ops.declare import announce, compute_intensive_ops
-from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.gemm import scaled_mm_into_op, scaled_mm_op
 from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
@@ -70,6 +70,7 @@ __all__ = [
     "route_op",
     "row_map_op",
     "scale_from_amax",
+    "scaled_mm_into_op",
     "scaled_mm_op",
     "scatter_rows_op",
     "transpose_op",

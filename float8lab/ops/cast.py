@@ -103,11 +103,18 @@ value_of_op = declare(
     ),
     sharding=_shards_of_value,
 )
-transpose_op = declare(
-    reference.transpose,
-    cuda="dequantize:transpose",
-    outputs=lambda of: of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]]),
-)
+
+
+def _transpose_outputs(of: Any) -> Tensor:
+    if of.q.ndim == 3:
+        E, M, K = of.q.shape
+        matrices: Tensor = of.q.new_empty((K, E, M)).transpose(0, 1)
+        return matrices
+    turned: Tensor = of.q.new_empty([round_up(size, of.align) for size in of.q.shape[::-1]])
+    return turned
+
+
+transpose_op = declare(reference.transpose, cuda="dequantize:transpose", outputs=_transpose_outputs)
 dequantize_op = declare(
     reference.dequantize,
     cuda="dequantize:dequantize",

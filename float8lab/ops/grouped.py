@@ -15,7 +15,7 @@ from torch import Tensor
 
 from float8lab.formats import SCALE_RULES, scale_shape
 from float8lab.ops import reference
-from float8lab.ops.cast import empty_scale
+from float8lab.ops.cast import Source, empty_scale
 from float8lab.ops.declare import declare
 from float8lab.ops.reference import round_up
 
@@ -88,12 +88,30 @@ grouped_mm_op = declare(
 
 
 class Groups(NamedTuple):
-    """The input of ``cast_groups``: a matrix, or a prologue, with its groups; or a batch."""
+    """A matrix, or a prologue that computes it, whose rows are in groups; or a batch."""
 
     prologue: str
     inputs: Sequence[Tensor]
     dtype: torch.dtype
     offs: Tensor | None
+    """Ends of the groups, ``[E]``; None for a batch, ``[E, N, K]``."""
+
+    @staticmethod
+    def of(x: Tensor | Source, offs: Tensor | None) -> Groups:
+        """The groups of a matrix that is there or not computed yet; or a batch."""
+        return Groups(*(("", (x,), x.dtype) if isinstance(x, Tensor) else x[:3]), offs)
+
+    def value(self) -> Tensor:
+        """The matrix, with what it has in rows that belong to nobody."""
+        x = self.inputs[0]
+        return Source(*self[:3]).value() if self.prologue else x
+
+    def owned(self) -> Tensor:
+        """The matrix, with zeros in rows that belong to nobody."""
+        x = self.value()
+        assert self.offs is not None, "not a batch"
+        inside = torch.arange(x.shape[0], device=x.device)[:, None] < self.offs[-1:]
+        return torch.where(inside, x, 0.0)
 
     def amax(self) -> Tensor:
         """The largest absolute value in the groups, ``[1, 1]``; ``[E, 1, 1]`` of a batch."""

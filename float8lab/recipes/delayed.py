@@ -48,7 +48,7 @@ _ROWS = ("scale", "encode")
 
 
 class Factors(NamedTuple):
-    """By which a tensor is decoded, and encoded: each of shape [1], or of the slots' width."""
+    """By which a tensor is decoded, and encoded: each ``[1]``; of a batch, ``[E, 1, 1]``."""
 
     scale: Tensor
     encode: Tensor
@@ -60,7 +60,8 @@ class Factors(NamedTuple):
         """The two of a tensor ``[2]``, or ``[2, width]``, that nothing else has."""
         if pair.ndim == 1:
             return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1), pair)
-        return Factors(pair[0], pair[1], pair)
+        scale, encode = pair.view(2, -1, 1, 1).unbind()
+        return Factors(scale, encode, pair)
 
 
 Known = tuple[Factors, Tensor | None]
@@ -76,6 +77,7 @@ class ScalePack:
         "group",
         "members",
         "amaxes",
+        "parts",
         "advanced",
         "scale",
         "encode",
@@ -107,6 +109,7 @@ class ScalePack:
         for name in _TENSORS:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
+        self.parts: list[int] = []  # that ``live`` cuts the slots' factors into, by their size
         self.amaxes: Sequence[Tensor] = self.amax.unbind()
         self.scale, self.encode = self.factors.unbind()
         self.advanced = False  # since the last forward of a compiled graph
@@ -115,13 +118,15 @@ class ScalePack:
         self.sown: list[tuple[weakref.ref[DelayedSlots], int]] = []
         self._backward: weakref.ref[_Backward] | None = None  # recorded here and has not ended
         self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
-        self._live: Sequence[Tensor] | None = None  # views of it, of shape [1], scales and encodes
+        self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
 
-    def live(self) -> Sequence[Tensor] | None:
+    def live(self) -> Sequence[Any] | None:
         """The decode scale and the encode factor of each slot in turn, unchanged by later updates.
 
-        None where a CUDA graph records: there each cast makes a copy of its own.
+        Slots in a row of one tensor have both of all of them in the first's place, and None in the
+        others': each view takes its time. The result is None where a CUDA graph records, for there
+        each cast makes a copy of its own.
         """
         if self._recorded or (self.factors.is_cuda and self.is_recorded()):
             return None
@@ -131,7 +136,13 @@ class ScalePack:
                 copy = self._copy
                 if copy is None:
                     copy = self._copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
-                self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
+                if len(self.parts) == 2 * copy.shape[0]:
+                    self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
+                else:
+                    live: list[Tensor | None] = []
+                    self._live = live
+                    for part in copy.view(-1, 4).select(1, 0).split(self.parts):
+                        live += part, *[None] * (part.shape[0] - 1)
         return self._live
 
     def is_recorded(self) -> bool:
@@ -144,12 +155,12 @@ class ScalePack:
         """The modules' parts of the pack that still exist, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
-    def live_some(self, slots: slice) -> Factors:
-        """The factors of slots in a row, unchanged by later updates."""
-        if self.live() is None:
+    def factors_of(self, slots: slice) -> Factors:
+        """The factors of slots in a row of one tensor, unchanged by later updates."""
+        live = self.live()
+        if live is None:
             return Factors.of(self.factors[:, slots].clone())
-        assert self._copy is not None, "made by live()"
-        return Factors(*self._copy.view(-1, 2, 4)[slots, :, 0].unbind(1))
+        return Factors(*live[2 * slots.start].view(-1, 2, 1, 1).unbind(1))
 
     def set_factors(self, slot: int | slice, factors: Tensor) -> None:
         """Give a slot factors, ``[2]``, from outside its history; some in a row, ``[2, width]``."""
@@ -349,6 +360,8 @@ class DelayedSlots:
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
         self.pack, self.start = pack, start
+        for width in self.widths:
+            pack.parts += (1, 1) if width == 1 else (2 * width,)
         pack.members.append(weakref.ref(self))
 
     def _lay_out(self, widths: tuple[int, ...]) -> None:
@@ -462,7 +475,7 @@ class DelayedSlots:
             if forward and seeded:
                 if width > 1:
                     part = slice(slot, slot + width)
-                    one = pack.live_some(part), pack.amax[part] if record else None
+                    one = pack.factors_of(part), pack.amax[part] if record else None
                 else:
                     if live is None:
                         factors = Factors.of(pack.factors[:, slot].clone())
@@ -510,7 +523,7 @@ class DelayedSlots:
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
         elif width > 1:
-            factors = pack.live_some(slot)
+            factors = pack.factors_of(slot)
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
         return factors, (pack.amax if width > 1 else pack.amaxes)[slot] if record else None
@@ -541,8 +554,12 @@ class DelayedSlots:
 
 
 def _own_amax(x: Tensor | Source | Groups) -> Tensor:
-    found: Tensor = amax_op("", (x,), x.dtype) if isinstance(x, Tensor) else x.amax()
-    return found
+    if isinstance(x, Tensor):
+        if x.ndim == 3:
+            return Groups("", (x,), x.dtype, None).amax()
+        found: Tensor = amax_op("", (x,), x.dtype)
+        return found
+    return x.amax()
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:

@@ -8,7 +8,6 @@ import json
 import os
 import time
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 

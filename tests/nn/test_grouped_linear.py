@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import grouped_function as grouped
-from float8lab.nn.grouped_function import stacked
+from float8lab.nn import gemm
+from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
 from float8lab.ops import Source
 from float8lab.tensor import Float8Tensor
@@ -256,14 +256,45 @@ def test_each_weight_has_a_delayed_scale():
 
 def test_weights_lie_together_wherever_they_move():
     layer = experts().double().float()
-    for one in (layer, copy.deepcopy(layer).half().float()):
-        weights = one._parameters_of("weight")
-        assert stacked(weights).data_ptr() == weights[0].data_ptr()
+    for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer)):
+        for kind in ("weight", "bias"):
+            parts = one._parameters_of(kind)
+            whole, theirs = one._whole(kind, parts)
+            assert whole.data_ptr() == parts[0].data_ptr()
+            assert theirs is parts
+            assert one._whole(kind, parts)[0] is whole
     with torch.no_grad():
-        stacked(weights)[2, 0, 0] = 7
-    assert weights[2][0, 0] == 7
+        whole[2, 0] = 7
+    assert parts[2][0] == 7
     layer.weight3 = nn.Parameter(torch.zeros(N, K))
-    assert not stacked(layer._parameters_of("weight"))[3].any()
+    weights = layer._parameters_of("weight")
+    assert as_one(weights) is None
+    whole, theirs = layer._whole("weight", weights)
+    assert torch.equal(whole, torch.stack(weights))
+    assert not theirs
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
+def test_a_kept_cast_is_that_of_these_weights(single, recipe):
+    """The cast is made once, and again where weights were written in between."""
+    layer, x = experts(single_grouped_weight=single), rows(K)
+
+    def run(first: bool) -> Tensor:
+        with torch.no_grad(), float8lab.autocast(recipe=recipe):
+            return layer(x, SIZES, is_first_microbatch=first)
+
+    y = run(True)
+    kept = layer._fp8.weight_cast
+    assert torch.equal(run(False), y)
+    assert layer._fp8.weight_cast is kept
+    with torch.no_grad():
+        layer._parameters_of("weight")[-1][-1].zero_()
+    assert not torch.equal(run(False), y)
+    changed = layer._fp8.weight_cast
+    assert changed is not kept
+    run(False)
+    assert layer._fp8.weight_cast is changed
 
 
 @each_recipe
@@ -280,10 +311,10 @@ def test_a_source_is_cast_as_its_values(recipe):
         precision.experts = E
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
-        y, saved = grouped.forward(x, w, None, offs, call, needs=needs[:2], dtype=h.dtype)
-        gradient = grouped.Gradient(dy, offs, call, needs=needs)
-        grads = grouped.backward(
-            gradient, x if x is source else None, saved, offs, call,
+        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offs=offs)
+        gradient = gemm.Gradient(dy, call, needs=needs, offs=offs)
+        grads = gemm.backward(
+            gradient, x if x is source else None, saved, call,
             needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
         )  # fmt: skip
         results.append((y, *grads[:2]))

@@ -447,7 +447,7 @@ def check_groups() -> None:
         x = groups.rows(sizes, 70, dtype=BF16)
         batch = (torch.randn(2, 40, 140), torch.randn(2, 140, 40, dtype=BF16).mT)
         for wanted in ((True, True, True), (True, False, False), (False, True, False)):
-            if index % 2 and not all(wanted):
+            if index % 2 and not all(wanted) and block != (1, -1):
                 continue
             # Of values that the interpreter rounds to bfloat16 nothing could be told.
             token = torch.randint(-1, sum(sizes), (len(x),), dtype=torch.int32)
@@ -478,8 +478,8 @@ def check_groups() -> None:
         )
         same(*slots)
     how = (None, E4M3, (1, -1), "encode", 0.0)
-    for wanted, factors in (((True, False), torch.rand(2 * 48)), ((False, True), torch.rand(2 * 144))):
-        arguments = ("", batch[:1], FP32, *how, *wanted, False, factors)
+    for wanted, size in (((True, False), 2 * 48), ((False, True), 2 * 144)):
+        arguments = ("", batch[:1], FP32, *how, *wanted, False, torch.rand(size))
         same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
     arguments = ("", [x], BF16, offs, *how[1:], True, False, False, torch.rand(len(x)))
     same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))

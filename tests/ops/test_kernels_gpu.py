@@ -416,6 +416,9 @@ def test_scaled_mm(
         rounding = exact.abs().max() * torch.finfo(out_dtype).eps / 2
         budget = 2 * ((in_bf16 - exact).abs().max() + rounding)
         assert (got - exact).abs().max() <= budget
+        into = torch.zeros_like(got)
+        ops.scaled_mm_into_op(into, *operands, bias, fast_accum)
+        assert torch.equal(into, got)
 
 
 OUR_SHAPES = [(16, 16, 16), (336, 208, 400), (640, 768, 1536), (3000, 4112, 272)]

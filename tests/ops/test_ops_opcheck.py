@@ -109,6 +109,7 @@ def test_transpose_and_dequantize(align: int, shape: tuple[int, int], device: to
     one, event = torch.ones(1, 1, device=device), torch.ones(1, device=device)
     check(ops.transpose_op, q, align)
     check(ops.transpose_op, q, align, event)
+    check(ops.transpose_op, torch.stack((q, q)), 1, event)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16)
     check(ops.dequantize_op, q.t(), one, (-1, -1), torch.float16)
     check(ops.dequantize_op, q, one, (-1, -1), torch.bfloat16, event)
@@ -130,6 +131,10 @@ def test_scaled_mm(
         operands += [q, scale, block]
     bias = torch.randn(33, device=device) if with_bias else None
     check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
+    out = torch.zeros(20, 33, device=device, dtype=out_dtype)
+    check(ops.scaled_mm_into_op, out, *operands, bias, False)
+    ops.scaled_mm_into_op(out, *operands, bias, False)
+    assert torch.equal(out, ops.scaled_mm_op(*operands, bias, out_dtype, False))
 
 
 @pytest.mark.parametrize("batch", [0, 3])

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from float8lab.checkpoints.experts import PARTS
 from float8lab.checkpoints.layouts import Stored, Weight
 from float8lab.formats import Float8Spec
-from float8lab.nn.casts import cast
+from float8lab.nn.casts import cast, spec_of_experts
 from float8lab.nn.convert import matches
 from float8lab.nn.expert_mlp import ExpertsBase
-from float8lab.nn.grouped_function import spec_of_experts
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions

@@ -45,7 +45,12 @@ from float8lab.nn.attention.masks import (
     make_mask,
     window_of,
 )
-from float8lab.nn.parallel import ContextParallelGroup, check_context_group, heads_of_rank, parallel_size
+from float8lab.nn.parallel import (
+    ContextParallelGroup,
+    check_context_group,
+    heads_of_rank,
+    parallel_size,
+)
 from float8lab.recipes.region import STATE, in_backward
 
 __all__ = ["DotProductAttention"]

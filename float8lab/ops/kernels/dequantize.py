@@ -46,6 +46,9 @@ def _transpose_kernel(
 
 @replayed
 def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
+    if q.ndim == 3:
+        E, M, K = q.shape
+        return transpose(q.reshape(E * M, K)).view(K, E, M).transpose(0, 1)
     tile = _BYTES
     rows, columns = round_up(q.shape[0], align), round_up(q.shape[1], align)
     q_t = q.new_empty((columns, rows))

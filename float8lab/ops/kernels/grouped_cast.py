@@ -465,9 +465,11 @@ def cast_groups(
     narrow = _NARROW_OF_PROLOGUE if prologue else _NARROW
     tile = _TILE if blocks else narrow
     tensors, constants = arguments_of(*matrix, tile)
+    # Among the factors of rows and columns, of which a caller gives those that are wanted.
+    first_column = rows * (E if batch else 1) if straight or rule in SCALE_RULES else 0
     _cast_groups_kernel[(tiles * ceil_div(columns, tile.columns),)](
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *where[1:], rows, columns, across,
-        rows * (E if batch else 1) if straight else 0, given_stride, *strides, eps,
+        first_column, given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
         SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=straight,
         TRANSPOSE=transposed, COLUMN_SUM=column_sum,

@@ -21,7 +21,7 @@ from float8lab.ops.reference.cast import (
     scales_by_column,
     transpose,
 )
-from float8lab.ops.reference.gemm import scaled_mm
+from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
 from float8lab.ops.reference.grouped import ALIGN, SPAN, cast_groups, grouped_mm, padded_rows
 from float8lab.ops.reference.norm import norm, norm_backward
 from float8lab.ops.reference.prologue import ACTIVATIONS, prologue_shape, value_of
@@ -52,6 +52,7 @@ __all__ = [
     "round_up",
     "scale_from_amax",
     "scaled_mm",
+    "scaled_mm_into",
     "scales_by_column",
     "transpose",
     "update_scales_",

@@ -301,7 +301,13 @@ def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
 
     ``event`` is for graphs: what backward computes from the forward's tensors alone, a partitioner
     moves into the forward and keeps until then, unless it needs a tensor of backward, too.
+
+    The matrices of a batch, ``[E, M, K]``, are transposed as one that has them below each other:
+    column k of all of them is one row in memory, and none is padded.
     """
+    if q.ndim == 3:
+        E, M, K = q.shape
+        return transpose(q.reshape(E * M, K)).view(K, E, M).transpose(0, 1)
     raw = q.view(torch.uint8)
     if q.shape[0] % align or q.shape[1] % align:
         raw = F.pad(raw, (0, -q.shape[1] % align, 0, -q.shape[0] % align))
