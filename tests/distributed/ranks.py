@@ -83,7 +83,7 @@ class Collectives(TorchDispatchMode):
         ):
             name = func.name().split("::")[1].strip("_")
             # all_gather and reduce_scatter take (output, input, ...), the others their input.
-            value = args[1] if isinstance(args[1], Tensor) else args[0]
+            value = next((x for x in args[1:2] if isinstance(x, Tensor)), args[0])
             while not isinstance(value, Tensor):
                 value = value[0]
             self.seen.append((name, value.dtype, value.numel()))

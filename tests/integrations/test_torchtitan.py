@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import float8lab
 from float8lab import recipes
+from float8lab.recipes.region import PROCESS
 from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
 
 with warnings.catch_warnings():
@@ -39,11 +40,16 @@ with warnings.catch_warnings():
     import torchtitan.trainer
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from torchtitan.distributed import ParallelDims, fsdp
+    from torchtitan.config.configs import ParallelismConfig
+    from torchtitan.distributed import ParallelDims, fsdp, utils
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.hf_datasets import DatasetConfig, text_datasets
     from torchtitan.models import deepseek_v3, llama3
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+    from torchtitan.models.common.decoder_sharding import (
+        dense_sequence_parallel_placement,
+        set_dense_ffn_sharding,
+    )
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3_jobs
     from torchtitan.models.llama3 import config_registry as llama3_jobs
@@ -186,9 +192,9 @@ DIMENSIONS: dict[tuple[str, int], Any] = {}
 
 
 def one_mesh(trainer: Any) -> Any:
-    """The mesh of an earlier trainer: spmd_types takes one of a kind in a process."""
+    """The meshes of an earlier trainer: DTensor takes equal ones for one, FSDP2 does not."""
     said = trainer.config.parallelism
-    kind = (said.spmd_backend, said.tensor_parallel_degree)
+    kind = said.spmd_backend, said.tensor_parallel_degree
     if kind not in DIMENSIONS:
         DIMENSIONS[kind] = ParallelDims.from_config(said, dist.get_world_size())
     return DIMENSIONS[kind]
@@ -245,7 +251,7 @@ def assert_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert not wrong, wrong
 
 
-def check_fsdp_in_all_backends_and_recomputed(ranks: Ranks) -> None:
+def check_fsdp_and_recomputed(ranks: Ranks) -> None:
     prepare(ranks)
     for family in FAMILIES:
         states = []
@@ -266,23 +272,100 @@ def check_fsdp_in_all_backends_and_recomputed(ranks: Ranks) -> None:
             assert_equal(states[0], state)
 
 
+def check_tensor_parallel_of_plain_shards_and_dtensors(ranks: Ranks) -> None:
+    prepare(ranks)
+    for family in FAMILIES:
+        states = []
+        for backend in ("partial_dtensor", "spmd_types"):
+            settings = {
+                "parallelism.spmd_backend": backend,
+                "parallelism.tensor_parallel_degree": ranks.world,
+            }
+            with float8lab.count_gemms() as gemms:
+                states.append(train(job(ranks, family, settings)))
+            assert gemms.fp8 == STEPS * 3 * LINEAR_LAYERS[family]
+        assert_equal(*states)
+
+
+class Operands:
+    """Keeps what each GEMM multiplies: by the layer's name, the GEMM's, and the side."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, str, int], Tensor] = {}
+
+    def saw_cast(self, *args: Any) -> None:
+        """Casts are seen as operands."""
+
+    def saw_gemm(self, kind: str, call: Any, *operands: Any) -> None:
+        """Keep the values, which the data and the scales say."""
+        for side, (data, scale) in enumerate(operands):
+            self.seen[call.precision.name, kind, side] = data.float() * scale
+
+
+def operands_of(model: Any, x: Tensor, dy: Tensor) -> dict[tuple[str, str, int], Tensor]:
+    kept = PROCESS.observer = Operands()
+    try:
+        model(x.requires_grad_()).backward(dy)
+    finally:
+        PROCESS.observer = None
+    return kept.seen
+
+
+def check_operands_of_plain_shards(ranks: Ranks) -> None:
+    """They are those of one rank's: of x, weights and gradients, rows or columns."""
+    prepare(ranks)
+    config = ParallelismConfig(tensor_parallel_degree=ranks.world)
+    dims = one_mesh(SimpleNamespace(config=SimpleNamespace(parallelism=config)))
+    utils.set_spmd_backend("spmd_types")
+    # M tokens, N out features, K in features; the second name of a pair is what is summed over.
+    sides = {"fprop": ("MK", "NK"), "dgrad": ("MN", "KN"), "wgrad": ("NM", "KM")}
+    for recipe in ("Float8CurrentScaling", "Float8RowwiseScaling"):
+        models = []
+        for _ in range(2):
+            layer = llama3.model_registry("debugmodel").model.layers[0].feed_forward
+            set_dense_ffn_sharding(
+                layer, attn_x_layout=dense_sequence_parallel_placement(), enable_sp=True
+            )
+            torch.manual_seed(0)
+            models.append(Float8Converter.Config(recipe=recipe).build().convert(layer).build())
+            models[-1].init_states()
+        alone, spread = models
+        x, dy = torch.randn(2, 2, 32, 256)
+        x[0, 0] *= 9  # tokens of one rank alone
+        whole = operands_of(alone, x, dy)
+        with utils.get_spmd_context(parallel_dims=dims)():
+            spread.parallelize(dims)
+            parts = [t.chunk(ranks.world, 1)[ranks.rank].contiguous() for t in (x.detach(), dy)]
+            mine = operands_of(spread, *parts)
+        assert mine.keys() == whole.keys()
+        assert len(mine) == 3 * 3 * 2
+        for (name, kind, side), value in mine.items():
+            cut = "K" if name == "w2" else "N"
+            want, axes = whole[name, kind, side], sides[kind][side]
+            if cut in axes:
+                want = want.chunk(ranks.world, axes.index(cut))[ranks.rank]
+            assert torch.equal(value, want), (recipe, name, kind, side)
+
+
 def check_checkpoint_resumes(ranks: Ranks) -> None:
     prepare(ranks)
-    settings = {
-        "checkpoint.enable": True, "checkpoint.interval": 2, "training.steps": 4,
-        "checkpoint.folder": "saved",
-    }  # fmt: skip
-    whole = train(job(ranks, "deepseek_v3", settings))
-    resumed = train(job(ranks, "deepseek_v3", {**settings, "checkpoint.load_step": 2}))
-    assert_equal(whole, resumed)
+    for family, degree in (("deepseek_v3", 1), ("llama3", ranks.world)):
+        settings = {
+            "checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.folder": family,
+            "parallelism.tensor_parallel_degree": degree,
+        }  # fmt: skip
+        whole = train(job(ranks, family, settings))
+        resumed = train(job(ranks, family, {**settings, "checkpoint.load_step": 1}))
+        assert_equal(whole, resumed)
 
 
 def check_compiled(ranks: Ranks) -> None:
     prepare(ranks)
-    for family in FAMILIES:
+    for family, degree in (("deepseek_v3", 1), ("llama3", ranks.world)):
+        settings = {"training.steps": 1, "parallelism.tensor_parallel_degree": degree}
         states = []
         for enabled in (False, True):
-            state = train(job(ranks, family, {"compile.enable": enabled, "training.steps": 1}))
+            state = train(job(ranks, family, {**settings, "compile.enable": enabled}))
             # Compiled, the norms that torch decomposes add up the gradients of weights otherwise.
             states.append(
                 {k.replace("_orig_mod.", ""): v for k, v in state.items() if "norm" not in k}
