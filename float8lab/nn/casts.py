@@ -152,7 +152,7 @@ def cast_by(
     elif isinstance(x, Source):
         prologue, inputs, dtype, given = x
     else:
-        prologue, inputs, dtype, offs = x
+        prologue, inputs, dtype, offs, _ = x
     if by is not None:
         (own_scale, given, *_), slot = by
     whole = how.block == (-1, -1)

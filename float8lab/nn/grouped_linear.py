@@ -34,7 +34,7 @@ from float8lab.nn.linear import (
 )
 from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
 from float8lab.nn.precision import Precision, place_precisions
-from float8lab.ops import Groups, as_matrix
+from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import version_of
@@ -235,7 +235,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         count = len(parts)
         if call is None:
             self._fp8.calibrate(
-                Groups.of(x.detach(), offs),
+                Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
             )
         bias = None

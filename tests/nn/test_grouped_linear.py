@@ -15,7 +15,7 @@ from float8lab import recipes
 from float8lab.nn import gemm
 from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
-from float8lab.ops import Source
+from float8lab.ops import Ends, Source
 from float8lab.tensor import Float8Tensor
 
 SIZES = [0, 1, 15, 17, 40]
@@ -302,7 +302,7 @@ def test_a_source_is_cast_as_its_values(recipe):
     torch.manual_seed(3)
     h, dy, w = torch.randn(M + 5, 2 * K), torch.randn(M + 5, N), torch.randn(E, N, K)
     h[M:], dy[M:] = torch.nan, torch.nan
-    offs, needs = torch.tensor(SIZES).cumsum(0), (True, True, False)
+    ends, needs = Ends.of(torch.tensor(SIZES).cumsum(0), M + 5), (True, True, False)
     source = Source("swiglu", [h], h.dtype)
     results = []
     for x in (source, source.value()):
@@ -310,8 +310,8 @@ def test_a_source_is_cast_as_its_values(recipe):
         precision.experts = E
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
-        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offs=offs)
-        gradient = gemm.Gradient(dy, call, needs=needs, offs=offs)
+        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, ends=ends)
+        gradient = gemm.Gradient(dy, call, needs=needs, ends=ends)
         grads = gemm.backward(
             gradient, x if x is source else None, saved, call,
             needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
