@@ -31,6 +31,7 @@ from float8lab.nn.casts import (
     cast,
     cast_by,
     forget_cast,
+    kept_transpose,
     known_input,
     known_weight,
     lives_on,
@@ -361,6 +362,8 @@ def backward(
         high, w_t = None if w8 is not None and dy.q else weight, None
         if dy.q and (torch.compiler.is_compiling() or w_scale is None):
             high, by, w_t = _weight_transposed(high, w8, by, call, event=dy.q[1])
+        elif dy.ends is not None and w8 is not None and call.first_microbatch is not None:
+            w_t = kept_transpose(w8, w_scale, call)
         elif isinstance(high, Float8Tensor):
             high = plain(high, dy.high)
         multiply: Any = _planned_dgrad if plans else _dgrad
@@ -445,12 +448,9 @@ def _dgrad(
         return (dy @ weight.to(dy.dtype)).to(dtype)
     assert plan.dgrad is not None, "cast for it"
     left, right, fast_accum = plan.dgrad
-    if w_t is None and turns:
+    if w_t is None and w8 is not None:
         assert by is not None, "saved by the forward"
         scale = by[0].scale
-        if w8 is None:
-            assert weight is not None, "kept for this"
-            w8, scale, *_ = cast_by(weight, plan.w, None, plan, by)
         # A delayed scale is of shape [1].
         w_t = transpose_op(w8, 1, None), scale if scale.ndim == 1 else scale.mT
     elif w_t is None:

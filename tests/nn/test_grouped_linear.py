@@ -17,6 +17,7 @@ from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
 from float8lab.ops import Ends, Source
 from float8lab.tensor import Float8Tensor
+from tests.recorder import Ops
 
 SIZES = [0, 1, 15, 17, 40]
 E, M, K, N = len(SIZES), sum(SIZES), 72, 40
@@ -30,6 +31,7 @@ RECIPES = {
     "high-fprop": recipes.Float8BlockScaling(override_linear_precision=(True, False, False)),
     "high-dgrad": recipes.Float8CurrentScaling(override_linear_precision=(False, True, False)),
 }
+CAST_OPS = "cast_groups", "transpose"
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
@@ -271,6 +273,20 @@ def test_weights_lie_together_wherever_they_move():
     whole, theirs = layer._whole("weight", weights)
     assert torch.equal(whole, torch.stack(weights))
     assert not theirs
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["kept", "stored"])
+def test_weights_in_fp8_are_not_cast_again(stored):
+    """Over microbatches, or stored so: x and dy are cast, and the weights are turned, at most."""
+    recipe, x, dy = RECIPES["block"], rows(K), rows(N)
+    with float8lab.fp8_model_init(stored, recipe):
+        layer = experts(single_grouped_weight=True)
+    counts = []
+    for first in (True, False, False):
+        with Ops() as seen, float8lab.autocast(recipe=recipe):
+            layer(x.clone().requires_grad_(), SIZES, is_first_microbatch=first).backward(dy)
+        counts.append([seen.names.count(f"float8lab.{op}.default") for op in CAST_OPS])
+    assert counts == ([[2, 1]] * 3 if stored else [[3, 1], [2, 0], [2, 0]])
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
