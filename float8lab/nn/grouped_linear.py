@@ -21,7 +21,10 @@ from float8lab.arguments import (
     check_tensor,
     shown,
 )
+from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.gemm import fused_weight, plain_weight
 from float8lab.nn.grouped_function import GroupedFunction, as_one, into_buffer, is_of
 from float8lab.nn.linear import (
@@ -42,7 +45,7 @@ from float8lab.tensor.differentiation import version_of
 __all__ = ["GroupedLinear", "ends_of"]
 
 
-class GroupedLinear(nn.Module, TensorParallelGroup):
+class GroupedLinear(Shardable, TensorParallelGroup):
     """``y = x @ weight[e].T + bias[e]`` for the rows of each expert e, in FP8 inside ``autocast``.
 
     The rows of an expert follow those of the expert before. How many each has is read on the
@@ -158,6 +161,10 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             self.reset_parameters()
         self._keeps_initial_values = store_in_fp8(self, self._names["weight"])
         place_precisions(self)
+
+    def _weight_cast(self, name: str) -> WeightCast | None:
+        cast = self._fp8.weight_gather() if name == "weight" else None
+        return cast and cast._replace(spec=spec_of_experts(cast.spec))
 
     def _parameters_of(self, kind: str) -> list[Tensor]:
         found: dict[str, Any] = self._parameters

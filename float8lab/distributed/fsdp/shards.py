@@ -206,7 +206,9 @@ class Shardable(nn.Module):
         """Make the local tensor of a parameter that takes the place of ``old`` a shard."""
         local, before = parameter._local_tensor, local_of(old)
         *copied, cut_by = parameter.placements
-        if parameter.ndim != 2 or not cut_by.is_shard(0):
+        # Experts that are stored in FP8 become shards at their first all-gather.
+        may_be = parameter.ndim == 2 or (parameter.ndim == 3 and type(local) is Tensor)
+        if not (may_be or isinstance(before, Shard)) or not cut_by.is_shard(0):
             return
         if isinstance(before, Shard):
             _stay_shard(parameter, before.weight)
