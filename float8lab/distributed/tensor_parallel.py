@@ -29,17 +29,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.overlap import (
-    gather_mm_op,
+    gather_mm,
     is_worth_it,
-    mm_scatter_op,
+    mm_scatter,
     sees_others,
 )
-from float8lab.ops import as_matrix, scaled_mm_op
-from float8lab.ops.reference import ALIGN
+from float8lab.formats import Float8Spec
+from float8lab.ops import amax_op, as_matrix, scaled_mm_op
+from float8lab.ops.reference import ALIGN, scales_by_column
 from float8lab.recipes.reduction import channel
 from float8lab.tensor.differentiation import Float8Function
 
-__all__ = ["Rows", "TensorParallel", "gathered_mm", "mm_reduced", "spread_mm"]
+__all__ = [
+    "NoGroup",
+    "Rows",
+    "StoredShard",
+    "TensorParallel",
+    "gathered_mm",
+    "mm_reduced",
+    "shared_amaxes",
+    "spread_mm",
+]
 
 
 class Rows(NamedTuple):
@@ -66,9 +76,9 @@ class Rows(NamedTuple):
 
     def are_cut(self, size: int) -> bool:
         """Whether a block of ``size`` rows lies on several ranks; -1 is all rows."""
-        shared = self.chunk < self.lead
-        runs = self.outer > 1 and size != -1 and self.lead * self.inner % size != 0
-        return shared and (size == -1 or runs or self.chunk * self.inner % size != 0)
+        runs = self.outer > 1 and self.lead * self.inner % size != 0
+        cut = runs or self.chunk * self.inner % size != 0
+        return size == -1 or (self.chunk < self.lead and cut)
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,10 @@ class TensorParallel:
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
     overlap: bool | None = None
     """Whether products run beside communication; None: where that was measured to pay."""
+    casts_only: bool = False
+    """Ranks share scales and nothing else: the caller sends tokens, and adds sums up."""
+    pieces: tuple[int, ...] = ()
+    """The sizes of what a shard consists of, where the weight is several behind each other."""
     partial: bool = False
     """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     name: str = ""
@@ -196,6 +210,77 @@ class TensorParallel:
         start = min(rows.lead, rows.chunk * self.rank)
         return (min(rows.chunk, rows.lead - start), *shape[1:-1], features)
 
+    # Features that lie on blocks of several ranks.
+
+    def places(self, length: int) -> list[tuple[int, int]]:
+        """Where in the whole the pieces of a shard of features begin, and how many they have."""
+        found, offset = [], 0
+        for size in self.pieces or (length,):
+            found.append((offset + self.rank * size, size))
+            offset += size * self.size
+        return found
+
+    def are_cut(self, length: int, edge: int) -> bool:
+        """Whether the shards' features begin or end inside blocks of ``edge``, on any rank."""
+        return edge > 1 and any(size % edge != 0 for size in self.pieces or (length,))
+
+    def spaced(self, x: Tensor, dim: int, edge: int) -> Tensor:
+        """A shard of features with zeros where others of its blocks are, so that blocks fit."""
+        length = x.shape[dim]
+        if not self.are_cut(length, edge):
+            return x
+        parts = []
+        sizes = self.pieces or (length,)
+        for (start, size), part in zip(self.places(length), x.split(sizes, dim), strict=True):
+            before = start % edge
+            after = -(before + size) % edge
+            parts.append(F.pad(part, (0, 0) * (x.ndim - 1 - dim) + (before, after)))
+        return torch.cat(parts, dim)
+
+    def spaced_size(self, length: int, edge: int) -> int:
+        """How many features ``spaced`` gives."""
+        if not self.are_cut(length, edge):
+            return length
+        return sum(-(-(start % edge + size) // edge) * edge for start, size in self.places(length))
+
+    def cropped(self, y: Tensor, dim: int, length: int, edge: int) -> Tensor:
+        """A shard of features without what ``spaced`` has put there."""
+        if not self.are_cut(length, edge):
+            return y
+        parts, at = [], 0
+        for start, size in self.places(length):
+            parts.append(y.narrow(dim, at + start % edge, size))
+            at += -(-(start % edge + size) // edge) * edge
+        return torch.cat(parts, dim)
+
+    def shared_amaxes(
+        self, grid: Tensor, size: int, dim: int, places: Sequence[tuple[int, int]], total: int
+    ) -> tuple[Tensor, Tensor]:
+        """The amaxes of a shard's blocks over all ranks that have a part of them; of all blocks.
+
+        Args:
+            grid: of this rank's parts, ``[rows, columns]`` of blocks.
+            size: of a block along ``dim``; -1 is the whole dimension.
+            dim: the one of which a rank has a shard.
+            places: where in the whole its pieces begin, and how many elements they have.
+            total: elements of the whole.
+        """
+        if size == -1:
+            whole = self.largest(grid)
+            return whole, whole
+        count, at, runs, parts = -(-total // size), 0, [], []
+        for start, length in places:
+            first, blocks = start // size, -(-(start % size + length) // size)
+            pad = (first, count - first - blocks)
+            part = grid.narrow(dim, at, blocks)
+            parts.append(F.pad(part, pad if dim == 1 else (0, 0, *pad)))
+            runs.append((first, blocks))
+            at += blocks
+        # A rank's own pieces can share a block, too.
+        whole = self.largest(parts[0] if len(parts) == 1 else torch.stack(parts).amax(0))
+        mine = [whole.narrow(dim, first, blocks) for first, blocks in runs]
+        return mine[0] if len(mine) == 1 else torch.cat(mine, dim), whole
+
     # Collectives.
 
     def largest(self, amax: Tensor) -> Tensor:
@@ -240,12 +325,12 @@ class TensorParallel:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
             short = size - raw.shape[dim]
-            raw = F.pad(raw, (0, 0, 0, short) if dim == 0 else (0, short))
+            raw = F.pad(raw, _after(short, dim))
         whole: Tensor = ops.wait_tensor(
             ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
         )
         if dim == 1:
-            whole = whole.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+            whole = _side_by_side(whole.unflatten(0, (self.size, -1)))
         if whole.shape[dim] != total:
             whole = whole.narrow(dim, 0, total)
         return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
@@ -268,16 +353,20 @@ class TensorParallel:
         self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
     ) -> tuple[Tensor, Tensor]:
         """FP8 data and scales of the whole operand, padded; ``dim`` of it are tokens."""
-        whole = self.gathered(q, rows, dim)
-        tall = dim == 0 and block[0] == 1
-        if tall:
-            scale = self.gathered(scale, rows)
-        short = -rows.total % ALIGN
+        whole, size, short = self.gathered(q, rows, dim), block[dim], -rows.total % ALIGN
         if short:
-            edge = (0, 0, 0, short) if dim == 0 else (0, short)
-            whole = F.pad(whole.view(torch.uint8), edge).view(q.dtype)
-            if tall:
-                scale = F.pad(scale, edge, value=1.0)
+            whole = F.pad(whole.view(torch.uint8), _after(short, dim)).view(q.dtype)
+        if size == -1:
+            return whole.contiguous(), scale
+        if not rows.are_cut(size):  # else all ranks know the scales of all
+            run, mine = rows.lead * rows.inner, rows.chunk * rows.inner
+            blocks = Rows(-(-run // size), -(-mine // size), 1, rows.outer)
+            scale = self.gathered(scale, blocks, dim)
+        short = -(-whole.shape[dim] // size) - scale.shape[dim]
+        if short:
+            scale = F.pad(scale, _after(short, dim), value=1.0)
+        if scales_by_column(block):
+            scale = scale.t().contiguous().t()
         return whole.contiguous(), scale
 
     # For GEMMs in high precision.
@@ -307,6 +396,11 @@ class TensorParallel:
         found: Tensor = _Moved.run(x, self, rows, True)
         return found
 
+    def gather(self, x: Tensor, rows: Rows) -> Tensor:
+        """All tokens of a tensor of which each rank has some, differentiable."""
+        found: Tensor = _Moved.run(x, self, rows, True)
+        return found
+
     def leave(self, y: Tensor, rows: Rows | None) -> Tensor:
         """``left`` of a layer's output, differentiable."""
         if self.mode == "column":
@@ -320,6 +414,77 @@ class TensorParallel:
             return F.linear(x, weight, bias)
         y = self.leave(F.linear(x, weight), rows)
         return y if bias is None else y + bias
+
+
+class NoGroup:
+    """Stands for the ranks of a module that has yet to be given their group."""
+
+    group = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"tp_group must be set before the first call of a module for {self.size} "
+            "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
+        )
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
+
+    parallel: TensorParallel
+    dim: int
+
+    def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
+        """Raise unless each block that has a size lies on one rank."""
+        size, ranks = spec.block[self.dim], self.parallel.size
+        if self.parallel.are_cut(shape[self.dim], size):
+            raise ValueError(
+                f"{name} must give each of {ranks} ranks whole blocks of {size} to store them in "
+                f"FP8; got {shape[self.dim]} for each. Choose another size, another recipe, or "
+                "weights in high precision."
+            )
+
+    def amaxes(self, value: Tensor, spec: Float8Spec) -> Tensor | None:
+        """The amaxes over all ranks of a weight's blocks; None if each lies on one rank."""
+        return shared_amaxes([(self, value, spec)])[0]
+
+
+def shared_amaxes(
+    weights: Sequence[tuple[StoredShard, Tensor, Float8Spec]],
+) -> list[Tensor | None]:
+    """The amaxes of each weight, ``StoredShard.amaxes``: one all-reduce for each group."""
+    found: list[Tensor | None] = [None] * len(weights)
+    groups: dict[TensorParallel, list[int]] = {}
+    for i, (shard, value, spec) in enumerate(weights):
+        if spec.block[shard.dim] == -1:
+            found[i] = amax_op("", (value,), value.dtype, spec.block)
+            groups.setdefault(shard.parallel, []).append(i)
+    for parallel, places in groups.items():
+        local: Any = [found[i] for i in places]
+        every = parallel.largest(torch.cat([amax.reshape(-1) for amax in local]))
+        parts = every.split([amax.numel() for amax in local])
+        for i, amax, part in zip(places, local, parts, strict=True):
+            found[i] = part.view(amax.shape)
+    return found
+
+
+def _side_by_side(parts: Tensor) -> Tensor:
+    """``[R, rows, columns]`` as ``[rows, R * columns]``."""
+    dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
+    if not torch.compiler.is_compiling():  # bytes one by one take four times as long
+        parts = parts.view(torch.int64 if nbytes % 8 == 0 and nbytes else torch.uint8)
+    return parts.transpose(0, 1).flatten(1).view(dtype)
+
+
+def _after(count: int, dim: int) -> tuple[int, ...]:
+    """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
+    return (0, 0, 0, count) if dim == 0 else (0, count)
 
 
 class _Moved(Float8Function):
@@ -350,16 +515,66 @@ class _Moved(Float8Function):
 Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
 
 
+class Product(NamedTuple):
+    """How two FP8 operands are multiplied, and what the result is like."""
+
+    a_block: Sequence[int]
+    b_block: Sequence[int]
+    fast_accum: bool
+    shape: tuple[int, int]
+    """Of this rank's product, before it is summed."""
+    dtype: torch.dtype
+    keep: bool = False
+    """Whether the left operand is wanted, as multiplied."""
+
+
+class Shards:
+    """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
+
+    It is gathered beside a product where one runs that has time for it, else on demand.
+    """
+
+    __slots__ = ("block", "operand", "parallel", "rows", "whole")
+
+    def __init__(
+        self, parallel: TensorParallel, rows: Rows, operand: Operand, block: Sequence[int]
+    ) -> None:
+        """Take this rank's part."""
+        self.parallel, self.rows, self.operand, self.block = parallel, rows, operand, block
+        self.whole: Operand | None = None
+
+    def gathered(self) -> Operand:
+        """The operand of all tokens."""
+        if self.whole is None:
+            args = *self.operand, self.block, self.rows
+            self.whole = self.parallel.gathered_operand(*args, 1)
+        return self.whole
+
+    def leave(self) -> list[Tensor]:
+        """What is to be gathered: FP8 data, and scales unless all ranks have those of all."""
+        q, scale = self.operand
+        size = self.block[1]
+        cut = size == -1 or self.rows.are_cut(size)
+        return [q.contiguous(), *[scale.t().contiguous()] * (not cut)]
+
+    def arrive(self, data: Tensor, scales: Tensor | None) -> None:
+        """Take ``[R, *shape]`` of that."""
+        raw, scale = _side_by_side(data), self.operand[1]
+        if scales is not None and scales.numel():
+            scale = scales.flatten(0, 1).t()
+            scale = scale if scales_by_column(self.block) else scale.contiguous()
+        self.whole = raw, scale
+
+
 def spread_mm(
     parallel: TensorParallel,
     rows: Rows | None,
     operands: tuple[Operand, Operand],
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    product: Product,
     bias: Tensor | None = None,
     *,
     backward: bool = False,
+    beside: Shards | None = None,
 ) -> tuple[Tensor, Operand]:
     """A layer's fprop, ``x @ weight.T + bias``, or its dgrad, and the left operand as multiplied.
 
@@ -367,77 +582,80 @@ def spread_mm(
         parallel: how the layer is spread.
         rows: of the layer's tokens, under sequence parallelism.
         operands: x or dy, as this rank has it, and the weight, or its transpose.
-        how: the blocks of both, and whether to accumulate fast.
-        shape: of this rank's product, before it is summed.
-        dtype: of the product.
+        product: of these.
         bias: of as many features as the weight has rows.
         backward: whether this is dgrad.
+        beside: what else may be gathered meanwhile.
     """
-    a, b = operands
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
-        return gathered_mm(parallel, rows, operands, how, shape, dtype, bias)
+        return gathered_mm(parallel, rows, operands, product, bias, beside)
     if (parallel.mode == "column") == backward:
-        return mm_reduced(parallel, rows, operands, how, shape, dtype, bias), a
-    return _mm(a, b, how, shape, dtype, bias), a
+        return mm_reduced(parallel, rows, operands, product, bias, beside), operands[0]
+    return _mm(operands, product, bias), operands[0]
 
 
 def gathered_mm(
     parallel: TensorParallel,
     rows: Rows,
     operands: tuple[Operand, Operand],
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    product: Product,
     bias: Tensor | None,
+    beside: Shards | None,
 ) -> tuple[Tensor, Operand]:
     """``whole @ b.T + bias`` of an operand ``a`` that is a shard of the whole's rows; the whole."""
     a, b = operands
-    if parallel.overlaps(rows, a[0], b[0], how[0], arrives=True):
-        blocks, fast_accum = how[:2], how[2]
-        y, *whole, _, _ = gather_mm_op(
-            _listed(a, b, bias), *blocks, dtype, fast_accum, parallel.name, []
-        )
-        return _cropped(y, shape), (whole[0], whole[1])
-    whole = parallel.gathered_operand(*a, how[0], rows, 0)
-    return _mm(whole, b, how, shape, dtype, bias), whole
+    if parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=True):
+        args = _overlapping(parallel, operands, product, bias, beside)
+        y, q, scale, *gathered = gather_mm(*args, product.keep)
+        if beside is not None:
+            beside.arrive(*gathered)
+        return _cropped(y, product.shape), (q, scale) if product.keep else a
+    whole = parallel.gathered_operand(*a, product.a_block, rows, 0)
+    return _mm((whole, b), product, bias), whole
 
 
 def mm_reduced(
     parallel: TensorParallel,
     rows: Rows | None,
     operands: tuple[Operand, Operand],
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    product: Product,
     bias: Tensor | None,
+    beside: Shards | None,
 ) -> Tensor:
     """The sum over ranks of ``a @ b.T + bias``; of that this rank's ``rows``, or all."""
     a, b = operands
     scatters = rows is not None and not parallel.partial
-    if scatters and parallel.overlaps(rows, a[0], b[0], how[0], arrives=False):
+    if scatters and parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=False):
         assert rows is not None, "under sequence parallelism"
-        y = mm_scatter_op(_listed(a, b, bias), *how[:2], dtype, how[2], parallel.name, [])[0]
-        return _cropped(y, (rows.of(parallel.rank)[1], shape[1]))
-    y = _mm(a, b, how, shape, dtype, bias)
+        args = _overlapping(parallel, operands, product, bias, beside)
+        y, *gathered = mm_scatter(*args)
+        if beside is not None:
+            beside.arrive(*gathered)
+        return _cropped(y, (rows.of(parallel.rank)[1], product.shape[1]))
+    y = _mm(operands, product, bias)
     if parallel.partial:
         return y
     return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
 
 
-def _listed(a: Operand, b: Operand, bias: Tensor | None) -> list[Tensor]:
-    return [*a, *b, *([] if bias is None else [bias])]
-
-
-def _mm(
-    a: Operand,
-    b: Operand,
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+def _overlapping(
+    parallel: TensorParallel,
+    operands: tuple[Operand, Operand],
+    product: Product,
     bias: Tensor | None,
-) -> Tensor:
-    return _cropped(scaled_mm_op(*a, how[0], *b, how[1], bias, dtype, how[2]), shape)
+    beside: Shards | None,
+) -> tuple[Any, ...]:
+    """The arguments of an op that overlaps."""
+    a, b = operands
+    listed = [*a, *b, *([] if bias is None else [bias])]
+    blocks, also = product[:2], [] if beside is None else beside.leave()
+    return listed, *blocks, product.dtype, product.fast_accum, parallel.name, also
+
+
+def _mm(operands: tuple[Operand, Operand], product: Product, bias: Tensor | None) -> Tensor:
+    (a, b), (a_block, b_block, fast_accum, shape, dtype, _) = operands, product
+    return _cropped(scaled_mm_op(*a, a_block, *b, b_block, bias, dtype, fast_accum), shape)
 
 
 def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -23,13 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.distributed.tensor_parallel import spread_mm
+from float8lab.distributed.tensor_parallel import Product, Shards, spread_mm
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
     Matrix,
     Operand,
     Specs,
+    amaxes_of_shards,
     cast,
     cast_by,
     forget_cast,
@@ -60,6 +61,7 @@ __all__ = [
     "forward",
     "forward_again",
     "fused_weight",
+    "on_all_ranks",
     "output_dtype",
     "plain_weight",
 ]
@@ -107,7 +109,6 @@ def forward(
     """
     (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
     source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
-    wgrad = plan.wgrad if needs_dw else None
     uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
@@ -119,10 +120,11 @@ def forward(
         specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
 
     # Whatever depends on the state of the module comes before the product, or after it.
-    x_by, x_cast, key = known_input(value, None if source else inp, specs, call)
-    known: Any = known_weight(weight, call) if plan.fprop or keep_w else (None,) * 3
-    first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
     spread = None if parallel is None else call
+    amaxes = (None, None) if spread is None else amaxes_of_shards(value, weight, call)
+    x_by, x_cast, key = known_input(value, None if source else inp, specs, call, amaxes[0])
+    known: Any = known_weight(weight, call, amaxes[1]) if plan.fprop or keep_w else (None,) * 3
+    first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
     plans = first.is_cuda and spread is None and not call.watched
     multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
@@ -157,7 +159,8 @@ def forward(
         lean = source and isinstance(weight, nn.Parameter)
         if offs is not None:
             lean = source and x.prologue != "permute"  # type: ignore[union-attr]  # a source
-        lean = lean and (spread is None or w_factor is not None)  # else nothing tells the bytes
+        # Without an amax, nothing tells the bytes of a block that lies on several ranks.
+        lean = lean and (spread is None or w_factor is not None)
         lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
     keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
@@ -206,14 +209,14 @@ def _product(
     if plan.fprop:
         left, right, fast_accum = plan.fprop
         (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
-        if bias is not None and bias.shape[-1] != w8.shape[-2]:
-            bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         if spread is not None:
             shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
             y, whole = _spread_mm(x_cast[:2], w_cast[:2], plan.fprop, shape, dtype, spread, bias)
             if spread.watched:
                 show_gemm("fprop", spread, whole, w_cast[:2])
             return y, *x_cast, *w_cast
+        if bias is not None and bias.shape[-1] != w8.shape[-2]:
+            bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         operands = x8, x_scale, left.block, w8, w_scale, right.block, bias
         if isinstance(x, Groups):
             y = grouped_mm_op(*operands, x.offs, dtype, fast_accum)
@@ -241,15 +244,24 @@ def _spread_mm(
     bias: Tensor | None = None,
     *,
     backward: bool = False,
+    beside: Shards | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Operand]:
     """``spread_mm`` of operands that this rank has; ``shape`` has the rows of ``a``, or all."""
     parallel, rows = call.parallel, call.rows
     assert parallel is not None, "of a layer that is spread"
     if rows is not None:
         shape = rows.total, shape[1]
-    how = gemm.left.block, gemm.right.block, gemm.fast_accum
-    operands, bias = (a, b), parallel.added(bias)
-    return spread_mm(parallel, rows, operands, how, shape, dtype, bias, backward=backward)
+    edge = call.plan.edge if backward == (parallel.mode == "row") else 1  # of a product's shard
+    features, wide = shape[1], parallel.spaced_size(shape[1], edge)
+    bias = parallel.added(bias)
+    if bias is not None:
+        bias = parallel.spaced(bias, 0, edge)
+        bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
+    blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
+    product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
+    y, whole = spread_mm(parallel, rows, (a, b), product, bias, backward=backward, beside=beside)
+    return parallel.cropped(y, 1, features, edge), whole
 
 
 def _in_high_precision(
@@ -393,6 +405,9 @@ def backward(
     parallel = call.parallel
     plans = on_gpu and not call.watched and parallel is None
     watching, spread = call if call.watched else None, None if parallel is None else call
+    for_wgrad: Any = None
+    if spread is not None and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
+        for_wgrad = _operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
     if needs[0]:
         by: By = (Factors(w_scale, w_factor), None)
         high, w_t = None if w8 is not None and dy.q else weight, None
@@ -401,7 +416,8 @@ def backward(
         elif isinstance(high, Float8Tensor):
             high = plain(high, dy.high)
         if spread is not None:
-            dx = _spread_dgrad(dy, high, w_t, w_scale is not None, call, (M, K), dtypes[0])
+            known = w_scale is not None
+            dx = _spread_dgrad(dy, high, w_t, known, call, (M, K), dtypes[0], for_wgrad)
         else:
             multiply: Any = _planned_dgrad if plans else _dgrad
             dx = multiply(
@@ -414,7 +430,7 @@ def backward(
         dtype = dtypes[1] if main is None else main.main_grad.dtype
         factors = Factors(x_scale, x_factor)
         if spread is not None:
-            dw = _spread_wgrad(dy, x, kept, factors, call, (N, K), dtype)
+            dw = _spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype)
         else:
             multiply = _planned_wgrad if plans else _wgrad
             dw = multiply(
@@ -459,7 +475,7 @@ def _weight_transposed(
         return None, by, (transpose_op(w8, 1, event), scale.t())
     if by[0].scale is not None:
         return high, by, None
-    if graph or call.parallel is not None:
+    if graph or call.shards is not None:
         return None, by, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
     return high, call.known[W] or call.scale(W, high) if call.plan.delayed else None, None
 
@@ -520,6 +536,31 @@ def _dgrad(
 _planned_dgrad = planned(_dgrad)
 
 
+def _operands_of_wgrad(
+    dy: Gradient, x: Source | None, kept: Tensor | None, factors: Factors, call: Call
+) -> list[Operand | Shards | None]:
+    """The transposes of dy and x; None for one that is made of what dgrad gathers."""
+    plan, parallel, rows = call.plan, call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    assert plan.wgrad is not None, "in FP8"
+    left, right, _ = plan.wgrad
+    dy_t: Any = dy.q_t
+    x_t: Any
+    if x is None:
+        x_t = kept, factors.scale.float()
+    elif factors.scale is not None:
+        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+    else:
+        x_t = cast(x, None, X, call, transposed=right)[3:5]
+    if parallel.gathers and not (x is None and parallel.keeps):
+        assert rows is not None, "under sequence parallelism"
+        x_t = Shards(parallel, rows, x_t, right.block)
+    elif parallel.scatters and dy_t is not None:
+        assert rows is not None, "under sequence parallelism"
+        dy_t = Shards(parallel, rows, dy_t, left.block)
+    return [dy_t, x_t]
+
+
 def _spread_dgrad(
     dy: Gradient,
     weight: Tensor | None,
@@ -528,8 +569,9 @@ def _spread_dgrad(
     call: Call,
     shape: tuple[int, int],
     dtype: torch.dtype,
+    for_wgrad: Any,
 ) -> Tensor:
-    """``_dgrad`` of a layer that is spread over ranks; ``dy`` may get its transpose."""
+    """``_dgrad`` of a layer that is spread over ranks; ``for_wgrad`` may get what that gathers."""
     plan, parallel = call.plan, call.parallel
     assert parallel is not None, "of a layer that is spread"
     if dy.q is None:
@@ -540,14 +582,17 @@ def _spread_dgrad(
         high = parallel.entered(dy.high, call.rows, backward=True)
         return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
     assert plan.dgrad is not None, "cast for it"
-    dx, whole = _spread_mm(dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True)
+    beside = next((one for one in for_wgrad or () if isinstance(one, Shards)), None)
+    dx, whole = _spread_mm(
+        dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
+    )
     if call.watched:
         if not turns and not plan.fprop:  # else the forward has cast it
             assert weight is not None, "cast just now"
             show_cast(weight.t(), w_t, plan.dgrad.right, W, call, only_in_backward=True)
         show_gemm("dgrad", call, whole, w_t)
     if dy.turns:
-        dy.q_t = transpose_op(whole[0], 1, None), whole[1]
+        for_wgrad[0] = transpose_op(whole[0], 1, None), whole[1]
     return dx
 
 
@@ -573,41 +618,31 @@ def _spread_wgrad(
     dy: Gradient,
     x: Source | None,
     kept: Tensor | None,
-    factors: Factors,
+    operands: Any,
     call: Call,
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """``_wgrad`` of a layer that is spread over ranks."""
+    """``_wgrad`` of a layer that is spread over ranks, of ``operands`` if it runs in FP8."""
     plan, parallel, rows = call.plan, call.parallel, call.rows
     assert parallel is not None, "of a layer that is spread"
-    gathered = x is None and parallel.keeps
     if plan.wgrad is None:
         high = kept if x is None else x.value()
         assert high is not None, "kept for this"
         assert dy.high is not None, "written"
         if call.watched:
             show_gemm("wgrad", call, None, None)
-        high = high if gathered else parallel.entered(high, rows)
+        if x is not None or not parallel.keeps:
+            high = parallel.entered(high, rows)
         dy_high = parallel.entered(dy.high, rows, backward=True)
         return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
     left, right, fast_accum = plan.wgrad
-    if x is None:
-        assert kept is not None, "kept for this"
-        x_t = kept, factors.scale.float()
-    elif factors.scale is not None:
-        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
-    else:
-        x_t = cast(x, None, X, call, transposed=right)[3:5]
-    if parallel.gathers and not gathered:
-        x_t = _gathered(*x_t, right, call)
-    dy_t = dy.q_t
-    assert dy_t is not None, "cast for it"
-    if parallel.scatters and not dy.turns:
-        dy_t = _gathered(*dy_t, left, call)
+    dy_t, x_t = (one.gathered() if isinstance(one, Shards) else one for one in operands)
     if call.watched:
         show_gemm("wgrad", call, dy_t, x_t)
     dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
+    dim = int(parallel.mode == "row")
+    dw = parallel.cropped(dw, dim, shape[dim], plan.edge)
     if torch.compiler.is_compiling() or dw.shape != shape:
         dw = dw[: shape[0], : shape[1]]
     return dw
@@ -714,6 +749,13 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def on_all_ranks(x: Tensor, features: int, call: Call) -> tuple[int, tuple[int, ...]]:
+    """How many tokens a layer's GEMMs have under sequence parallelism; its output's shape here."""
+    assert call.parallel is not None, "of a layer that is spread"
+    assert call.rows is not None, "under sequence parallelism"
+    return call.rows.total, call.parallel.shape_of_output(x.shape, call.rows, features)
+
+
 class LinearFunction(Float8Function):
     """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward: ``run`` it.
 
@@ -739,8 +781,8 @@ class LinearFunction(Float8Function):
         ctx.call = call
         ctx.shapes, shape = (x.shape, (rows.shape[0], N, K)), (*x.shape[:-1], N)
         if call.rows is not None:
-            ctx.shapes = x.shape, (call.rows.total, N, K)
-            shape = call.parallel.shape_of_output(x.shape, call.rows, N)
+            M, shape = on_all_ranks(x, N, call)
+            ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
         out: Tensor = torch.ops.aten._unsafe_view.default(y, shape)

@@ -22,28 +22,23 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import Rows
+from float8lab.distributed.tensor_parallel import Rows, StoredShard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
-from float8lab.nn.parallel import (
-    Shard,
-    TensorParallelGroup,
-    mark_shard,
-    parallel_size,
-    share_of,
-)
+from float8lab.nn.parallel import Shard, TensorParallelGroup, overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor.blocks import quantize_blocks
 
 __all__ = [
     "Linear",
     "default_device",
     "initialise",
     "keep_initial_value",
+    "linear_in_high_precision",
     "materialize",
     "moved_in_place",
     "normal_init",
@@ -70,27 +65,38 @@ def _default_device_was_set() -> bool:
     )
 
 
-def stored_for(weight: Tensor, recipe: Recipe) -> Float8Tensor:
-    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient."""
-    spec = recipe.linear.w
+def stored_for(weight: Tensor, recipe: Recipe, shard: StoredShard | None = None) -> Float8Tensor:
+    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient.
+
+    ``shard`` says how ranks share it, if they do.
+    """
+    spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
+    if shard is not None:
+        known = shard.amaxes(weight.detach(), spec)
+        q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
+        return Float8Tensor(*q, spec, weight.dtype)
     return quantize(
         weight.detach(), spec.fp8_dtype, block=(1,) * (weight.ndim - 2) + spec.block,
         scale_rule=spec.scale_rule,
-        amax_epsilon=recipe.linear.amax_epsilon,
+        amax_epsilon=epsilon,
     )  # fmt: skip
 
 
-def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
+def store_in_fp8(module: nn.Module, names: Sequence[str], shard: StoredShard | None = None) -> bool:
     """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
 
-    Returns whether they are to keep their initial values in high precision.
+    ``shard`` says how ranks share them, if they do. Returns whether they are to keep their initial
+    values in high precision.
     """
     init = STATE.init
     if init is None:
         return False
     for name in names:
         value = getattr(module, name).detach()
-        parameter = nn.Parameter(stored_for(value, init.recipe))
+        if shard is not None:
+            shard.check(name, value.shape, init.recipe.linear.w)
+        parameter = nn.Parameter(stored_for(value, init.recipe, shard))
+        parameter._shard = shard  # type: ignore[attr-defined]  # of a Float8Tensor
         if init.preserve_high_precision_init_val:
             keep_initial_value(parameter, value)
         setattr(module, name, parameter)
@@ -223,6 +229,9 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: must be None or of one rank.
         tp_size: must be 1.
         parallel_mode: None, "column" or "row"; no effect on a single rank.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         NotImplementedError: more than one tensor-parallel rank.
@@ -241,7 +250,6 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     _split: dict[str, int] | None = None
     parallel_mode: str | None = None
     output_layout: Any = None  # the placement of a DTensor that Float8RowwiseParallel asks for
-    _spread: Any = None  # nn/dtensor.py: how a weight that is a DTensor is spread over ranks
     _keeps_initial_values = False
     _init_method: Callable[[Tensor], Any] | None = None
 
@@ -261,6 +269,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
@@ -296,27 +305,25 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             value = torch.zeros(mine, device=where, dtype=dtype) if bias else None
             parameter = None if value is None else nn.Parameter(value)
             self.register_parameter(f"{prefix}bias", parameter)
+        if ranks > 1:
+            self.in_features = features
+            self.out_features = sum(len(getattr(self, f"{name}weight")) for name in self._names)
+        self.overlap = overlap_of("Linear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
-        self._keeps_initial_values = store_in_fp8(self, names)
-        self._mark_shards()
+        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        self._keeps_initial_values = store_in_fp8(self, names, stored)
+        self._mark_shards(self._names, int(self.parallel_mode == "row"))
         place_precisions(self)
 
-    def _parallel_modes(self) -> dict[str, str]:
-        return {} if self.parallel_mode is None else {"_fp8": self.parallel_mode}
-
-    def _mark_shards(self) -> None:
-        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
-        for prefix in self._names if self.tp_size > 1 else ():
-            weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
-            row = self.parallel_mode == "row"
-            mark_shard(weight, int(row))
-            if bias is not None and row:
-                mark_sequence_parallel(self, self.sequence_parallel, f"{prefix}bias")
-            elif bias is not None:
-                mark_shard(bias, 0)
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        if self.parallel_mode is None:
+            return {}
+        sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._names)
+        several = self.parallel_mode == "column" and len(sizes) > 1
+        return {"_fp8": (self.parallel_mode, sizes if several else self._joined)}
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
@@ -371,7 +378,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
-            y = self._forward_in_high_precision(x, high, added, rows)
+            y = linear_in_high_precision(self._fp8, x, high, added, rows)
         else:
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
@@ -385,17 +392,6 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         biases = [getattr(self, f"{prefix}bias") for prefix in self._names]
         whole = torch.cat([plain(weight) for weight in weights])
         return whole, None if biases[0] is None else torch.cat(biases)
-
-    def _forward_in_high_precision(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
-    ) -> Tensor:
-        parallel = self._fp8.parallel
-        if parallel is None:
-            self._fp8.calibrate(x, weight)
-            return nn.functional.linear(x, weight, bias)
-        x = parallel.enter(x, rows)
-        self._fp8.calibrate(x, weight)
-        return parallel.linear(x, weight, bias, rows)
 
     def register_parameter(self, name: str, param: Any) -> None:
         super().register_parameter(name, param)
@@ -418,6 +414,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             if sharded:
                 mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
             self._spread = _load_dtensor().Spread(mesh, placements)
+            self._spread.check(weight)
         self._fp8.spread(self._spread and self._spread.whole)
 
     def extra_repr(self) -> str:
@@ -431,6 +428,19 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):
             return super()._apply(fn, recurse)
+
+
+def linear_in_high_precision(
+    precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
+) -> Tensor:
+    """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
+    parallel = precision.parallel
+    if parallel is None:
+        precision.calibrate(x, weight)
+        return nn.functional.linear(x, weight, bias)
+    x = parallel.enter(x, rows)
+    precision.calibrate(x, weight)
+    return parallel.linear(x, weight, bias, rows)
 
 
 def sizes_of_split(

@@ -149,9 +149,25 @@ def test_quantize_by_a_known_amax(shape: tuple[int, int], dtype: torch.dtype, la
 @each_layout
 @each_dtype
 @each_shape
+def test_quantize_by_known_amaxes_of_blocks(
+    shape: tuple[int, int], dtype: torch.dtype, layout: Any
+) -> None:
+    x = layout(matrix(shape, dtype))
+    for block, rule in forms.GRIDS:
+        for transposed in (False, True):
+            got = forms.quantize_by_amaxes(ops.cast_op, x, block, rule, transposed=transposed)
+            want = forms.quantize_by_amaxes(
+                reference.cast, x.cpu(), block, rule, transposed=transposed
+            )
+            all_same(got, want)
+
+
+@each_layout
+@each_dtype
+@each_shape
 def test_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
     x = layout(matrix(shape, dtype))
-    for block in ((-1, -1), (1, -1), (1, 128)):
+    for block in ((-1, -1), (1, -1), (-1, 1), (1, 128)):
         same(forms.amax(ops.amax_op, x, block), reference.amax(x.cpu(), block))
 
 

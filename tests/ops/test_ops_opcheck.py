@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from float8lab import ops
-from float8lab.formats import E4M3, E5M2, FP8_DTYPES
+from float8lab.formats import E4M3, E5M2, FP8_DTYPES, scale_shape
 from tests.ops import forms
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1)]
@@ -72,6 +72,15 @@ def test_cast_by_what_is_given(
     check(ops.cast_op, *matrix, "fp32", *how, torch.full((1, 1), 3.0, device=device))
     for rule in ("encode", "decode"):
         check(ops.cast_op, *matrix, rule, *how, torch.ones((), device=device))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["straight", "transposed"])
+def test_cast_by_the_amaxes_of_blocks(wanted: tuple[bool, bool], device: torch.device) -> None:
+    x = torch.randn(20, 300, device=device, dtype=torch.bfloat16)
+    for block in ((1, -1), (1, 128)):
+        shape = scale_shape((32, 304) if wanted[0] else (304, 32), block)
+        how = ("", [x], x.dtype, E4M3, block, "fp32", 0.0, 16, *wanted, False)
+        check(ops.cast_op, *how, torch.ones(shape, device=device))
 
 
 @each_orientation

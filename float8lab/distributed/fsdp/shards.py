@@ -185,6 +185,8 @@ Float8Tensor.fsdp_post_all_gather = Shard.fsdp_post_all_gather  # type: ignore[a
 class Shardable(nn.Module):
     """A module that has FSDP2 gather its weights in FP8, where they are stored or cast so."""
 
+    _spread: Any = None  # nn/dtensor.py: how a weight that is a DTensor is spread over ranks
+
     def _weight_cast(self, name: str) -> WeightCast | None:
         """How a parameter in high precision is gathered in FP8; None: as it is."""
         return None
@@ -193,34 +195,49 @@ class Shardable(nn.Module):
         parameters = self.__dict__.get("_parameters", {})
         old = parameters.get(name)
         parameter = old is not None and isinstance(value, nn.Parameter)
+        spread = 0 if self._spread is None else self._spread.ndim
         sharded = parameter and hasattr(value, "_local_tensor")
-        if not sharded and not (parameter and hasattr(old, "_local_tensor")):
+        gathers = parameter and hasattr(old, "_local_tensor")
+        if spread:  # by tensor parallelism alone
+            sharded, gathers = (
+                found and one.device_mesh.ndim > spread
+                for found, one in ((sharded, value), (gathers, old))
+            )
+        if not (sharded or gathers):
             super().__setattr__(name, value)
             return
         if sharded and name.endswith("weight") and not isinstance(value._local_tensor, Shard):
-            self._make_shard(name, value, old)
+            self._make_shard(name, value, old, spread)
         # FSDP2 exchanges sharded and gathered parameters before and after every forward. Like it,
         # this goes past a method of torch that does much more.
         parameters[name] = value
 
-    def _make_shard(self, name: str, parameter: Any, old: Any) -> None:
-        """Make the local tensor of a parameter that takes the place of ``old`` a shard."""
+    def _make_shard(self, name: str, parameter: Any, old: Any, spread: int) -> None:
+        """Make the local tensor of a parameter that takes the place of ``old`` a shard.
+
+        ``spread``: how many dimensions of its mesh are those of tensor parallelism.
+        """
         local, before = parameter._local_tensor, local_of(old)
-        *copied, cut_by = parameter.placements
-        if parameter.ndim != 2 or not cut_by.is_shard(0):
+        *copied, cut_by = parameter.placements[: parameter.device_mesh.ndim - spread]
+        if parameter.ndim != 2 or getattr(cut_by, "dim", None) != 0:
             return
         if isinstance(before, Shard):
             _stay_shard(parameter, before.weight)
         elif isinstance(local, Float8Tensor) and isinstance(before, Float8Tensor):
-            layout = Layout.of(before.spec, parameter.shape, shard_mesh(parameter))
+            may, group = (True, None) if not spread else self._spread.shares(before.spec, before)
+            if not may:
+                return
+            layout = Layout.of(before.spec, before.shape, shard_mesh(parameter, spread), group)
             _take_rows(local, before, layout)
             _become_shard(local, parameter, ShardedWeight(layout))
-        elif type(local) is Tensor and before is old and _may_be_fsdp_alone(copied):
-            # Had ``old`` been a DTensor, this would be what FSDP2 gathered of a weight of tensor
-            # parallelism.
-            cast = self._weight_cast(name)
+        elif type(local) is Tensor and _may_be_fsdp_alone(copied):
+            cast, group = self._weight_cast(name), None
+            if cast is not None and spread:
+                may, group = self._spread.shares(cast.spec, before)
+                cast = cast if may else None
             if cast is not None:
-                layout = Layout.of(cast.spec, parameter.shape, shard_mesh(parameter))
+                mesh = shard_mesh(parameter, spread)
+                layout = Layout.of(cast.spec, before.shape, mesh, group)
                 _become_shard(local, parameter, ShardedWeight(layout, cast))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

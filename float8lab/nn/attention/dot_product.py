@@ -121,6 +121,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     torch.Size([2, 5, 64])
     """
 
+    _casts_only = True
+
     def __init__(
         self,
         num_attention_heads: int,
@@ -185,8 +187,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self._warned = False
         self.set_tensor_parallel_group(tp_group)
 
-    def _parallel_modes(self) -> dict[str, str]:
-        return {"_fp8": "heads"} if self.tp_size > 1 else {}
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {"_fp8": ("heads", ())} if self.tp_size > 1 else {}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -446,7 +448,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         slopes = slopes_of(given, self.num_attention_heads, device)
         if given is not None or self.tp_size == 1:
             return slopes
-        return slopes.chunk(self.tp_size)[self._fp8.parallel.rank]
+        parallel: Any = self._fp8.parallel
+        return slopes.chunk(self.tp_size)[parallel.rank]
 
     def _required_layer_number(self) -> int:
         if self.layer_number is None:
