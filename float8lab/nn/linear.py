@@ -229,8 +229,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             they enter a column-parallel layer or leave a row-parallel one.
         tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
         tp_size: R, where ``tp_group`` is given later.
-        parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight, and
-            gives as many features; "row": ``[out_features, in_features / R]``, takes as many
+        parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight
+            and gives as many features; "row": ``[out_features, in_features / R]``, takes as many
             features, and all have the sum of their products; None: no rank shares anything.
 
     Raises:
