@@ -41,6 +41,7 @@ from float8lab.recipes.reduction import channel
 from float8lab.tensor.differentiation import Float8Function
 
 __all__ = [
+    "NoGroup",
     "Rows",
     "StoredShard",
     "TensorParallel",
@@ -411,6 +412,23 @@ class TensorParallel:
             return F.linear(x, weight, bias)
         y = self.leave(F.linear(x, weight), rows)
         return y if bias is None else y + bias
+
+
+class NoGroup:
+    """Stands for the ranks of a module that has yet to be given their group."""
+
+    group = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"tp_group must be set before the first call of a module for {self.size} "
+            "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
+        )
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ __all__ = [
     "Operand",
     "Specs",
     "WeightOperand",
+    "amaxes_of_shards",
     "cast",
     "cast_by",
     "forget_cast",
@@ -90,6 +91,7 @@ def cast(
     transposed: Float8Spec | None = None,
     column_sum: bool = False,
     align: int = ALIGN,
+    amax: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """x in FP8, in one orientation or both, from one read where both are cast alike.
 
@@ -101,6 +103,7 @@ def cast(
         transposed: how the transpose is cast, in blocks of its own rows; or None.
         column_sum: the sums over the rows of x are wanted, too.
         align: the sizes of the result are multiples of it.
+        amax: of the whole of which x is a shard, ``[1, 1]``, if it is known.
 
     Returns:
         FP8 data and scales of x; by what it is cast again, beside the scales; FP8 data and scales
@@ -111,7 +114,10 @@ def cast(
     if call.parallel is not None and not plan.delayed:
         dim = call.parallel.sharded(index)
         if dim is not None:
-            return _cast_shard(x, spec, transposed, index, call, column_sum=column_sum, align=align)
+            assert not isinstance(x, Groups), "of experts, which are not spread"
+            return _cast_shard(
+                x, spec, transposed, index, call, amax, column_sum=column_sum, align=align
+            )
     if not torch.compiler.is_compiling():
         if plan.delayed:
             by = call.known[index] or call.scale(index, x)
@@ -193,6 +199,7 @@ def _cast_shard(
     transposed: Float8Spec | None,
     index: int,
     call: Call,
+    amax: Tensor | None,
     *,
     column_sum: bool,
     align: int,
@@ -209,8 +216,8 @@ def _cast_shard(
     assert dim is not None, "of a shard"
     by: By = None
     if (-1, -1) in (spec and spec.block, transposed and transposed.block):
-        amax = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
-        by = Factors(None, parallel.largest(amax)), None  # type: ignore[arg-type]
+        amax = parallel.largest(_own_amax(x)) if amax is None else amax
+        by = Factors(None, amax), None  # type: ignore[arg-type]
     rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
     length, total = _shape(x)[dim], None
     spaced = rows is None and parallel.are_cut(length, plan.edge)
@@ -229,12 +236,33 @@ def _cast_shard(
         if how is None:
             results.append((None, None, None))
         elif not _lies_on_several(how.block, axis, rows, spaced):
-            found = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
-            results.append((*(found[3:5] if flip else found[:2]), found[2]))
+            one = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
+            results.append((*(one[3:5] if flip else one[:2]), one[2]))
         else:
             results.append((*_cast_parts(x, how, axis, length, rows, flip, call, align), None))
     (q, scale, factor), (q_t, scale_t, _) = results
     return q, scale, factor, q_t, scale_t, total
+
+
+def _own_amax(x: Tensor | Source) -> Tensor:
+    found: Tensor = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
+    return found
+
+
+def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The amaxes of an input and a weight of which all ranks have shards, by one reduction.
+
+    None where there is no such amax, or but one of the two: then its cast reduces it.
+    """
+    plan, parallel = call.plan, call.parallel
+    assert parallel is not None, "of a layer that is spread"
+    per_tensor = plan.x.block == plan.w.block == (-1, -1) and not plan.delayed and plan.fprop
+    alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
+    assert not isinstance(x, Groups), "of experts, which are not spread"
+    if not per_tensor or alone or parallel.sharded(X) is None:
+        return None, None
+    amaxes = parallel.largest(torch.cat([_own_amax(x), _own_amax(weight)]))
+    return amaxes[:1], amaxes[1:]
 
 
 def _shape(x: Tensor | Source) -> tuple[int, ...]:
@@ -288,7 +316,7 @@ def _cast_parts(
         grid.t() if flip else grid, size, axis, places, total
     )
     shape = _shape(x)[::-1] if flip else _shape(x)
-    down, across = how.scale_shape([round_up(n, align) for n in shape])
+    down, across = how.scale_shape(tuple(round_up(n, align) for n in shape))
     pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
     q, scale, _, q_t, scale_t, _ = cast_op(
         prologue, inputs, dtype, how.fp8_dtype, how.block, how.scale_rule,
@@ -297,7 +325,8 @@ def _cast_parts(
     q, scale = (q_t, scale_t) if flip else (q, scale)
     if tokens:
         q = q.narrow(axis, before, count)
-        pad = (0, 0, 0, down - len(everywhere)) if axis else (0, across - everywhere.shape[1])
+        missing = down - everywhere.shape[0], across - everywhere.shape[1]
+        pad = (0, 0, 0, missing[0]) if axis else (0, missing[1], 0, 0)
         rule = how.fp8_dtype, how.scale_rule, call.plan.amax_epsilon
         scale = scale_from_amax(F.pad(everywhere, pad), *rule)
     return q, scale
@@ -321,7 +350,9 @@ _SHORT_ROWS = 1024
 """Inductor's reductions of up to so many are "persistent"."""
 
 
-def known_input(x: Matrix, inp: Tensor | None, specs: Specs, call: Call) -> tuple[By, Any, Any]:
+def known_input(
+    x: Matrix, inp: Tensor | None, specs: Specs, call: Call, amax: Tensor | None = None
+) -> tuple[By, Any, Any]:
     """By what a layer's input is cast; its cast, where another layer or a graph has made it.
 
     The last result is None, or the key under which this cast may serve other layers with the same
@@ -335,7 +366,7 @@ def known_input(x: Matrix, inp: Tensor | None, specs: Specs, call: Call) -> tupl
     if spec is None and transposed is None:
         return None, None, None
     if torch.compiler.is_compiling() or call.parallel is not None:
-        return None, cast(x, spec, X, call, transposed=transposed)[:5], None
+        return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
     node, key = None if alone or inp is None else inp.grad_fn, None
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
@@ -472,7 +503,9 @@ WeightOperand = tuple[Tensor, Tensor, Tensor | None]
 """FP8 data, scales, and by what they are cast again beside these."""
 
 
-def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightOperand | None]:
+def known_weight(
+    weight: Tensor, call: Call, amax: Tensor | None = None
+) -> tuple[Tensor | None, By, WeightOperand | None]:
     """The weight that is to be cast, and by what; else the weight in FP8.
 
     That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is
@@ -488,7 +521,7 @@ def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightO
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
     if graph or (spread and call.first_microbatch is None):
-        found: Any = cast(weight, call.plan.w, W, call)
+        found: Any = cast(weight, call.plan.w, W, call, amax=amax)
         return None, None, found[:3]
     if call.first_microbatch is None or call.precision is None:
         by = call.known[W] or call.scale(W, weight) if call.plan.delayed else None

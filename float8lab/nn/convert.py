@@ -680,8 +680,8 @@ def to_high_precision(model: _Model) -> _Model:
         The same model.
 
     Raises:
-        NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, which
-            torch.nn.Linear cannot express.
+        NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, or of several
+            tensor-parallel ranks, which torch.nn.Linear cannot express.
 
     >>> model = float8lab.convert_to_float8(torch.nn.Linear(8, 8))
     >>> type(float8lab.to_high_precision(model))
@@ -690,10 +690,13 @@ def to_high_precision(model: _Model) -> _Model:
     check_module("model", model)
     layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear, OtherExperts))]
     for layer in layers:
-        if isinstance(layer, Linear) and (layer.return_bias or layer._split is not None):
+        if isinstance(layer, Linear) and (
+            layer.return_bias or layer._split is not None or layer.tp_size > 1
+        ):
             raise NotImplementedError(
                 "to_high_precision must find layers that torch.nn.Linear can express; got one with "
-                "return_bias or parameters_split. Run it under autocast(enabled=False) instead."
+                "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
+                "under autocast(enabled=False) instead."
             )
     for module in model.modules():
         if isinstance(module, _CONVERTED):

@@ -30,6 +30,7 @@ from float8lab.nn.casts import (
     Matrix,
     Operand,
     Specs,
+    amaxes_of_shards,
     cast,
     cast_by,
     forget_cast,
@@ -108,7 +109,6 @@ def forward(
     """
     (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
     source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
-    wgrad = plan.wgrad if needs_dw else None
     uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
@@ -120,10 +120,11 @@ def forward(
         specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
 
     # Whatever depends on the state of the module comes before the product, or after it.
-    x_by, x_cast, key = known_input(value, None if source else inp, specs, call)
-    known: Any = known_weight(weight, call) if plan.fprop or keep_w else (None,) * 3
-    first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
     spread = None if parallel is None else call
+    amaxes = (None, None) if spread is None else amaxes_of_shards(value, weight, call)
+    x_by, x_cast, key = known_input(value, None if source else inp, specs, call, amaxes[0])
+    known: Any = known_weight(weight, call, amaxes[1]) if plan.fprop or keep_w else (None,) * 3
+    first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
     plans = first.is_cuda and spread is None and not call.watched
     multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
@@ -158,7 +159,8 @@ def forward(
         lean = source and isinstance(weight, nn.Parameter)
         if offs is not None:
             lean = source and x.prologue != "permute"  # type: ignore[union-attr]  # a source
-        lean = lean and (spread is None or w_factor is not None)  # else nothing tells the bytes
+        # Without an amax, nothing tells the bytes of a block that lies on several ranks.
+        lean = lean and (spread is None or w_factor is not None)
         lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
     keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))

@@ -163,6 +163,10 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         found: dict[str, Any] = self._parameters
         return [found[name] for name in self._names[kind]]
 
+    def set_tensor_parallel_group(self, tp_group: Any, *, keep_gathered: bool = False) -> None:
+        """Set the tensor-parallel group; only one of a single rank is supported."""
+        check_parallel_arguments(1, tp_group, None)
+
     def reset_parameters(self) -> None:
         """Initialise each weight by ``init_method``, and the biases to 0.
 

@@ -184,8 +184,9 @@ class LayerNormLinear(FusedModule):
             if call.record:
                 self._fp8.end(call)
         normed = results[1] if self.return_layernorm_output else None
-        if rows is not None and normed is not None and self.return_layernorm_output_gathered:
-            normed = parallel.gather(normed, rows)
+        if normed is not None and parallel is not None and rows is not None:
+            gathered = self.return_layernorm_output_gathered
+            normed = parallel.gather(normed, rows) if gathered else normed
         return self._outputs(results[0], bias, normed, return_bias=self.return_bias)
 
     def _forward_in_high_precision(

@@ -221,8 +221,9 @@ class LayerNormMLP(FusedModule):
         else:
             results = self._forward_in_high_precision(x, added, is_first_microbatch, rows)
         normed = results[1] if self.return_layernorm_output else None
-        if rows is not None and normed is not None and self.return_layernorm_output_gathered:
-            normed = parallel.gather(normed, rows)
+        if normed is not None and parallel is not None and rows is not None:
+            gathered = self.return_layernorm_output_gathered
+            normed = parallel.gather(normed, rows) if gathered else normed
         return self._outputs(results[0], self.fc2_bias, normed, return_bias=self.return_bias)
 
     def _forward_in_high_precision(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_group, check_size
+from float8lab.arguments import check_choice, check_flags, check_group, check_size
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import StoredShard, TensorParallel
+from float8lab.distributed.tensor_parallel import NoGroup, StoredShard, TensorParallel
 from float8lab.recipes.region import STATE
 
 __all__ = [
@@ -112,29 +112,35 @@ class Shard(NamedTuple):
         return torch.cat([part[self.rank] for part in parts], self.dim)
 
 
-class _NoGroup:
-    """Stands for the group of a module that has yet to be given one."""
+class _Handed:
+    """Holds a process group for a module: a copy of the module has it, a pickled one has none."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RuntimeError(
-            f"tp_group must be set before the first call of a module for {self.ranks} "
-            "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
-        )
+    def __deepcopy__(self, memo: Any) -> _Handed:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Handed, ()
 
 
 class TensorParallelGroup:
     """Base of modules with a tensor-parallel group."""
 
     tp_size = 1
-    tp_group: Any = None
     sequence_parallel = False
-    keep_gathered = False
     overlap: bool | None = None
+    _handed = _Handed()
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group of the ranks that share the weights, if it was given."""
+        return self._handed.group
+
+    @tp_group.setter
+    def tp_group(self, group: Any) -> None:
+        self._handed = _Handed(group)
 
     def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
@@ -172,8 +178,15 @@ class TensorParallelGroup:
             elif bias is not None:
                 mark_shard(bias, 0)
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self, tp_group: Any, *, keep_gathered: bool = False) -> None:
         """Set the process group of the ranks that share the module's weights; on all of them.
+
+        Args:
+            tp_group: the group.
+            keep_gathered: under sequence parallelism, keep the tokens of all ranks, in FP8, from
+                forward to backward, which needs them again for the weight's gradient: as many times
+                the memory as there are ranks, and one collective less. Else each rank keeps its
+                own, and they are gathered again.
 
         Raises:
             TypeError: not a process group.
@@ -187,21 +200,22 @@ class TensorParallelGroup:
                 f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
                 f"{size}. Pass that group, or make the module with tp_size={size}."
             )
+        check_flags(keep_gathered=keep_gathered)
         self.tp_group = tp_group
         module: Any = self
         for child in module.children():
             if isinstance(child, TensorParallelGroup):
-                child.set_tensor_parallel_group(tp_group)
+                child.set_tensor_parallel_group(tp_group, keep_gathered=keep_gathered)
         for name, (mode, pieces) in modes.items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
-                parallel = _NoGroup(self.tp_size)
+                parallel = NoGroup(self.tp_size)
             elif self.tp_size > 1:
                 parallel = TensorParallel(
                     tp_group,
                     mode,
                     self.sequence_parallel,
-                    self.keep_gathered,
+                    keep_gathered,
                     self.overlap,
                     pieces=pieces,
                 )
@@ -237,8 +251,8 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     """
     if groups % ranks:
         raise ValueError(
-            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got {groups}. "
-            "Each key/value head is on one rank: use fewer ranks, or more groups."
+            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got "
+            f"{groups}. Each key/value head is on one rank: use fewer ranks, or more groups."
         )
     return heads // ranks, groups // ranks
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.tensor_parallel import Rows, TensorParallel
+from float8lab.distributed.tensor_parallel import NoGroup, Rows, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Groups, Source, as_matrix
@@ -192,6 +192,7 @@ class Precision:
         return {
             "recipe": self.recipe, "pinned": self.pinned, "name": self.name, "slots": slots,
             "fp8_all_gather": self.fp8_all_gather, "key": self.key, "experts": self.experts,
+            "ranks": None if self.parallel is None else self.parallel.size,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -200,6 +201,8 @@ class Precision:
         )
         self.fp8_all_gather = state["fp8_all_gather"]
         self.experts = state.get("experts", 1)
+        ranks: Any = state.get("ranks")  # a process group is of its process alone
+        self.parallel = None if ranks is None else NoGroup(ranks)  # type: ignore[assignment]
         self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from collections.abc import Callable
@@ -321,6 +322,159 @@ def check_stored_weights(ranks: Ranks) -> None:
         float8lab.Linear(
             K, 64 * ranks.world, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu"
         )
+
+
+CURRENT = Float8CurrentScaling()
+
+
+def assert_same_step(
+    ranks: Ranks, pair: Any, call: Callable[[Any, Tensor], Any], recipe: Recipe, what: Any
+) -> None:
+    """Assert that a step of a module with tokens in shards is that of the same on one rank.
+
+    ``call(layer, x)`` gives an output whose tokens are in shards, too, or whole.
+    """
+    whole, layer, parameter = pair
+    x, mine = inputs(ranks, 6 * ranks.world, 64)
+    results = []
+    for module, inp in ((whole, x), (layer, mine)):
+        module.zero_grad()
+        with float8lab.autocast(recipe=recipe):
+            y = call(module, inp)
+        y.square().sum().backward()
+        results.append((y.detach(), inp.grad))
+    (y, dx), (y_mine, dx_mine) = results
+    for dim in range(2):
+        y = y if y_mine.shape[dim] == y.shape[dim] else part_of(y, dim, ranks)
+    assert_summed_alike(y_mine, y, ranks, 2, (what, "y"))
+    assert_summed_alike(dx_mine, part_of(dx, 0, ranks), ranks, 4, (what, "dx"))
+    for name, p in whole.named_parameters():
+        mine = layer.get_parameter(name)
+        if p.grad is None:
+            assert mine.grad is None, (what, name)
+            continue
+        if mine.shape == p.shape and getattr(mine, "sequence_parallel", False):
+            dist.all_reduce(mine.grad)
+        assert_summed_alike(mine.grad, parameter(p.grad, name), ranks, 4, (what, name))
+
+
+def check_arguments(ranks: Ranks) -> None:
+    N = 32 * ranks.world
+    linear = partial(float8lab.Linear, 64, N, parallel_mode="column")
+    norm_linear = partial(float8lab.LayerNormLinear, 64, N, parallel_mode="column")
+    mlp = partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True)
+    split = dict.fromkeys(("q", "k"), 16 * ranks.world)
+    parts = Layout({f"{n}_{p}": 0 for n in split for p in ("weight", "bias")}, {"": "column"})
+
+    def joined(layer: Any, x: Tensor) -> Tensor:
+        y = layer(x)
+        q, k = y[0].chunk(2, -1)
+        assert torch.equal(y[1], torch.cat([layer.q_bias, layer.k_bias]))
+        return torch.cat([q, 2 * k])
+
+    def both_outputs(layer: Any, x: Tensor) -> Tensor:
+        y, normed = layer(x)
+        return torch.cat([y, normed if layer.tp_size == 1 else part_of(normed, 1, ranks)])
+
+    for recipe in (CURRENT, Float8RowwiseScaling(), Float8BlockScaling()):
+        pair = two_of(ranks, linear, parts, parameters_split=split, return_bias=True)
+        assert_same_step(ranks, pair, joined, recipe, "split")
+        for keep in (False, True):
+            pair = two_of(ranks, linear, COLUMN)
+            pair[1].set_tensor_parallel_group(dist.group.WORLD, keep_gathered=keep)
+            assert_same_step(ranks, pair, lambda m, x: m(x), recipe, ("keep", keep))
+        both = {"return_layernorm_output": True, "return_layernorm_output_gathered": True}
+        square = partial(float8lab.LayerNormLinear, 64, 64, parallel_mode="column")
+        pair = two_of(ranks, square, COLUMN, **both)
+        assert_same_step(ranks, pair, both_outputs, recipe, "norm")
+
+    def microbatches(layer: Any, x: Tensor) -> Tensor:
+        layer(x, is_first_microbatch=True)
+        return layer(x, is_first_microbatch=False)
+
+    def evaluated(layer: Any, x: Tensor) -> Tensor:
+        layer.eval()(x)
+        return layer.train()(x)
+
+    def recomputed(layer: Any, x: Tensor, reentrant: bool = True) -> Tensor:
+        return float8lab.checkpoint(layer, x, use_reentrant=reentrant)
+
+    calls = [microbatches, evaluated, recomputed, partial(recomputed, reentrant=False)]
+    for recipe, call in itertools.product((CURRENT, DelayedScaling(), Float8BlockScaling()), calls):
+        for make, layout in ((norm_linear, COLUMN), (mlp, MLP)):
+            pair = two_of(ranks, make, layout)
+            for step in range(2):
+                assert_same_step(ranks, pair, call, recipe, (call, step))
+
+    pair = two_of(ranks, mlp, MLP, fuse_wgrad_accumulation=True)
+    for module in pair[:2]:
+        for p in (module.fc1_weight, module.fc2_weight):
+            p.main_grad = torch.ones_like(p, dtype=torch.float32)
+    assert_same_step(ranks, pair, lambda m, x: m(x), CURRENT, "fused")
+    for name in ("fc1_weight", "fc2_weight"):
+        want = pair[2](pair[0].get_parameter(name).main_grad, name).bfloat16()
+        got = pair[1].get_parameter(name).main_grad.bfloat16()
+        assert_summed_alike(got, want, ranks, 4, name)
+
+
+def check_group_that_is_set_later(ranks: Ranks) -> None:
+    torch.manual_seed(3)
+    layer = float8lab.LayerNormMLP(
+        64, 32 * ranks.world, set_parallel_mode=True, tp_size=ranks.world, device=ranks.device
+    )
+    x = torch.randn(5, 64, device=ranks.device)
+    with pytest.raises(RuntimeError, match="tp_group must be set before the first call"):
+        layer(x)
+    layer.set_tensor_parallel_group(dist.group.WORLD)
+    with float8lab.autocast(recipe=CURRENT):
+        ranks.assert_same(layer(x))
+    alone = dist.new_group([ranks.rank], use_local_synchronization=True)
+    with pytest.raises(ValueError, match=f"tp_group must have the {ranks.world} ranks"):
+        layer.set_tensor_parallel_group(alone)
+    with pytest.raises(ValueError, match=f"tp_size must be the {ranks.world} ranks of tp_group"):
+        float8lab.Linear(
+            64, 64, tp_group=dist.group.WORLD, tp_size=ranks.world + 1, parallel_mode="row"
+        )
+
+
+def check_tokens_that_do_not_fit_together(ranks: Ranks) -> None:
+    layer = float8lab.Linear(
+        16, 8 * ranks.world, parallel_mode="column", sequence_parallel=True,
+        tp_group=dist.group.WORLD, device=ranks.device,
+    )  # fmt: skip
+    first = (1, 2, *[1] * ranks.world)  # the later rank has more
+    for shape in ((first[ranks.rank], 16), (3, 1 + ranks.rank % 2, 16)):
+        x = torch.ones(shape, device=ranks.device)
+        with (
+            pytest.raises(ValueError, match="inp must be a shard of one tensor on each"),
+            float8lab.autocast(recipe=CURRENT),
+        ):
+            layer(x)
+
+
+def check_compiled(ranks: Ranks) -> None:
+    N = 32 * ranks.world
+    for recipe in (CURRENT, DelayedScaling(), Float8BlockScaling()):
+        for make, layout in (
+            (partial(float8lab.Linear, 64, N, parallel_mode="column"), COLUMN),
+            (partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True), MLP),
+        ):
+            torch._dynamo.reset()
+            _, layer, _ = two_of(ranks, make, layout)
+            other = copy.deepcopy(layer)
+            compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+            for step in range(2):
+                _, x = inputs(ranks, 6 * ranks.world, 64)
+                results = []
+                for module, run in ((layer, layer), (other, compiled)):
+                    module.zero_grad()
+                    inp = x.detach().requires_grad_()
+                    with float8lab.autocast(recipe=recipe):
+                        y = run(inp)
+                    y.square().sum().backward()
+                    results.append([y, inp.grad, *(p.grad for p in module.parameters())])
+                for one, same in zip(*results, strict=True):
+                    assert torch.equal(one, same), (recipe, layout.modes, step)
 
 
 outcome = ranks_fixture(__name__, 2, 4)
