@@ -515,6 +515,7 @@ def spread_mm(
     bias: Tensor | None = None,
     *,
     backward: bool = False,
+    whole: Operand | None = None,
 ) -> tuple[Tensor, Operand]:
     """A layer's fprop, ``x @ weight.T + bias``, or its dgrad, and the left operand as multiplied.
 
@@ -527,8 +528,11 @@ def spread_mm(
         dtype: of the product.
         bias: of as many features as the weight has rows.
         backward: whether this is dgrad.
+        whole: what was gathered of the left operand before, if anything was.
     """
     a, b = operands
+    if whole is not None:
+        return _mm(whole, b, how, shape, dtype, bias), whole
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
         return gathered_mm(parallel, rows, operands, how, shape, dtype, bias)

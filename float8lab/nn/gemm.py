@@ -257,9 +257,14 @@ def _spread_mm(
     if bias is not None:
         bias = parallel.spaced(bias, 0, edge)
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
+    # What was gathered of an operand is kept with it: several layers may have the operand.
+    shared: Any = None if torch.compiler.is_compiling() else a[0]
+    whole = getattr(shared, "_whole", None)
     y, whole = spread_mm(
-        parallel, rows, (a, b), how, (shape[0], wide), dtype, bias, backward=backward
+        parallel, rows, (a, b), how, (shape[0], wide), dtype, bias, backward=backward, whole=whole
     )
+    if shared is not None and whole[0] is not shared:
+        shared._whole = whole
     return parallel.cropped(y, 1, features, edge), whole
 
 
@@ -566,7 +571,13 @@ def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand
     """An operand of wgrad, whose columns are the tokens, of all ranks."""
     assert call.parallel is not None, "of a layer that is spread"
     assert call.rows is not None, "under sequence parallelism"
-    return call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    shared: Any = q
+    whole: Operand | None = getattr(shared, "_whole", None)
+    if whole is None or torch.compiler.is_compiling():
+        whole = call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    if not torch.compiler.is_compiling():
+        shared._whole = whole
+    return whole
 
 
 def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:
