@@ -105,7 +105,7 @@ def _plan_outputs(of: Any) -> Tensor:
 plan_groups_op = declare(
     reference.plan_groups,
     name="grouped_mm.plan",
-    cuda="grouped_gemm:plan_groups",
+    cuda="grouped_cast:plan_groups",
     outputs=_plan_outputs,
 )
 

@@ -124,6 +124,13 @@ def tiles(
     return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
 
 
+def tiles_of_groups(matrix: Source, rule: str = "fp32", column_sum: bool = True) -> Any:
+    ends, how = torch.tensor([100, 256], dtype=torch.int32), (E4M3, (1, 128), rule, 0.0)
+    return lambda: grouped_cast.cast_tiles_of_groups(
+        matrix[:3], ends, how, write=True, column_sum=column_sum
+    )
+
+
 def given(
     factor: torch.Tensor,
     block: tuple[int, int],
@@ -396,6 +403,12 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     **{f"tiles-of-{name.replace('_', '-')}": tiles(computed) for name, computed in SOURCES.items()},
     "tiles-of-layer-norm-transposed": tiles(SOURCES["layer_norm"], write=False),
     "tiles-of-clamped-swiglu-backward": tiles(SOURCES["clamped_swiglu_interleaved_backward"]),
+    "groups-by-tiles": tiles_of_groups(PLAIN),
+    "groups-by-tiles-of-swiglu": tiles_of_groups(SOURCES["swiglu"], column_sum=False),
+    "groups-by-tiles-of-swiglu-backward": tiles_of_groups(SOURCES["swiglu_backward"]),
+    "groups-by-tiles-of-tokens": tiles_of_groups(
+        Source("permute", [x, torch.zeros(256, dtype=torch.int32)], x.dtype), "pow2"
+    ),
     "tiles-of-swiglu-backward-sum": tiles(SOURCES["swiglu_backward"], column_sum=True),
     "update-scales": lambda: scaling.update_scales_(
         torch.zeros(1024, 8), slots, factors, slots.int(), slots, 0, 1, False, True

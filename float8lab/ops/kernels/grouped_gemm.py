@@ -15,11 +15,11 @@ from torch import Tensor
 
 from float8lab.ops import reference
 from float8lab.ops.gemm import capability_of
-from float8lab.ops.kernels._common import ceil_div, next_power_of_2
+from float8lab.ops.kernels._common import ceil_div
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
-from float8lab.ops.kernels.grouped_cast import group_of_tile
+from float8lab.ops.kernels.grouped_cast import plan_groups
 from float8lab.ops.kernels.hopper_gemm import (
     GROUPED_ROWS,
     GROUPED_SUMS,
@@ -27,52 +27,9 @@ from float8lab.ops.kernels.hopper_gemm import (
     Config,
     multiply_tiles,
 )
-from float8lab.ops.reference import ALIGN, SPAN, padded_rows
+from float8lab.ops.reference import ALIGN, SPAN
 
 __all__ = ["grouped_mm"]
-
-
-# The plan.
-
-
-@launched
-def _plan_kernel(
-    offs_ptr,  # [E] ends of groups, int32 or int64
-    plan_ptr,  # [E + 1 + tiles, 4] int32
-    M, E,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """Each group's first tile and how many it has, how many there are; each tile's place."""
-    index = tl.program_id(0)
-    offsets = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
-    inside = (offsets > 0) & (offsets <= E)
-    starts = tl.load(offs_ptr + offsets - 1, mask=inside, other=0).to(tl.int32)
-    ends = tl.where(offsets < E, ends, M)
-    starts = tl.where(offsets <= E, starts, M)
-    of_group = (tl.maximum(ends - starts, 0) + 127) // 128
-    plan_ptr += 4 * index
-    if index > E:
-        group, row, end = group_of_tile(index - E - 1, offs_ptr, M, E, COUNT)
-        is_one = group <= E
-        tl.store(plan_ptr, tl.where(is_one, group, 0))
-        tl.store(plan_ptr + 1, tl.where(is_one, row.to(tl.int32), 0))
-        tl.store(plan_ptr + 2, tl.where(is_one, end.to(tl.int32), 0))
-    else:
-        here = tl.where(offsets == index, of_group, 0)
-        before = tl.where((offsets < index) | (index == E), of_group, 0)
-        tl.store(plan_ptr, tl.sum(before, 0))
-        tl.store(plan_ptr + 1, tl.sum(here, 0))
-        tl.store(plan_ptr + 2, 0)
-    tl.store(plan_ptr + 3, 0)
-
-
-@replayed
-def plan_groups(offs: Tensor, rows: int) -> Tensor:
-    E = offs.shape[0]
-    plan = offs.new_empty((E + 1 + padded_rows(rows, E) // SPAN, 4), dtype=torch.int32)
-    _plan_kernel[(plan.shape[0],)](offs, plan, rows, E, COUNT=next_power_of_2(E + 1))
-    return plan
 
 
 # The launchers.
