@@ -44,7 +44,7 @@ class Spread:
     Attributes:
         mode: ``"column"``, ``"row"``, or None where every rank has the whole.
         ndim: how many dimensions the mesh has.
-        axis: the one that has the weight's shards.
+        axis: the one that has the weight's shards; -1 if none has.
         whole: of calls whose tokens are replicated over the axis.
         shards: of calls whose tokens are shards over the axis.
     """
@@ -57,7 +57,7 @@ class Spread:
         """
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
         self.ndim = len(placements)
-        self.axis = axes[0] if axes else 0
+        self.axis = axes[0] if axes else -1  # no dimension of any mesh
         self.mode: str | None = None
         self.whole: Any = None
         self.shards: Any = None
@@ -247,8 +247,9 @@ class _Linear(Float8Function):
         local, w = x.to_local(), weight.to_local()
         b = None if bias is None else bias.to_local()
         y, saved = forward(
-            as_matrix(local), w, b, call, needs=ctx.needs_input_grad[:2], dtype=output_dtype(local)
-        )
+            as_matrix(local), w, b, call,
+            needs=ctx.needs_input_grad[:2], dtype=output_dtype(local), inp=x,
+        )  # fmt: skip
         ctx.save_for_backward(*saved)
         ctx.call, ctx.layout, ctx.mesh = call, layout, x.device_mesh
         ctx.wholes = x.shape, weight.shape, None if bias is None else bias.shape

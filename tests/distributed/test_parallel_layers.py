@@ -383,6 +383,28 @@ def check_the_group_comes_later(ranks: Ranks) -> None:
     assert torch.equal(whole(x), high)
 
 
+def check_compiled(ranks: Ranks) -> None:
+    """Collectives are in the graph; the numbers are those of eager mode."""
+    torch.manual_seed(1)
+    x = of_rank(torch.randn(ranks.world, 2, HIDDEN).to(ranks.device), ranks)
+    layers: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        layers.append(
+            attention(input_layernorm=True, fuse_qkv_params=True)(
+                tp_group=dist.group.WORLD, set_parallel_mode=True, sequence_parallel=True
+            ).to(ranks.device)
+        )
+    current = recipes.Float8CurrentScaling()
+    compiled = torch.compile(layers[1], fullgraph=True, backend="aot_eager")
+    for one, other in zip(
+        run(layers[0], x, {}, current), run(compiled, x, {}, current), strict=True
+    ):
+        assert torch.equal(one, other)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def check_stored_weights(ranks: Ranks) -> None:
     """A rank's part of a weight that is stored in FP8 has the bytes of the whole."""
     torch.manual_seed(1)
