@@ -24,7 +24,7 @@ from benchmarks import common, report
 from benchmarks.models import LLAMA
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Column, Row, Subject
-from float8lab.distributed.overlap import Window, gather_mm_op, mm_scatter_op
+from float8lab.distributed.overlap import Window, gather_mm, mm_scatter
 from float8lab.ops import scaled_mm_op
 from float8lab.tensor.blocks import quantize_blocks
 
@@ -78,7 +78,7 @@ def _steps(
             scale = scale.t().contiguous().t() if left.block[1] > 1 else scale
         mine = [a[0][here].contiguous(), scale, *b]
     blocks, how = (left.block, right.block), (torch.bfloat16, fast, group.group_name)
-    op: Any = gather_mm_op if gathers else mm_scatter_op
+    op: Any = gather_mm if gathers else mm_scatter
 
     def alone() -> Tensor:
         y: Tensor = scaled_mm_op(
@@ -87,7 +87,7 @@ def _steps(
         return y
 
     def overlapped() -> Tensor:
-        y: Tensor = op(mine, *blocks, *how, [])[0]
+        y: Tensor = op(mine, *blocks, *how, [], *[False] * gathers)[0]
         return y
 
     def collective() -> Tensor:

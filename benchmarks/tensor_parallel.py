@@ -20,6 +20,7 @@ import copy
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,7 @@ from benchmarks import common, report
 from benchmarks.models import LLAMA, LayerSize, our_layer, plain_layer, train_step
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Column, Row, Subject, Target
+from float8lab.distributed.styles import Float8ColwiseParallel, Float8RowwiseParallel
 from float8lab.recipes import Recipe
 
 __all__ = ["SUBJECT", "exposed_ms", "main", "rows"]
@@ -86,7 +88,7 @@ class Candidate(NamedTuple):
 
 
 def _plan(column: type = ColwiseParallel, row: type = RowwiseParallel) -> dict[str, Any]:
-    """Styles of the linear layers; the norms' outputs are gathered once for all who read them."""
+    """Styles of the linear layers; what columns read is gathered by the norms, or by our styles."""
     plan: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up"), column())
     return plan | dict.fromkeys(("o", "down"), row(output_layouts=Shard(1)))
 
@@ -109,23 +111,14 @@ def _gathered() -> PrepareModuleOutput:
 
 def float8_layer(plain: Any, recipe: Recipe, mesh: DeviceMesh) -> nn.Module:
     """The plain layer, converted, and sharded by our styles, which gather in FP8."""
-    ours: Any = float8lab.distributed
     model = copy.deepcopy(plain)
     float8lab.convert_to_float8(model, recipe, strict=True)
     model.heads //= mesh.size()
     model.groups //= mesh.size()
     for norm in (model.attention_norm, model.mlp_norm):
         parallelize_module(norm, mesh, SequenceParallel())
-    columns = ours.Float8ColwiseParallel(input_layouts=Shard(1))
-    plan = dict.fromkeys(("q", "k", "v", "gate", "up"), columns)
-    rows = ours.Float8RowwiseParallel(output_layouts=Shard(1))
-    parallelize_module(model, mesh, plan | dict.fromkeys(("o", "down"), rows))
+    parallelize_module(model, mesh, _plan(Float8ColwiseParallel, Float8RowwiseParallel))
     return model
-
-
-def has_styles() -> bool:
-    """Whether the package has styles for ``parallelize_module``."""
-    return hasattr(float8lab.distributed, "Float8ColwiseParallel")
 
 
 def module_layer(plain: Any, size: LayerSize, recipe: Recipe | None, group: Any) -> nn.Module:
@@ -188,7 +181,7 @@ class _GatheredBytes(TorchDispatchMode):
             sent = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.total += self.others * sum(t.nbytes for t in sent)
         elif name in ("float8lab::gather_mm", "float8lab::mm_scatter"):
-            operands, (rows, _), *_, also = args
+            operands, (rows, _), also = args[0], args[1], args[6]
             of_a = (1 if rows == -1 else 2) * name.endswith("gather_mm")
             self.total += self.others * sum(t.nbytes for t in (*operands[:of_a], *also))
         return func(*args, **(kwargs or {}))
@@ -243,6 +236,19 @@ def exposed_percent(step: Callable[[], object], steps: int = 4) -> float:
     return 100 * exposed_ms(work) / span
 
 
+def _queued_ms(step: Callable[[], object]) -> float:
+    """What the CPU needs to queue a step, the least of a few."""
+    found = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        found.append(1e3 * (time.perf_counter() - began))
+    return min(found)
+
+
 # Rows
 
 
@@ -267,10 +273,9 @@ def candidates(
         del alone
         floor = {key: common.sqnr(found[key], right[key]) - MARGIN for key in right}
         yield Candidate(f"TransformerLayer, {name}", partial(ours, recipe), True, OURS, floor)
-        if has_styles():
-            make = partial(float8_layer, plain, recipe, mesh)
-            title = f"parallelized, {name}, compile"
-            yield Candidate(title, make, False, PLAIN, floor, compiled=True)
+        make = partial(float8_layer, plain, recipe, mesh)
+        title = f"parallelized, {name}, compile"
+        yield Candidate(title, make, False, PLAIN, floor, compiled=True)
 
 
 def _largest(values: Sequence[float], device: torch.device) -> list[float]:
@@ -296,10 +301,14 @@ def rows(size: LayerSize, options: argparse.Namespace, device: torch.device) -> 
     x, dy = size.input(device, torch.Generator(device).manual_seed(options.seed))
     right = _shard(_results(plain, x, dy, PLAIN, steps=1), rank, ranks)
     case = f"{ranks} ranks, {size.describe()}, sequence parallel"
+    case += ", one thread" if options.one_thread else ""
     steps: dict[str, Callable[[], object]] = {}
     found: list[Row] = []
     made = candidates(size, options.recipe or SUBJECT.recipes, mesh, plain, (x, dy, right))
+    wanted = re.compile(options.only)
     for candidate in made:
+        if not (candidate.baseline or wanted.search(candidate.name)):
+            continue
         part, grad = (t.detach().chunk(ranks, 1)[rank] for t in (x, dy))
         if candidate.by_sequence:
             part, grad = part.transpose(0, 1), grad.transpose(0, 1)
@@ -359,6 +368,7 @@ def _row(
         torch.cuda.synchronize()
         values["peak GB"] = (torch.cuda.max_memory_allocated() - before) / 1e9
         values["exposed %"] = exposed_percent(step)
+        values["CPU ms"] = _queued_ms(step)
         values = dict(zip(values, _largest(list(values.values()), device), strict=True))
     steps[candidate.name] = step
     return Row(
@@ -399,6 +409,7 @@ SUBJECT = Subject(
         Column("gathered MB", 1),
         Column("gathered x bf16"),
         Column("exposed %", 1),
+        Column("CPU ms", 1),
         Column("peak GB"),
         Column(OF_MODULE, 3),
         report.TARGET,
@@ -413,6 +424,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--recipe", action="append", choices=RECIPES, help="default: all with GEMMs"
     )
+    parser.add_argument("--only", default="", help="names of candidates, a regular expression")
     parser.add_argument("--batch", type=int, default=LLAMA.batch)
     parser.add_argument("--sequence", type=int, default=LLAMA.sequence)
     parser.add_argument("--dim", type=int, default=LLAMA.D)
@@ -422,13 +434,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of a candidate's turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument(
+        "--one-thread", action="store_true", help="run backward in the thread that calls it"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args(argv)
     device = common.start_ranks(options.device)
     size = LayerSize(
         options.dim, options.heads, options.groups, options.ffn, options.batch, options.sequence
     )
-    complete = report.tell(SUBJECT, rows(size, options, device), options, rank=dist.get_rank())
+    with torch.autograd.set_multithreading_enabled(not options.one_thread):
+        found = rows(size, options, device)
+        complete = report.tell(SUBJECT, found, options, rank=dist.get_rank())
     dist.destroy_process_group()
     return int(not complete)
 

@@ -3,8 +3,8 @@
 M rows of all ranks, N columns of a product, K contraction, R ranks, each on a GPU that reads and
 writes the others' memory.
 
-``gather_mm_op`` is an all-gather of the rows of ``a`` and the product with ``b``: this rank's rows
-are multiplied while the others' arrive. ``mm_scatter_op`` is a product and the reduce-scatter of
+``gather_mm`` is an all-gather of the rows of ``a`` and the product with ``b``: this rank's rows
+are multiplied while the others' arrive. ``mm_scatter`` is a product and the reduce-scatter of
 its rows: the others' rows are computed first, and leave while this rank's are computed. Both can
 gather other tensors meanwhile. What travels is copied from memory to memory, which takes no
 multiprocessor from the products. Where ranks do not see each other's memory they use collectives.
@@ -31,7 +31,7 @@ import functools
 import math
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -45,9 +45,9 @@ from float8lab.recipes.reduction import group_named
 
 __all__ = [
     "Window",
-    "gather_mm_op",
+    "gather_mm",
     "is_worth_it",
-    "mm_scatter_op",
+    "mm_scatter",
     "sees_others",
     "window_of",
 ]
@@ -62,7 +62,7 @@ to 1924 GFLOP) plain collectives take 0.11 to 0.37 ms more than the products alo
 0.03 to 0.14. With 4096 rows (69 to 481 GFLOP) the CPU needs longer to queue a call than the GPU for
 the smallest, most of all with scales for each block, of which cuBLASLt takes long to find a kernel.
 """
-_SMALL_K = 4096
+_SMALL_K = 2048
 """Up to which the other ranks' rows of a product are cut in two: computing this rank's rows takes
 less time than sending the others'."""
 
@@ -168,54 +168,71 @@ def is_worth_it(M: int, N: int, K: int, a_block: Sequence[int]) -> bool:
 
 
 class _Beside:
-    """A stream of copies beside the current one, in order; on a CPU there is one order anyway."""
+    """A stream of copies beside the current one, in order; on a CPU there is one order anyway.
+
+    Its events are recorded again in every call: whoever waits for one does so for what it was
+    recorded for last. Making an event takes the CPU as long as a copy does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.module = torch.get_device_module(device)
         self.stream = self.module.Stream(priority=-1)
+        self.events: list[Any] = []
 
-    def event(self) -> Any:
+    def event(self, index: int) -> Any:
         """After what has been queued to the current stream."""
-        event = self.module.Event()
+        while len(self.events) <= index:
+            self.events.append(self.module.Event())
+        event = self.events[index]
         event.record()
         return event
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
-        """Copy the second of each pair to the first; returns the event of their arrival."""
-        with self.module.stream(self.stream):
-            after.wait()
-            for to, what in pairs:
-                to.copy_(what)
-            return self.event()
 
 
 _beside = functools.cache(_Beside)
 
 
 class _Arrivals:
-    """An all-gather of some tensors, each a ``shape`` to ``[R, *shape]``, under way."""
+    """An all-gather of some tensors, each a ``shape`` to ``[R, *shape]``, under way.
 
-    def __init__(self, near: Window, mine: Sequence[Tensor], beside: _Beside) -> None:
-        self.near, self.mine, self.beside = near, mine, beside
-        self.starts, start = [], 0
+    Args:
+        near: of the ranks.
+        mine: this rank's.
+        first: how many of them are waited for rank by rank; the others come behind these.
+        keep: whether this rank's own of the first are wanted, too.
+    """
+
+    def __init__(
+        self, near: Window, mine: Sequence[Tensor], first: int, *, keep: bool = False
+    ) -> None:
+        starts, start = [], 0
         for one in mine:
             near.part(near.rank, start, one.shape, one.dtype).copy_(one)
-            self.starts.append(start)
+            starts.append(start)
             start += _round_up(one.nbytes)
         self.whole = [one.new_empty((near.size, *one.shape)) for one in mine]
+        self.arrived: dict[int, Any] = {}
+        """The event by which a rank's first are there, by rank."""
+        parts = [one.unbind() for one in self.whole]
         near.barrier()
-        self.ready = beside.event()
+        beside = _beside(mine[0].device)
+        ready = beside.event(0)
+        others = _others(near)
 
-    def fetch(self, rank: int, which: slice) -> Any:
-        """Copy ``which`` of a rank's; returns the event of their arrival."""
-        near, mine = self.near, rank == self.near.rank
-        pairs = [
-            (whole[rank], one if mine else near.part(rank, start, one.shape, one.dtype))
-            for whole, start, one in zip(
-                self.whole[which], self.starts[which], self.mine[which], strict=True
-            )
-        ]
-        return self.beside.copy(pairs, self.ready)
+        def fetch(rank: int, which: slice) -> None:
+            for part, start, one in zip(parts[which], starts[which], mine[which], strict=True):
+                own = rank == near.rank
+                part[rank].copy_(one if own else near.part(rank, start, one.shape, one.dtype))
+
+        with beside.module.stream(beside.stream):
+            ready.wait()
+            for index, rank in enumerate(others if first else ()):
+                fetch(rank, slice(first))
+                self.arrived[rank] = beside.event(1 + index)
+            for rank in (*others, near.rank) if first < len(mine) else ():
+                fetch(rank, slice(first, None))
+            if keep:
+                fetch(near.rank, slice(first))
+            self.last = beside.event(near.size)
 
 
 def _others(near: Window) -> list[int]:
@@ -231,7 +248,8 @@ def _gather_mm(
     fast_accum: bool,
     group: str,
     also: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """``all_gather(a) @ b.T + bias``, ``[M, N]``, and what was gathered.
 
     Args:
@@ -247,51 +265,54 @@ def _gather_mm(
         fast_accum: as that of ``scaled_mm``.
         group: name of the process group.
         also: up to two contiguous tensors to be gathered meanwhile, of the same sizes on all ranks.
+        keep: return the gathered ``a``.
 
     Returns:
         - the product;
-        - the gathered ``a``, ``[M, K]``, and its scales;
-        - ``[R, *shape]`` of each of ``also``, or an empty tensor.
+        - with ``keep``, the gathered ``a``, ``[M, K]``, and its scales;
+        - ``[R, *shape]`` of each of ``also``.
     """
     q, scale, *b = operands
     ranks, by_row = group_named(group), a_block[0] != -1
     turned = by_row and scale.shape[1] > 1 and scale.stride(0) == 1
-    mine = [q, *[(scale.t() if turned else scale).contiguous()] * by_row]
-    of_a, of_rest = slice(0, len(mine)), slice(len(mine), None)
+    mine = [q]
+    if by_row:
+        mine.append((scale.t() if turned else scale).contiguous())
+    first = len(mine)
     mine += also
     near = window_of(ranks, q.device, _room(mine))
-    arrived: dict[int, Any] = {}
+    me, size, arrivals = ranks.rank(), ranks.size(), None
+    order: Sequence[int] = [rank for rank in range(size) if rank != me]
     if near is None:
-        whole, last = [_gathered(one, ranks) for one in mine], []
+        whole = [_gathered(one, ranks) for one in mine]
     else:
         near.begin(q.device)
-        arrivals = _Arrivals(near, mine, _beside(q.device))
-        whole = arrivals.whole
-        arrived = {rank: arrivals.fetch(rank, of_a) for rank in _others(near)}
-        last = [arrivals.fetch(rank, of_rest) for rank in (*arrived, near.rank) if also]
-        last.append(arrivals.fetch(near.rank, of_a))
+        arrivals = _Arrivals(near, mine, first, keep=keep)
+        whole, order = arrivals.whole, _others(near)
 
-    (rows, K), N, size = q.shape, b[0].shape[0], ranks.size()
+    (rows, K), N = q.shape, b[0].shape[0]
     y = q.new_empty((size, rows, N), dtype=out_dtype)
-    how = a_block, *b[:2], b_block, b[2] if len(b) > 2 else None, fast_accum
-    codes, *scales = whole[of_a]
-    scaled_mm_into_op(y[ranks.rank()], q, scale, *how)
-    for rank in arrived or set(range(size)) - {ranks.rank()}:
-        if rank in arrived:
-            arrived[rank].wait()
+    outs, codes = y.unbind(), whole[0].unbind()
+    scales = whole[1].unbind() if by_row else ()
+    how = a_block, b[0], b[1], b_block, b[2] if len(b) > 2 else None, fast_accum
+    scaled_mm_into_op(outs[me], q, scale, *how)
+    for rank in order:
+        if arrivals is not None:
+            arrivals.arrived[rank].wait()
         its_scale = scale
         if by_row:
-            its_scale = scales[0][rank].t() if turned else scales[0][rank]
-        scaled_mm_into_op(y[rank], codes[rank], its_scale, *how)
-    for event in last[-1:]:
-        event.wait()
-    whole_scale = scale.clone()
-    if by_row:
-        whole_scale = scales[0].flatten(0, 1)
-        if turned:
-            whole_scale = scales[0].transpose(0, 1).flatten(1).t()
-    rest = [*whole[of_rest], q.new_empty(0), q.new_empty(0)]
-    return y.view(size * rows, N), codes.view(size * rows, K), whole_scale, rest[0], rest[1]
+            its_scale = scales[rank].t() if turned else scales[rank]
+        scaled_mm_into_op(outs[rank], codes[rank], its_scale, *how)
+    if arrivals is not None:
+        arrivals.last.wait()
+    all_codes = all_scales = None
+    if keep:
+        all_codes, all_scales = whole[0].view(size * rows, K), scale.clone()
+        if by_row:
+            by_column = whole[1].transpose(0, 1).flatten(1).t() if turned else None
+            all_scales = whole[1].flatten(0, 1) if by_column is None else by_column
+    rest = [*whole[first:], None, None]
+    return y.view(size * rows, N), all_codes, all_scales, rest[0], rest[1]
 
 
 def _mm_scatter(
@@ -302,7 +323,7 @@ def _mm_scatter(
     fast_accum: bool,
     group: str,
     also: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """This rank's rows, ``[M / R, N]``, of the sum over ranks of ``a @ b.T + bias``.
 
     Args:
@@ -321,12 +342,12 @@ def _mm_scatter(
 
     Returns:
         - the sum;
-        - ``[R, *shape]`` of each of ``also``, or an empty tensor.
+        - ``[R, *shape]`` of each of ``also``.
     """
     q, scale, *b = operands
     ranks, (M, K), N = group_named(group), q.shape, b[0].shape[0]
     size, first = ranks.size(), _room(also)
-    rows, how = M // size, (a_block, *b[:2], b_block, b[2] if len(b) > 2 else None, fast_accum)
+    rows, how = M // size, (a_block, b[0], b[1], b_block, b[2] if len(b) > 2 else None, fast_accum)
 
     def multiply(out: Tensor, start: int) -> None:
         here = slice(start, start + out.shape[0])
@@ -339,28 +360,28 @@ def _mm_scatter(
         total, gathered = _scattered(partial, ranks), [_gathered(one, ranks) for one in also]
     else:
         near.begin(q.device)
-        gathered, beside = [], _beside(q.device)
-        if also:
-            arrivals = _Arrivals(near, also, beside)
-            gathered = arrivals.whole
-            for rank in (*_others(near), near.rank):
-                arrivals.fetch(rank, slice(None))
-        landing = near.part(near.rank, first, (size, rows, N), out_dtype)
-        part = rows // 2 if K < _SMALL_K and rows % 256 == 0 else rows
-        sent, kept = None, []
+        gathered = _Arrivals(near, also, 0).whole if also else []
+        landing = near.part(near.rank, first, (size, rows, N), out_dtype).unbind()
+        beside = _beside(q.device)
+        part = rows // 2 if K <= _SMALL_K and rows % 256 == 0 else rows
+        kept, sent = [], None
         for rank in _others(near):
             theirs = near.part(rank, first, (size, rows, N), out_dtype)[near.rank]
             for start in range(0, rows, part):
                 out = q.new_empty((part, N), dtype=out_dtype)
                 multiply(out, rank * rows + start)
-                sent = beside.copy([(theirs[start : start + part], out)], beside.event())
                 kept.append(out)  # until the copies have been waited for
+                computed = beside.event(0)
+                with beside.module.stream(beside.stream):
+                    computed.wait()
+                    (theirs if part == rows else theirs[start : start + part]).copy_(out)
+                    sent = beside.event(1)
         multiply(landing[near.rank], near.rank * rows)
         if sent is not None:
             sent.wait()
         near.barrier()
-        total = landing[0] + landing[1] if size == 2 else landing.sum(0)
-    rest = [*gathered, q.new_empty(0), q.new_empty(0)]
+        total = torch.add(*landing) if size == 2 else torch.stack(landing).sum(0)
+    rest = [*gathered, None, None]
     return total, rest[0], rest[1]
 
 
@@ -383,27 +404,29 @@ def _scattered(partial: Tensor, ranks: Any) -> Tensor:
     return total
 
 
-def _like_gather_mm(of: Any) -> tuple[Tensor, ...]:
+def _like_gather_mm(of: Any) -> tuple[Tensor | None, ...]:
     (q, scale, b, *_), size = of.operands, group_named(of.group).size()
     y = q.new_empty((size * q.shape[0], b.shape[0]), dtype=of.out_dtype)
+    if not of.keep:
+        return y, None, None, *_like_rest(of, size)
     whole, whole_scale = q.new_empty((size * q.shape[0], q.shape[1])), scale.clone()
     if of.a_block[0] != -1:
         count, blocks = size * scale.shape[0], scale.shape[1]
         whole_scale = scale.new_empty((count, blocks))
         if blocks > 1 and scale.stride(0) == 1:
             whole_scale = scale.new_empty((blocks, count)).t()
-    return y, whole, whole_scale, *_like_rest(of, q, size)
+    return y, whole, whole_scale, *_like_rest(of, size)
 
 
-def _like_mm_scatter(of: Any) -> tuple[Tensor, ...]:
+def _like_mm_scatter(of: Any) -> tuple[Tensor | None, ...]:
     (q, _, b, *_), size = of.operands, group_named(of.group).size()
     total = q.new_empty((q.shape[0] // size, b.shape[0]), dtype=of.out_dtype)
-    return total, *_like_rest(of, q, size)
+    return total, *_like_rest(of, size)
 
 
-def _like_rest(of: Any, q: Tensor, size: int) -> list[Tensor]:
+def _like_rest(of: Any, size: int) -> list[Tensor | None]:
     whole = [one.new_empty((size, *one.shape)) for one in of.also]
-    return [*whole, q.new_empty(0), q.new_empty(0)][:2]
+    return [*whole, None, None][:2]
 
 
 def _flops_of_gather(operands: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
@@ -420,6 +443,20 @@ gather_mm_op = declare(
 mm_scatter_op = declare(
     _mm_scatter, name="mm_scatter", outputs=_like_mm_scatter, flops=_flops_of_scatter
 )
+
+
+def _called(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op where something sees ops; else the function, without torch's dispatcher."""
+
+    def call(*args: Any) -> Any:
+        seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        return op(*args) if seen else function(*args)
+
+    return call
+
+
+gather_mm = _called(_gather_mm, gather_mm_op)
+mm_scatter = _called(_mm_scatter, mm_scatter_op)
 
 
 def _room(tensors: Sequence[Tensor]) -> int:

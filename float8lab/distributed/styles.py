@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from float8lab.arguments import check_dtype, check_instance
+from float8lab.arguments import check_instance, shown
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
 
@@ -30,12 +30,15 @@ __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8Modul
 class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` whose input, where it is a shard of tokens, is gathered in FP8.
 
-    Args:
-        input_layouts: placement of an input that is a plain tensor; None is ``Replicate()``.
-        output_layouts: placement that the output is to have; None is ``Shard(-1)``.
-        use_local_output: whether the output is a plain tensor.
+    Arguments are those of ``ColwiseParallel``: ``input_layouts``, the placement of an input that is
+    a plain tensor, by default ``Replicate()``; ``output_layouts``, that of the output, by default
+    ``Shard(-1)``; ``use_local_output``, whether it is a plain tensor.
 
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> Float8ColwiseParallel(input_layouts=Shard(1)).input_layouts
+    (Shard(dim=1),)
     """
 
     @staticmethod
@@ -48,17 +51,21 @@ class Float8ColwiseParallel(ColwiseParallel):
 class Float8RowwiseParallel(RowwiseParallel):
     """``RowwiseParallel`` that, with tokens as shards in its output, gathers its gradient in FP8.
 
-    Args:
-        input_layouts: placement of an input that is a plain tensor; None is ``Shard(-1)``.
-        output_layouts: placement that the output is to have; None is ``Replicate()``.
-        use_local_output: whether the output is a plain tensor.
+    Arguments are those of ``RowwiseParallel``: ``input_layouts``, the placement of an input that is
+    a plain tensor, by default ``Shard(-1)``; ``output_layouts``, that of the output, by default
+    ``Replicate()``; ``use_local_output``, whether it is a plain tensor.
 
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> Float8RowwiseParallel(output_layouts=Shard(1)).output_layouts
+    (Shard(dim=1),)
     """
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if isinstance(module, nn.Linear):
-            (module.output_layout,) = self.output_layouts  # read by float8lab.Linear
+            told: Any = module
+            (told.output_layout,) = self.output_layouts  # which float8lab.Linear reads
         return super()._apply(module, device_mesh)
 
 
@@ -74,10 +81,18 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         input_kwarg_layouts: placements of inputs by keyword.
         desired_input_kwarg_layouts: the placements that they are to have.
         use_local_output: whether the module gets plain tensors.
-        float8_dtype: of what is gathered; ``torch.float8_e4m3fn``, since the layers' recipes choose.
-        fwd_config_submodule_fqn: accepted; each layer casts by its own recipe.
+        float8_dtype: accepted; each layer casts by its own recipe.
+        fwd_config_submodule_fqn: accepted.
+
+    Raises:
+        TypeError: an argument of another type.
 
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> how = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    >>> PrepareFloat8ModuleInput(**how).desired_input_layouts
+    (Replicate(),)
     """
 
     def __init__(  # torchao's signature
@@ -91,7 +106,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         float8_dtype: torch.dtype = torch.float8_e4m3fn,
         fwd_config_submodule_fqn: str | None = None,
     ) -> None:
-        check_dtype("float8_dtype", float8_dtype)
+        if float8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise TypeError(
+                "float8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
+                f"{shown(float8_dtype)}. Leave it out: the layers' recipes choose."
+            )
         check_instance(
             "fwd_config_submodule_fqn", fwd_config_submodule_fqn, str, "a name", optional=True
         )

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.overlap import (
-    gather_mm_op,
+    gather_mm,
     is_worth_it,
-    mm_scatter_op,
+    mm_scatter,
     sees_others,
 )
 from float8lab.formats import Float8Spec
@@ -96,10 +96,12 @@ class TensorParallel:
     """Keep what was gathered for wgrad, in place of gathering it again in backward."""
     overlap: bool | None = None
     """Whether products run beside communication; None: where that was measured to pay."""
-    partial: bool = False
-    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
+    casts_only: bool = False
+    """Ranks share scales and nothing else: the caller sends tokens, and adds sums up."""
     pieces: tuple[int, ...] = ()
     """The sizes of what a shard consists of, where the weight is several behind each other."""
+    partial: bool = False
+    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
     name: str = ""
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0
@@ -328,7 +330,7 @@ class TensorParallel:
             ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
         )
         if dim == 1:
-            whole = whole.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+            whole = _side_by_side(whole.unflatten(0, (self.size, -1)))
         if whole.shape[dim] != total:
             whole = whole.narrow(dim, 0, total)
         return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
@@ -357,7 +359,8 @@ class TensorParallel:
         if size == -1:
             return whole.contiguous(), scale
         if not rows.are_cut(size):  # else all ranks know the scales of all
-            blocks = Rows(-(-rows.total // size), -(-rows.chunk * rows.inner // size), 1)
+            run, mine = rows.lead * rows.inner, rows.chunk * rows.inner
+            blocks = Rows(-(-run // size), -(-mine // size), 1, rows.outer)
             scale = self.gathered(scale, blocks, dim)
         short = -(-whole.shape[dim] // size) - scale.shape[dim]
         if short:
@@ -471,6 +474,14 @@ def shared_amaxes(
     return found
 
 
+def _side_by_side(parts: Tensor) -> Tensor:
+    """``[R, rows, columns]`` as ``[rows, R * columns]``."""
+    dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
+    if not torch.compiler.is_compiling():  # bytes one by one take four times as long
+        parts = parts.view(torch.int64 if nbytes % 8 == 0 and nbytes else torch.uint8)
+    return parts.transpose(0, 1).flatten(1).view(dtype)
+
+
 def _after(count: int, dim: int) -> tuple[int, ...]:
     """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
     return (0, 0, 0, count) if dim == 0 else (0, count)
@@ -504,16 +515,67 @@ class _Moved(Float8Function):
 Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
 
 
+class Product(NamedTuple):
+    """How two FP8 operands are multiplied, and what the result is like."""
+
+    a_block: Sequence[int]
+    b_block: Sequence[int]
+    fast_accum: bool
+    shape: tuple[int, int]
+    """Of this rank's product, before it is summed."""
+    dtype: torch.dtype
+    keep: bool = False
+    """Whether the left operand is wanted, as multiplied."""
+
+
+class Shards:
+    """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
+
+    It is gathered beside a product where one runs that has time for it, else on demand.
+    """
+
+    __slots__ = ("block", "operand", "parallel", "rows", "whole")
+
+    def __init__(
+        self, parallel: TensorParallel, rows: Rows, operand: Operand, block: Sequence[int]
+    ) -> None:
+        """Take this rank's part."""
+        self.parallel, self.rows, self.operand, self.block = parallel, rows, operand, block
+        self.whole: Operand | None = None
+
+    def gathered(self) -> Operand:
+        """The operand of all tokens."""
+        if self.whole is None:
+            args = *self.operand, self.block, self.rows
+            self.whole = self.parallel.gathered_operand(*args, 1)
+        return self.whole
+
+    def leave(self) -> list[Tensor]:
+        """What is to be gathered: FP8 data, and scales unless all ranks have those of all."""
+        q, scale = self.operand
+        size = self.block[1]
+        cut = size == -1 or self.rows.are_cut(size)
+        return [q.contiguous(), *[scale.t().contiguous()] * (not cut)]
+
+    def arrive(self, data: Tensor, scales: Tensor | None) -> None:
+        """Take ``[R, *shape]`` of that."""
+        raw, scale = _side_by_side(data), self.operand[1]
+        if scales is not None and scales.numel():
+            scale = scales.flatten(0, 1).t()
+            scale = scale if scales_by_column(self.block) else scale.contiguous()
+        self.whole = raw, scale
+
+
 def spread_mm(
     parallel: TensorParallel,
     rows: Rows | None,
     operands: tuple[Operand, Operand],
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    product: Product,
     bias: Tensor | None = None,
     *,
     backward: bool = False,
+    beside: Shards | None = None,
+    whole: Operand | None = None,
 ) -> tuple[Tensor, Operand]:
     """A layer's fprop, ``x @ weight.T + bias``, or its dgrad, and the left operand as multiplied.
 
@@ -521,77 +583,83 @@ def spread_mm(
         parallel: how the layer is spread.
         rows: of the layer's tokens, under sequence parallelism.
         operands: x or dy, as this rank has it, and the weight, or its transpose.
-        how: the blocks of both, and whether to accumulate fast.
-        shape: of this rank's product, before it is summed.
-        dtype: of the product.
+        product: of these.
         bias: of as many features as the weight has rows.
         backward: whether this is dgrad.
+        beside: what else may be gathered meanwhile.
+        whole: what was gathered of the left operand before, if anything was.
     """
-    a, b = operands
+    if whole is not None:
+        return _mm((whole, operands[1]), product, bias), whole
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
-        return gathered_mm(parallel, rows, operands, how, shape, dtype, bias)
+        return gathered_mm(parallel, rows, operands, product, bias, beside)
     if (parallel.mode == "column") == backward:
-        return mm_reduced(parallel, rows, operands, how, shape, dtype, bias), a
-    return _mm(a, b, how, shape, dtype, bias), a
+        return mm_reduced(parallel, rows, operands, product, bias, beside), operands[0]
+    return _mm(operands, product, bias), operands[0]
 
 
 def gathered_mm(
     parallel: TensorParallel,
     rows: Rows,
     operands: tuple[Operand, Operand],
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    product: Product,
     bias: Tensor | None,
+    beside: Shards | None,
 ) -> tuple[Tensor, Operand]:
     """``whole @ b.T + bias`` of an operand ``a`` that is a shard of the whole's rows; the whole."""
     a, b = operands
-    if parallel.overlaps(rows, a[0], b[0], how[0], arrives=True):
-        blocks, fast_accum = how[:2], how[2]
-        y, *whole, _, _ = gather_mm_op(
-            _listed(a, b, bias), *blocks, dtype, fast_accum, parallel.name, []
-        )
-        return _cropped(y, shape), (whole[0], whole[1])
-    whole = parallel.gathered_operand(*a, how[0], rows, 0)
-    return _mm(whole, b, how, shape, dtype, bias), whole
+    if parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=True):
+        args = _overlapping(parallel, operands, product, bias, beside)
+        y, q, scale, *gathered = gather_mm(*args, product.keep)
+        if beside is not None:
+            beside.arrive(*gathered)
+        return _cropped(y, product.shape), (q, scale) if product.keep else a
+    whole = parallel.gathered_operand(*a, product.a_block, rows, 0)
+    return _mm((whole, b), product, bias), whole
 
 
 def mm_reduced(
     parallel: TensorParallel,
     rows: Rows | None,
     operands: tuple[Operand, Operand],
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    product: Product,
     bias: Tensor | None,
+    beside: Shards | None,
 ) -> Tensor:
     """The sum over ranks of ``a @ b.T + bias``; of that this rank's ``rows``, or all."""
     a, b = operands
     scatters = rows is not None and not parallel.partial
-    if scatters and parallel.overlaps(rows, a[0], b[0], how[0], arrives=False):
+    if scatters and parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=False):
         assert rows is not None, "under sequence parallelism"
-        y = mm_scatter_op(_listed(a, b, bias), *how[:2], dtype, how[2], parallel.name, [])[0]
-        return _cropped(y, (rows.of(parallel.rank)[1], shape[1]))
-    y = _mm(a, b, how, shape, dtype, bias)
+        args = _overlapping(parallel, operands, product, bias, beside)
+        y, *gathered = mm_scatter(*args)
+        if beside is not None:
+            beside.arrive(*gathered)
+        return _cropped(y, (rows.of(parallel.rank)[1], product.shape[1]))
+    y = _mm(operands, product, bias)
     if parallel.partial:
         return y
     return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
 
 
-def _listed(a: Operand, b: Operand, bias: Tensor | None) -> list[Tensor]:
-    return [*a, *b, *([] if bias is None else [bias])]
-
-
-def _mm(
-    a: Operand,
-    b: Operand,
-    how: tuple[Sequence[int], Sequence[int], bool],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+def _overlapping(
+    parallel: TensorParallel,
+    operands: tuple[Operand, Operand],
+    product: Product,
     bias: Tensor | None,
-) -> Tensor:
-    return _cropped(scaled_mm_op(*a, how[0], *b, how[1], bias, dtype, how[2]), shape)
+    beside: Shards | None,
+) -> tuple[Any, ...]:
+    """The arguments of an op that overlaps."""
+    a, b = operands
+    listed = [*a, *b, *([] if bias is None else [bias])]
+    blocks, also = product[:2], [] if beside is None else beside.leave()
+    return listed, *blocks, product.dtype, product.fast_accum, parallel.name, also
+
+
+def _mm(operands: tuple[Operand, Operand], product: Product, bias: Tensor | None) -> Tensor:
+    (a, b), (a_block, b_block, fast_accum, shape, dtype, _) = operands, product
+    return _cropped(scaled_mm_op(*a, a_block, *b, b_block, bias, dtype, fast_accum), shape)
 
 
 def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -34,6 +34,7 @@ from float8lab.ops import (
     prologue_shape,
     round_up,
     scale_from_amax,
+    transpose_op,
 )
 from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
@@ -52,6 +53,7 @@ __all__ = [
     "cast",
     "cast_by",
     "forget_cast",
+    "kept_transpose",
     "known_input",
     "known_weight",
     "lives_on",
@@ -111,10 +113,11 @@ def cast(
     """
     plan = call.plan
     by: By = None
-    if call.parallel is not None and not plan.delayed:
-        dim = call.parallel.sharded(index)
+    if call.shards is not None and not plan.delayed:
+        dim = call.shards.sharded(index)
         if dim is not None:
-            assert not isinstance(x, Groups), "of experts, which are not spread"
+            if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
+                return _cast_shard_of_groups(x, spec, transposed, dim, call, column_sum=column_sum)
             return _cast_shard(
                 x, spec, transposed, index, call, amax, column_sum=column_sum, align=align
             )
@@ -172,7 +175,7 @@ def cast_by(
     elif isinstance(x, Source):
         prologue, inputs, dtype, given = x
     else:
-        prologue, inputs, dtype, offs = x
+        prologue, inputs, dtype, offs, _ = x
     if by is not None:
         (own_scale, given, *_), slot = by
     whole = how.block == (-1, -1)
@@ -210,7 +213,7 @@ def _cast_shard(
     blocks are spaced (``TensorParallel.spaced``). Tokens that do are not padded, and the scales
     beside them are those of all tokens.
     """
-    plan, parallel = call.plan, call.parallel
+    plan, parallel = call.plan, call.shards
     assert parallel is not None, "of a layer that is spread"
     dim = parallel.sharded(index)
     assert dim is not None, "of a shard"
@@ -299,7 +302,7 @@ def _cast_parts(
         call: of the layer.
         align: the sizes of the result are multiples of it.
     """
-    parallel, size = call.parallel, how.block[axis]
+    parallel, size = call.shards, how.block[axis]
     assert parallel is not None, "of a layer that is spread"
     places, total = parallel.places(length), length * parallel.size
     if rows is not None:
@@ -330,6 +333,84 @@ def _cast_parts(
         rule = how.fp8_dtype, how.scale_rule, call.plan.amax_epsilon
         scale = scale_from_amax(F.pad(everywhere, pad), *rule)
     return q, scale
+
+
+def _cast_shard_of_groups(
+    x: Groups | Tensor,
+    spec: Float8Spec | None,
+    transposed: Float8Spec | None,
+    dim: int,
+    call: Call,
+    *,
+    column_sum: bool,
+) -> tuple[Any, ...]:
+    """``_cast_shard`` of experts' rows, or of their weights; of features, which are spaced."""
+    plan, parallel = call.plan, call.shards
+    assert parallel is not None, "of a layer that is spread"
+    by: By = None
+    if (-1, -1) in (spec and spec.block, transposed and transposed.block):
+        groups = x if isinstance(x, Groups) else Groups("", (x,), x.dtype, None)
+        by = Factors(None, parallel.largest(groups.amax())), None  # type: ignore[arg-type]
+    cut = parallel.are_cut(0, plan.edge)
+    ways = (spec, dim), (transposed, 1 - dim)
+    several = [how and _lies_on_several(how.block, axis, None, cut) for how, axis in ways]
+    if not any(several):
+        return cast_by(x, spec, transposed, plan, by, column_sum=column_sum)
+    results: list[tuple[Any, ...]] = []
+    total = _sums_of_groups(x) if column_sum else None  # type: ignore[arg-type]  # not of weights
+    for (how, axis), crosses, flip in zip(ways, several, (False, True), strict=True):
+        if how is None:
+            results.append((None, None))
+        elif crosses:
+            results.append(_cast_parts_of_groups(x, how, axis, call, flip=flip))
+        else:
+            found = cast_by(x, None if flip else how, how if flip else None, plan, by)
+            results.append(found[3:5] if flip else found[:2])
+    (q, scale), (q_t, scale_t) = results
+    return q, scale, None, q_t, scale_t, total
+
+
+def _cast_parts_of_groups(
+    x: Groups | Tensor, how: Float8Spec, axis: int, call: Call, *, flip: bool
+) -> Operand:
+    """``_cast_parts`` of the rows of experts, or of each of their weights, or its transpose."""
+    parallel, high, size = call.shards, how.block[0], how.block[axis]
+    assert parallel is not None, "of a layer that is spread"
+    if isinstance(x, Groups):  # rows of nobody are taken for zeros
+        matrices, least = x.owned()[None], 1
+    else:
+        matrices, least = x.mT if flip else x, ALIGN
+    E, rows, columns = matrices.shape
+    below = round_up(rows, max(high, least))  # all matrices below each other, in whole blocks
+    matrix = F.pad(matrices, (0, 0, 0, below - rows)).reshape(E * below, columns)
+    grid = amax_op("", (matrix,), matrix.dtype, how.block).unflatten(0, (E, below // high))
+    grid = grid if axis else grid.mT  # what lies on several ranks last
+    length = parallel.pieces[0]
+    shared, _ = parallel.shared_amaxes(
+        grid.flatten(0, 1), size, 1, parallel.places(length), length * parallel.size
+    )
+    shared = shared.view(grid.shape)
+    amaxes = (shared if axis else shared.mT).flatten(0, 1)
+    down, across = how.scale_shape((round_up(E * below, ALIGN), round_up(columns, ALIGN)))
+    pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
+    q, scale, *_ = cast_op(
+        "", (matrix,), matrix.dtype, how.fp8_dtype, how.block, how.scale_rule,
+        call.plan.amax_epsilon, ALIGN, True, False, False, F.pad(amaxes, pad), None,
+    )  # fmt: skip
+    if isinstance(x, Groups):
+        return q[:rows], scale[:rows]
+    tall = round_up(rows, ALIGN)
+    q = q.view(torch.uint8).view(E, below, -1)[:, :tall].contiguous().view(q.dtype)
+    return q, scale.reshape(E, below // high, across)[:, : -(-tall // high)].contiguous()
+
+
+def _sums_of_groups(x: Groups) -> Tensor:
+    """The sums over the rows of each group, ``[E, K]``, float32."""
+    (value,), offs = x.inputs, x.offs
+    assert offs is not None, "of groups"
+    row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)
+    total = value.new_zeros((offs.shape[0] + 1, value.shape[1]), dtype=torch.float32)
+    return total.index_add_(0, torch.searchsorted(offs, row, right=True), value.float())[:-1]
 
 
 def _amax_in_graph(x: Tensor, index: int) -> Tensor | None:
@@ -365,7 +446,7 @@ def known_input(
     spec, transposed = specs
     if spec is None and transposed is None:
         return None, None, None
-    if torch.compiler.is_compiling() or call.parallel is not None:
+    if torch.compiler.is_compiling():
         return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
     node, key = None if alone or inp is None else inp.grad_fn, None
@@ -373,9 +454,12 @@ def known_input(
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
         key = (spec, transposed, call.plan.epsilon, inp._version, node._sequence_nr(), stream)
+        key = (*key, call.shards, call.rows)
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None
+    if call.shards is not None:
+        return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], key
     by = call.known[X] or call.scale(X, x) if call.plan.delayed else None
     return by, None, key
 
@@ -517,7 +601,7 @@ def known_weight(
     tells that reliably: fused optimizers and ``weight.data`` leave the version counter alone.
     ``is_first_microbatch`` does: True casts and keeps, False reuses.
     """
-    graph, spread = torch.compiler.is_compiling(), call.parallel is not None
+    graph, spread = torch.compiler.is_compiling(), call.shards is not None
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
             return None, None, (*_stored(weight), None)
@@ -556,7 +640,7 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
         q, scale, *_ = cast(weight, call.plan.w, W, call)
     known = call.known[W]
     precision.weight_cast = _WeightCast(  # type: ignore[union-attr]
-        weakref.ref(weight), version_of(weight), call.recipe, q, scale, known and known[0]
+        weakref.ref(weight), version_of(weight), call.recipe, q, scale, known and known[0], []
     )
     return q, scale
 
@@ -571,10 +655,27 @@ class _WeightCast(NamedTuple):
     scale: Tensor
     factors: Factors | None
     """Under delayed scaling."""
+    turned: list[Operand]
+    """Its transpose, once a backward of experts has made it."""
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
         same = self.weight() is weight and self.recipe == recipe
         return same and self.version == version_of(weight)
+
+
+def kept_transpose(q: Tensor, scale: Tensor, call: Call) -> Operand | None:
+    """The transpose of a kept cast of experts' weights, kept with it; None of another cast.
+
+    Of many small experts it takes a tenth of the time of a step. A CUDA graph makes its own.
+    """
+    kept = None if call.precision is None else call.precision.weight_cast
+    if kept is None or kept.q is not q or (q.is_cuda and capturing()):
+        return None
+    if not kept.turned:
+        with torch.inference_mode(False), torch.no_grad():
+            kept.turned.append((transpose_op(q, 1, None), scale.mT))
+    found: Operand = kept.turned[0]
+    return found
 
 
 def lives_on(q: Tensor, weight: Tensor, call: Call) -> bool:

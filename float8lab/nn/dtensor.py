@@ -19,17 +19,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from float8lab.arguments import shown
-from float8lab.distributed.tensor_parallel import Rows, TensorParallel
+from float8lab.distributed.fsdp.weight import local_of
+from float8lab.distributed.tensor_parallel import Rows, StoredShard, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import Gradient, backward, forward, fused_weight, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
+from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["Spread"]
@@ -41,7 +44,7 @@ class Spread:
     Attributes:
         mode: ``"column"``, ``"row"``, or None where every rank has the whole.
         ndim: how many dimensions the mesh has.
-        axis: the one that has the weight's shards.
+        axis: the one that has the weight's shards; -1 if none has.
         whole: of calls whose tokens are replicated over the axis.
         shards: of calls whose tokens are shards over the axis.
     """
@@ -54,7 +57,7 @@ class Spread:
         """
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
         self.ndim = len(placements)
-        self.axis = axes[0] if axes else 0
+        self.axis = axes[0] if axes else -1  # no dimension of any mesh
         self.mode: str | None = None
         self.whole: Any = None
         self.shards: Any = None
@@ -77,6 +80,17 @@ class Spread:
     def __deepcopy__(self, memo: Any) -> Spread:
         return self  # a mesh has no copies
 
+    def check(self, weight: Any) -> None:
+        """Have a weight that is stored in FP8 know who has the other parts of its blocks.
+
+        Raises:
+            ValueError: a block that has a size lies on several ranks.
+        """
+        local = local_of(weight)
+        if self.mode is not None and isinstance(local, Float8Tensor):
+            local._shard = StoredShard(self.whole, int(self.mode == "row"))
+            local._shard.check("weight", local.shape, local.spec)
+
     def shares(self, spec: Float8Spec, shard: Tensor) -> tuple[bool, Any]:
         """Whether a rank's shard of the weight has whole blocks, or parts of a whole row of them.
 
@@ -89,6 +103,22 @@ class Spread:
         if size == -1:
             return True, self.whole.group
         return shard.shape[dim] % size == 0, None
+
+    def whole_of(self, scales: Tensor, spec: Float8Spec) -> Tensor:
+        """The scales of the whole weight's blocks, of those of each rank's shard."""
+        dim = int(self.mode == "row")
+        if self.mode is None or spec.block[dim] == -1:
+            return scales
+        parts = [torch.empty_like(scales) for _ in range(self.whole.size)]
+        dist.all_gather(parts, scales.contiguous(), group=self.whole.group)
+        return torch.cat(parts, dim)
+
+    def part_of(self, scales: Tensor, spec: Float8Spec) -> Tensor:
+        """The scales of this rank's shard, of those of the whole weight's blocks."""
+        dim = int(self.mode == "row")
+        if self.mode is None or spec.block[dim] == -1:
+            return scales
+        return scales.chunk(self.whole.size, dim)[self.whole.rank]
 
     def run(self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None) -> Any:
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
@@ -145,7 +175,9 @@ def _layout(spread: Spread, x: Any, weight: Any, plan: LinearPlan | None, wanted
     last, axis, mode = x.ndim - 1, spread.axis, spread.mode
     N, K = weight.to_local().shape
     # Outside the axis each rank has tokens of its own, or the same.
-    base = [p if p.is_shard() and not p.is_shard(last) else Replicate() for p in x.placements]
+    base: list[Any] = [
+        p if p.is_shard() and not p.is_shard(last) else Replicate() for p in x.placements
+    ]
     data = [Partial() if p.is_shard() else Replicate() for p in base]  # of sums over tokens
     shared = base[axis] if mode == "column" else wanted if mode == "row" else None
     whole = _local_shape(x, base, axis)
@@ -164,18 +196,19 @@ def _layout(spread: Spread, x: Any, weight: Any, plan: LinearPlan | None, wanted
     def placed(here: Any, others: Sequence[Any] = base) -> tuple[Any, ...]:
         return tuple(here if i == axis else p for i, p in enumerate(others))
 
-    here = Replicate() if rows is None else shared
+    every, features = Replicate(), Shard(last)
+    here: list[Any] = [every] * 5  # of x, y, dx, dw and db
     if mode == "column":
-        x_here, y_here, dx_here, dw_here, db_here = here, Shard(last), Partial(), Shard(0), Shard(0)
+        here = [every if rows is None else shared, features, Partial(), Shard(0), Shard(0)]
+    elif rows is not None:
+        here = [features, shared, features, Shard(1), Partial()]
     elif mode == "row":
-        x_here = dx_here = Shard(last)
-        y_here = Partial() if rows is None else here
-        dw_here, db_here = Shard(1), Replicate() if rows is None else Partial()
-    else:
-        x_here = y_here = dx_here = dw_here = db_here = Replicate()
+        here = [features, Partial(), features, Shard(1), every]
+    x_placed, y_placed, dx_placed = (placed(p) for p in here[:3])
+    dw_placed, db_placed = (placed(p, data) for p in here[3:])
     return _Layout(
-        placed(x_here), placed(y_here), placed(dx_here), placed(dw_here, data),
-        placed(db_here, data), rows, (*y_shape[:-1], N), (*whole[:-1], K),
+        x_placed, y_placed, dx_placed, dw_placed, db_placed, rows, (*y_shape[:-1], N),
+        (*whole[:-1], K),
     )  # fmt: skip
 
 
@@ -191,9 +224,11 @@ def _local_shape(x: Any, placements: Sequence[Any], axis: int) -> list[int]:
 
 
 def _rows(shape: Sequence[int], dim: int, ranks: int) -> Rows:
-    lead = shape[dim]
-    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
-    return Rows(lead, -(-lead // ranks), inner, outer)
+    lead, outer, inner = shape[dim], math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
+    chunk = -(-lead // ranks)
+    if chunk == lead:  # the first rank has all
+        return Rows(lead * outer, lead * outer, inner)
+    return Rows(lead, chunk, inner, outer)
 
 
 def _blocks_of_tokens(plan: LinearPlan) -> set[int]:
@@ -212,8 +247,9 @@ class _Linear(Float8Function):
         local, w = x.to_local(), weight.to_local()
         b = None if bias is None else bias.to_local()
         y, saved = forward(
-            as_matrix(local), w, b, call, needs=ctx.needs_input_grad[:2], dtype=output_dtype(local)
-        )
+            as_matrix(local), w, b, call,
+            needs=ctx.needs_input_grad[:2], dtype=output_dtype(local), inp=x,
+        )  # fmt: skip
         ctx.save_for_backward(*saved)
         ctx.call, ctx.layout, ctx.mesh = call, layout, x.device_mesh
         ctx.wholes = x.shape, weight.shape, None if bias is None else bias.shape

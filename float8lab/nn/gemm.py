@@ -4,7 +4,7 @@ What is cast, what is saved, what is computed again, fprop, dgrad and wgrad are 
 else; the autograd functions of all modules are compositions of ``forward`` and ``backward``.
 Between the ops travel plain tensors.
 
-With ``offs``, the ends of experts' rows, it is the linear layers of a mixture of experts: each row
+With ``ends``, the ends of experts' rows, it is the linear layers of a mixture of experts: each row
 is multiplied by its own expert's weight, ``[E, N, K]``.
 
 The input of a GEMM is a matrix, or a ``Source``: a norm or an activation that is computed while it
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.distributed.tensor_parallel import spread_mm
+from float8lab.distributed.tensor_parallel import Product, Shards, spread_mm
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
@@ -34,6 +34,7 @@ from float8lab.nn.casts import (
     cast,
     cast_by,
     forget_cast,
+    kept_transpose,
     known_input,
     known_weight,
     lives_on,
@@ -44,7 +45,15 @@ from float8lab.nn.casts import (
     show_input,
 )
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Groups, Source, as_matrix, grouped_mm_op, scaled_mm_op, transpose_op
+from float8lab.ops import (
+    Ends,
+    Groups,
+    Source,
+    as_matrix,
+    grouped_mm_op,
+    scaled_mm_op,
+    transpose_op,
+)
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import GemmPlan, Recipe
@@ -90,7 +99,7 @@ def forward(
     dtype: torch.dtype,
     inp: Tensor | None = None,
     again: bool = False,
-    offs: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> tuple[Tensor, Saved]:
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
@@ -104,7 +113,7 @@ def forward(
         inp: with a matrix, the layer's input that it is; with a source, its values if they are
             written anyway.
         again: of a source: save what ``forward_again`` needs, too.
-        offs: ends of the experts' rows, ``[E]``; then weight and bias are those of E experts, and
+        ends: of the experts' rows; then weight and bias are those of E experts, and
             rows beyond the last end give zeros.
     """
     (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
@@ -114,7 +123,7 @@ def forward(
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
     value: Matrix = inp if source and inp is not None else x
-    value = value if offs is None else Groups.of(x, offs)
+    value = value if ends is None else Groups.of(x, ends)
     specs: Specs = plan.x if plan.fprop or keep_x else None, None
     if not source:
         specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
@@ -157,7 +166,7 @@ def forward(
     if keep_w:
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
         lean = source and isinstance(weight, nn.Parameter)
-        if offs is not None:
+        if ends is not None:
             lean = source and x.prologue != "permute"  # type: ignore[union-attr]  # a source
         # Without an amax, nothing tells the bytes of a block that lies on several ranks.
         lean = lean and (spread is None or w_factor is not None)
@@ -219,7 +228,7 @@ def _product(
             bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         operands = x8, x_scale, left.block, w8, w_scale, right.block, bias
         if isinstance(x, Groups):
-            y = grouped_mm_op(*operands, x.offs, dtype, fast_accum)
+            y = grouped_mm_op(*operands, x.offs, dtype, fast_accum, x.plan)
             shape = y.shape[0], features
         else:
             y = scaled_mm_op(*operands, dtype, fast_accum)
@@ -244,22 +253,30 @@ def _spread_mm(
     bias: Tensor | None = None,
     *,
     backward: bool = False,
+    beside: Shards | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Operand]:
     """``spread_mm`` of operands that this rank has; ``shape`` has the rows of ``a``, or all."""
     parallel, rows = call.parallel, call.rows
     assert parallel is not None, "of a layer that is spread"
     if rows is not None:
         shape = rows.total, shape[1]
-    how = gemm.left.block, gemm.right.block, gemm.fast_accum
     edge = call.plan.edge if backward == (parallel.mode == "row") else 1  # of a product's shard
     features, wide = shape[1], parallel.spaced_size(shape[1], edge)
     bias = parallel.added(bias)
     if bias is not None:
         bias = parallel.spaced(bias, 0, edge)
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
+    blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
+    product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
+    # What was gathered of an operand is kept with it: several layers may have the operand.
+    shared: Any = None if torch.compiler.is_compiling() else a[0]
+    whole = getattr(shared, "_whole", None)
     y, whole = spread_mm(
-        parallel, rows, (a, b), how, (shape[0], wide), dtype, bias, backward=backward
+        parallel, rows, (a, b), product, bias, backward=backward, beside=beside, whole=whole
     )
+    if shared is not None and whole is not None and whole[0] is not shared:
+        shared._whole = whole
     return parallel.cropped(y, 1, features, edge), whole
 
 
@@ -319,9 +336,9 @@ def forward_again(
 class Gradient:
     """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
 
-    __slots__ = ("high", "offs", "q", "q_t", "total", "turns")
+    __slots__ = ("ends", "high", "q", "q_t", "total", "turns")
 
-    offs: Tensor | None
+    ends: Ends | None
     """Ends of experts' rows, if they are in groups."""
     high: Tensor | None
     q: Operand | None
@@ -339,7 +356,7 @@ class Gradient:
         call: Call,
         *,
         needs: tuple[bool, bool, bool],
-        offs: Tensor | None = None,
+        ends: Ends | None = None,
     ) -> None:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
@@ -349,16 +366,16 @@ class Gradient:
             dx and (dw or not needs_dw) and (needs_dw or not needs_db)
         ):
             dy = dy.value()  # something wants it written
-        self.high, self.offs = None if isinstance(dy, Source) else dy, offs
+        self.high, self.ends = None if isinstance(dy, Source) else dy, ends
         self.q = self.q_t = self.total = None
         self.turns = False
         if not (dx or dw):
             return
-        total = needs_db and (offs is not None or (dx is not None and dw is not None))
+        total = needs_db and (ends is not None or (dx is not None and dw is not None))
         if call.parallel is not None and call.parallel.scatters and dx == dw:
             self.turns = plan.dy.block == (-1, -1)
             dw = None if self.turns else dw
-        x: Matrix = dy if offs is None else Groups.of(dy, offs)
+        x: Matrix = dy if ends is None else Groups.of(dy, ends)
         q, scale, _, q_t, scale_t, sums = cast(x, dx, DY, call, transposed=dw, column_sum=total)
         if dx:
             self.q = q, scale
@@ -368,7 +385,7 @@ class Gradient:
             self.total = sums
         if call.watched and dx:
             show_cast(x, (q, scale), dx, DY, call)
-        elif call.watched and dw and offs is None:
+        elif call.watched and dw and ends is None:
             show_cast(dy.t(), (q_t, scale_t), dw, DY, call)  # type: ignore[union-attr]
 
 
@@ -396,23 +413,28 @@ def backward(
         dtypes: of the gradients.
     """
     (M, N, K), fused = shape, call.fused_weight
-    groups = () if dy.offs is None else (dy.offs,)
+    groups = () if dy.ends is None else (dy.ends,)
     parts: Any = saved
     kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
     dx = dw = db = None
     on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
-    parallel = call.parallel
-    plans = on_gpu and not call.watched and parallel is None
-    watching, spread = call if call.watched else None, None if parallel is None else call
+    watching, spread = call if call.watched else None, None if call.parallel is None else call
+    plans = on_gpu and watching is None and spread is None
+    for_wgrad: Any = None
+    if spread is not None and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
+        for_wgrad = _operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
     if needs[0]:
         by: By = (Factors(w_scale, w_factor), None)
         high, w_t = None if w8 is not None and dy.q else weight, None
         if dy.q and (torch.compiler.is_compiling() or w_scale is None or spread is not None):
             high, by, w_t = _weight_transposed(high, w8, by, call, event=dy.q[1])
+        elif dy.ends is not None and w8 is not None and call.first_microbatch is not None:
+            w_t = kept_transpose(w8, w_scale, call)
         elif isinstance(high, Float8Tensor):
             high = plain(high, dy.high)
         if spread is not None:
-            dx = _spread_dgrad(dy, high, w_t, w_scale is not None, call, (M, K), dtypes[0])
+            known = w_scale is not None
+            dx = _spread_dgrad(dy, high, w_t, known, call, (M, K), dtypes[0], for_wgrad)
         else:
             multiply: Any = _planned_dgrad if plans else _dgrad
             dx = multiply(
@@ -425,7 +447,7 @@ def backward(
         dtype = dtypes[1] if main is None else main.main_grad.dtype
         factors = Factors(x_scale, x_factor)
         if spread is not None:
-            dw = _spread_wgrad(dy, x, kept, factors, call, (N, K), dtype)
+            dw = _spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype)
         else:
             multiply = _planned_wgrad if plans else _wgrad
             dw = multiply(
@@ -438,13 +460,13 @@ def backward(
         total = dy.total
         if total is None:
             assert dy.high is not None, "written"
-            if dy.offs is None:
+            if dy.ends is None:
                 total = dy.high.sum(0, dtype=torch.float32)
             else:
                 # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in
                 # rows of their own, which torch takes whatever the number of tokens.
                 ones = dy.high.new_ones((M, 8)).t()
-                total = _multiply_groups(dy.high.t(), ones, dy.offs, dy.high.dtype)[..., 0]
+                total = _multiply_groups(dy.high.t(), ones, dy.ends.offs, dy.high.dtype)[..., 0]
         db = total.to(dtypes[2])
     return dx, dw, db
 
@@ -470,7 +492,7 @@ def _weight_transposed(
         return None, by, (transpose_op(w8, 1, event), scale.t())
     if by[0].scale is not None:
         return high, by, None
-    if graph or call.parallel is not None:
+    if graph or call.shards is not None:
         return None, by, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
     return high, call.known[W] or call.scale(W, high) if call.plan.delayed else None, None
 
@@ -486,7 +508,7 @@ def _dgrad(
     shape: tuple[int, int],
     dtype: torch.dtype,
     watching: Call | None,
-    offs: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> Tensor:
     """``dy @ weight``, of the FP8 weight, its transpose, or the weight in high precision.
 
@@ -497,38 +519,60 @@ def _dgrad(
         assert weight is not None, "kept for this"
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
-        if offs is not None:
-            return _multiply_groups(dy, weight.to(dy.dtype).mT, offs, dtype)
+        if ends is not None:
+            return _multiply_groups(dy, weight.to(dy.dtype).mT, ends.offs, dtype)
         return (dy @ weight.to(dy.dtype)).to(dtype)
     assert plan.dgrad is not None, "cast for it"
     left, right, fast_accum = plan.dgrad
-    if w_t is None and turns:
+    if w_t is None and w8 is not None:
         assert by is not None, "saved by the forward"
         scale = by[0].scale
-        if w8 is None:
-            assert weight is not None, "kept for this"
-            w8, scale, *_ = cast_by(weight, plan.w, None, plan, by)
         # A delayed scale is of shape [1].
         w_t = transpose_op(w8, 1, None), scale if scale.ndim == 1 else scale.mT
     elif w_t is None:
         assert weight is not None, "kept for this"
         w_t = cast_by(weight, None, right, plan, by)[3:5]
     if watching is not None:
-        if not turns and not plan.fprop and offs is None:  # else the forward has cast it
+        if not turns and not plan.fprop and ends is None:  # else the forward has cast it
             assert weight is not None, "cast just now"
             show_cast(weight.t(), w_t, right, W, watching, only_in_backward=True)
         show_gemm("dgrad", watching, dy, w_t)
     operands = *dy, left.block, *w_t, right.block, None
-    if offs is None:
+    if ends is None:
         dx = scaled_mm_op(*operands, dtype, fast_accum)
     else:
-        dx = grouped_mm_op(*operands, offs, dtype, fast_accum)
+        dx = grouped_mm_op(*operands, ends.offs, dtype, fast_accum, ends.plan)
     if torch.compiler.is_compiling() or dx.shape != shape:
         dx = dx[: shape[0], : shape[1]]
     return dx
 
 
 _planned_dgrad = planned(_dgrad)
+
+
+def _operands_of_wgrad(
+    dy: Gradient, x: Source | None, kept: Tensor | None, factors: Factors, call: Call
+) -> list[Operand | Shards | None]:
+    """The transposes of dy and x; None for one that is made of what dgrad gathers."""
+    plan, parallel, rows = call.plan, call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    assert plan.wgrad is not None, "in FP8"
+    left, right, _ = plan.wgrad
+    dy_t: Any = dy.q_t
+    x_t: Any
+    if x is None:
+        x_t = kept, factors.scale.float()
+    elif factors.scale is not None:
+        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+    else:
+        x_t = cast(x, None, X, call, transposed=right)[3:5]
+    if parallel.gathers and not (x is None and parallel.keeps):
+        assert rows is not None, "under sequence parallelism"
+        x_t = Shards(parallel, rows, x_t, right.block)
+    elif parallel.scatters and dy_t is not None:
+        assert rows is not None, "under sequence parallelism"
+        dy_t = Shards(parallel, rows, dy_t, left.block)
+    return [dy_t, x_t]
 
 
 def _spread_dgrad(
@@ -539,8 +583,9 @@ def _spread_dgrad(
     call: Call,
     shape: tuple[int, int],
     dtype: torch.dtype,
+    for_wgrad: Any,
 ) -> Tensor:
-    """``_dgrad`` of a layer that is spread over ranks; ``dy`` may get its transpose."""
+    """``_dgrad`` of a layer that is spread over ranks; ``for_wgrad`` may get what that gathers."""
     plan, parallel = call.plan, call.parallel
     assert parallel is not None, "of a layer that is spread"
     if dy.q is None:
@@ -551,14 +596,17 @@ def _spread_dgrad(
         high = parallel.entered(dy.high, call.rows, backward=True)
         return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
     assert plan.dgrad is not None, "cast for it"
-    dx, whole = _spread_mm(dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True)
+    beside = next((one for one in for_wgrad or () if isinstance(one, Shards)), None)
+    dx, whole = _spread_mm(
+        dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
+    )
     if call.watched:
         if not turns and not plan.fprop:  # else the forward has cast it
             assert weight is not None, "cast just now"
             show_cast(weight.t(), w_t, plan.dgrad.right, W, call, only_in_backward=True)
         show_gemm("dgrad", call, whole, w_t)
     if dy.turns:
-        dy.q_t = transpose_op(whole[0], 1, None), whole[1]
+        for_wgrad[0] = transpose_op(whole[0], 1, None), whole[1]
     return dx
 
 
@@ -566,7 +614,13 @@ def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand
     """An operand of wgrad, whose columns are the tokens, of all ranks."""
     assert call.parallel is not None, "of a layer that is spread"
     assert call.rows is not None, "under sequence parallelism"
-    return call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    shared: Any = q
+    whole: Operand | None = getattr(shared, "_whole", None)
+    if whole is None or torch.compiler.is_compiling():
+        whole = call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    if not torch.compiler.is_compiling():
+        shared._whole = whole
+    return whole
 
 
 def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:
@@ -584,38 +638,26 @@ def _spread_wgrad(
     dy: Gradient,
     x: Source | None,
     kept: Tensor | None,
-    factors: Factors,
+    operands: Any,
     call: Call,
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """``_wgrad`` of a layer that is spread over ranks."""
+    """``_wgrad`` of a layer that is spread over ranks, of ``operands`` if it runs in FP8."""
     plan, parallel, rows = call.plan, call.parallel, call.rows
     assert parallel is not None, "of a layer that is spread"
-    gathered = x is None and parallel.keeps
     if plan.wgrad is None:
         high = kept if x is None else x.value()
         assert high is not None, "kept for this"
         assert dy.high is not None, "written"
         if call.watched:
             show_gemm("wgrad", call, None, None)
-        high = high if gathered else parallel.entered(high, rows)
+        if x is not None or not parallel.keeps:
+            high = parallel.entered(high, rows)
         dy_high = parallel.entered(dy.high, rows, backward=True)
         return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
     left, right, fast_accum = plan.wgrad
-    if x is None:
-        assert kept is not None, "kept for this"
-        x_t = kept, factors.scale.float()
-    elif factors.scale is not None:
-        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
-    else:
-        x_t = cast(x, None, X, call, transposed=right)[3:5]
-    if parallel.gathers and not gathered:
-        x_t = _gathered(*x_t, right, call)
-    dy_t = dy.q_t
-    assert dy_t is not None, "cast for it"
-    if parallel.scatters and not dy.turns:
-        dy_t = _gathered(*dy_t, left, call)
+    dy_t, x_t = (one.gathered() if isinstance(one, Shards) else one for one in operands)
     if call.watched:
         show_gemm("wgrad", call, dy_t, x_t)
     dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
@@ -635,7 +677,7 @@ def _wgrad(
     shape: tuple[int, int],
     dtype: torch.dtype,
     watching: Call | None,
-    offs: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> Tensor:
     """``dy.T @ x``, of dy in high precision or of its transpose in FP8.
 
@@ -647,8 +689,8 @@ def _wgrad(
         assert high is not None, "kept for this"
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
-        if offs is not None:
-            return _multiply_groups(dy.t(), high.to(dy.dtype).t(), offs, dtype)
+        if ends is not None:
+            return _multiply_groups(dy.t(), high.to(dy.dtype).t(), ends.offs, dtype)
         return (dy.t() @ high.to(dy.dtype)).to(dtype)
     assert plan.wgrad is not None, "cast for it"
     left, right, fast_accum = plan.wgrad
@@ -656,15 +698,15 @@ def _wgrad(
         assert kept is not None, "kept for this"
         x_t = kept, factors.scale.float()
     else:
-        source = x if offs is None else Groups.of(x, offs)
+        source = x if ends is None else Groups.of(x, ends)
         x_t = cast_by(source, None, right, plan, (factors, None))[3:5]
     if watching is not None:
         show_gemm("wgrad", watching, dy, x_t)
     operands = *dy, left.block, *x_t, right.block, None
-    if offs is None:
+    if ends is None:
         dw = scaled_mm_op(*operands, dtype, fast_accum)
     else:
-        dw = grouped_mm_op(*operands, offs, dtype, fast_accum)
+        dw = grouped_mm_op(*operands, ends.offs, dtype, fast_accum, ends.plan)
     if torch.compiler.is_compiling() or dw.shape[-2:] != shape:
         dw = dw[..., : shape[0], : shape[1]]
     return dw

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from float8lab.nn.gemm import Gradient, backward, forward, output_dtype
 from float8lab.nn.precision import Call
+from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
-__all__ = ["GroupedFunction", "as_one", "into_buffer", "is_of"]
+__all__ = ["GroupedFunction", "as_one", "in_first_rank", "into_buffer", "is_of"]
 
 _IN_HIGH_PRECISION = Call(
     Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
@@ -53,6 +55,7 @@ class GroupedFunction(Float8Function):
         count: int = 0,
         *parts: Tensor,
     ) -> Tensor:
+        ends = Ends(offs, None) if call is None else Ends.of(offs, x.shape[0])
         call = call or _IN_HIGH_PRECISION
         needs_dx, needs_dw, needs_db, *rest = ctx.needs_input_grad
         if parts:
@@ -60,9 +63,9 @@ class GroupedFunction(Float8Function):
             needs_dw |= any(of_parts[:count])
             needs_db |= any(of_parts[count:])
         y, saved = forward(
-            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), offs=offs
+            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), ends=ends
         )
-        ctx.save_for_backward(offs, *saved)
+        ctx.save_for_backward(*ends, *saved)
         ctx.call, ctx.needs = call, (needs_dx, needs_dw, needs_db)
         ctx.shape = x.shape[0], *weight.shape[1:]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -72,8 +75,8 @@ class GroupedFunction(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, (offs, *saved) = ctx.needs, ctx.saved_tensors
-        gradient = Gradient(dy, ctx.call, needs=needs, offs=offs)
+        needs, (offs, plan, *saved) = ctx.needs, ctx.saved_tensors
+        gradient = Gradient(dy, ctx.call, needs=needs, ends=Ends(offs, plan))
         dx, *of_experts = backward(
             gradient, None, tuple(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
@@ -118,3 +121,19 @@ class _IntoBuffer(Float8Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         return ctx.buffer.copy_(dx), None
+
+
+def in_first_rank(bias: Tensor, rank: int) -> Tensor:
+    """A bias as it is in a rank's part of a sum: in the first one's alone. All get its gradient."""
+    found: Tensor = _InFirstRank.run(bias, rank)
+    return found
+
+
+class _InFirstRank(Float8Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
+        return torch.zeros_like(bias) if rank else bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, db: Tensor) -> tuple[Tensor, None]:
+        return db, None

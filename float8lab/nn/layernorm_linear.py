@@ -15,7 +15,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import linear_in_high_precision, sizes_of_split, store_in_fp8
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import parallel_size, share_of
+from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormLinear"]
@@ -60,6 +60,9 @@ class LayerNormLinear(FusedModule):
             caller allocates, instead of producing ``weight.grad``.
         return_bias: do not add the bias; return it after the output.
         params_dtype: dtype of the parameters; None is the default dtype.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         ValueError: an unknown normalization; ``parameters_split`` does not add up; sizes that the
@@ -92,6 +95,7 @@ class LayerNormLinear(FusedModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         mode = parallel_mode and parallel_mode.lower()
@@ -136,6 +140,7 @@ class LayerNormLinear(FusedModule):
             shape = share_of(name, size, ranks), in_features
             self._register(prefix, shape, bias=bias, device=where, dtype=dtype)
         self.out_features = out_features // ranks
+        self.overlap = overlap_of("LayerNormLinear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
@@ -148,7 +153,7 @@ class LayerNormLinear(FusedModule):
         if self.parallel_mode is None:
             return {}
         sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._prefixes)
-        return {"_fp8": (self.parallel_mode, sizes if len(sizes) > 1 else ())}
+        return {"_fp8": (self.parallel_mode, sizes if len(sizes) > 1 else self._joined)}
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weight by ``init_method``, and the bias to 0.

@@ -17,7 +17,7 @@ from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype, plain_weight
 from float8lab.nn.linear import linear_in_high_precision, store_in_fp8
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import parallel_size, share_of
+from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormMLP"]
@@ -28,7 +28,8 @@ class LayerNormMLP(FusedModule):
 
     Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
     activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size`` features
-    from fc1: the first half goes through the function, the second half multiplies it.
+    from fc1: the first half goes through the function, the second half multiplies it. GPT-OSS's
+    clamped_swiglu_interleaved takes these features in pairs.
 
     Numerics: those of the parts one after the other, bit for bit. In FP8 neither the norm's nor the
     activation's output is ever written, nor the gradient between activation and fc1. What is saved
@@ -41,7 +42,7 @@ class LayerNormMLP(FusedModule):
         bias: learn additive biases of fc1 and fc2, initialised to 0.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
         activation: gelu (its tanh approximation), relu, squared_relu (also srelu), qgelu, silu, or,
-            gated, geglu, reglu, sreglu, qgeglu, swiglu, glu.
+            gated, geglu, reglu, sreglu, qgeglu, swiglu, glu, clamped_swiglu_interleaved.
         init_method: ``init_method(fc1_weight)`` initialises in place; None is normal, mean 0,
             standard deviation 0.023.
         output_layer_init_method: the same of ``fc2_weight``.
@@ -69,6 +70,9 @@ class LayerNormMLP(FusedModule):
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
             half the memory. The output does not change; gradients see fc1's output rounded, which
             costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         ValueError: an unknown normalization or activation; a size that the ranks cannot share.
@@ -110,6 +114,7 @@ class LayerNormMLP(FusedModule):
         micro_batch_size: int | None = None,
         checkpoint: bool = False,
         fp8_activation_input: bool = False,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         gated = check_activation(activation)
@@ -154,6 +159,7 @@ class LayerNormMLP(FusedModule):
         shape = sum(self._pieces), hidden_size
         self._register("fc1_", shape, bias=bias, device=where, dtype=dtype)
         self._register("fc2_", (hidden_size, features), bias=bias, device=where, dtype=dtype)
+        self.overlap = overlap_of("LayerNormMLP", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
@@ -176,7 +182,7 @@ class LayerNormMLP(FusedModule):
         Parameters on the meta device get memory on the default one, as of a new module.
         """
         self._reset_norm()
-        self._initialise(["fc1_"], self._init_methods[0], self._shard(0, len(self._pieces)))
+        self._initialise(["fc1_"], self._init_methods[0], self._shard(0, self._pieces))
         self._initialise(["fc2_"], self._init_methods[1], self._shard(1))
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:

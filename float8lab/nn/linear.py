@@ -26,7 +26,7 @@ from float8lab.distributed.tensor_parallel import Rows, StoredShard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
-from float8lab.nn.parallel import Shard, TensorParallelGroup, parallel_size, share_of
+from float8lab.nn.parallel import Shard, TensorParallelGroup, overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
@@ -232,6 +232,9 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight
             and gives as many features; "row": ``[out_features, in_features / R]``, takes as many
             features, and all have the sum of their products; None: no rank shares anything.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         ValueError: ``parameters_split`` does not add up to ``out_features``; sizes that the ranks
@@ -269,6 +272,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
@@ -307,6 +311,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if ranks > 1:
             self.in_features = features
             self.out_features = sum(len(getattr(self, f"{name}weight")) for name in self._names)
+        self.overlap = overlap_of("Linear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
@@ -321,7 +326,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             return {}
         sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._names)
         several = self.parallel_mode == "column" and len(sizes) > 1
-        return {"_fp8": (self.parallel_mode, sizes if several else ())}
+        return {"_fp8": (self.parallel_mode, sizes if several else self._joined)}
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
@@ -412,6 +417,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             if sharded:
                 mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
             self._spread = _load_dtensor().Spread(mesh, placements)
+            self._spread.check(weight)
         self._fp8.spread(self._spread and self._spread.whole)
 
     def extra_repr(self) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_flags, check_group, check_size
+from float8lab.arguments import (
+    check_choice,
+    check_flags,
+    check_group,
+    check_instance,
+    check_size,
+)
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import NoGroup, StoredShard, TensorParallel
 from float8lab.recipes.region import STATE
@@ -19,8 +25,8 @@ __all__ = [
     "Shard",
     "TensorParallelGroup",
     "check_context_group",
-    "check_parallel_arguments",
     "mark_shard",
+    "overlap_of",
     "parallel_size",
     "share_of",
 ]
@@ -60,18 +66,39 @@ def share_of(name: str, features: int, ranks: int) -> int:
     return features // ranks
 
 
-def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
-    """Raise unless the tensor-parallel arguments mean a single rank."""
-    check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
-    check_group("tp_group", tp_group)
-    name, size = "tp_size", check_size("tp_size", tp_size, minimum=1)
-    if tp_group is not None:
-        name, size = "tp_group", torch.distributed.get_world_size(tp_group)
-    if size != 1:
-        raise NotImplementedError(
-            f"{name} must be {'1' if tp_group is None else 'None or of one rank'}; got {size}. "
-            "Tensor parallelism is not available yet: use FSDP2 or data parallelism."
-        )
+_UB_FLAGS = (
+    "ub_tp_comm_overlap",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)
+
+
+def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
+    """Whether products run beside communication, by Transformer Engine's arguments for that.
+
+    None: where that was measured to pay, whatever arguments are True; False: never, where
+    ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
+    have no meaning of their own.
+
+    Raises:
+        TypeError: an argument that is no such, as Python would say.
+
+    >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
+    """
+    for name, value in arguments.items():
+        if name not in (*_UB_FLAGS, "ub_name"):
+            raise TypeError(
+                f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
+            )
+        if name == "ub_name":
+            check_instance(name, value, str, "a name", optional=True)
+        elif value is not None:
+            check_flags(**{name: value})
+    whole, gather, scatter = (arguments.get(name) for name in _UB_FLAGS[:3])
+    return False if whole is False or (gather is False and scatter is False) else None
 
 
 def check_context_group(cp_group: Any) -> None:
@@ -99,17 +126,34 @@ class Shard(NamedTuple):
     dim: int = 0
     rank: int = 0
     ranks: int = 1
-    pieces: int = 1
-    """Equal pieces of the whole, along ``dim``, of each of which the rank has its part."""
+    pieces: tuple[int, ...] = (1,)
+    """Pieces of the whole, along ``dim``, of each of which the rank has its part; their sizes are
+    in this proportion."""
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of what a parameter of ``shape`` is a part of."""
-        return tuple(n * self.ranks if i == self.dim else n for i, n in enumerate(shape))
+        dim = self.dim % len(shape)
+        return tuple(n * self.ranks if i == dim else n for i, n in enumerate(shape))
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of ``whole``."""
-        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.chunk(self.pieces, self.dim)]
+        sizes = self._sizes(whole.shape[self.dim])
+        if len(sizes) == 1:
+            return whole.chunk(self.ranks, self.dim)[self.rank]
+        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
         return torch.cat([part[self.rank] for part in parts], self.dim)
+
+    def gathered(self, part: Tensor, group: Any) -> Tensor:
+        """The whole, from the parts of all ranks."""
+        bits = part.detach().contiguous().view(torch.uint8)
+        parts = [torch.empty_like(bits) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, bits, group=group)
+        sizes = self._sizes(part.shape[self.dim])
+        pieces = zip(*(p.view(part.dtype).split(sizes, self.dim) for p in parts), strict=True)
+        return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
+
+    def _sizes(self, size: int) -> list[int]:
+        return [size * piece // sum(self.pieces) for piece in self.pieces]
 
 
 class _Handed:
@@ -142,11 +186,17 @@ class TensorParallelGroup:
     def tp_group(self, group: Any) -> None:
         self._handed = _Handed(group)
 
-    def _shard(self, dim: int, pieces: int = 1) -> Shard | None:
+    _casts_only = False
+    """Whether the module leaves all that is sent to others, but for scales."""
+    _joined: tuple[int, ...] = ()
+    """The sizes of the shards that one weight consists of, where several tensors are one."""
+
+    def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
         """The part of a whole weight that this rank has, if there are several and it knows."""
         if self.tp_size == 1 or self.tp_group is None:
             return None
-        return Shard(dim, torch.distributed.get_rank(self.tp_group), self.tp_size, pieces)
+        rank = torch.distributed.get_rank(self.tp_group)
+        return Shard(dim, rank, self.tp_size, pieces or (1,))
 
     def _stored_shard(self, name: str, dim: int) -> StoredShard | None:
         """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
@@ -217,6 +267,7 @@ class TensorParallelGroup:
                     self.sequence_parallel,
                     keep_gathered,
                     self.overlap,
+                    casts_only=self._casts_only,
                     pieces=pieces,
                 )
             getattr(self, name).spread(parallel)

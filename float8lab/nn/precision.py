@@ -77,6 +77,7 @@ class Call:
         "record",
         "repeats",
         "rows",
+        "shards",
         "slots",
         "watched",
     )  # fmt: skip
@@ -103,7 +104,9 @@ class Call:
         self.first_microbatch = first_microbatch
         self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
         self.group_name = group_name  # in a compiled graph
-        self.parallel = parallel  # how the layer is spread over ranks, if it is
+        self.shards = parallel  # how ranks share what is cast, if they do
+        # How the layer's GEMMs are spread over ranks; a caller may see to what these send.
+        self.parallel = None if parallel is None or parallel.casts_only else parallel
         self.rows = rows  # of the layer's whole tokens, under sequence parallelism
         # A compiled graph has no trace of an observer.
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
@@ -138,7 +141,7 @@ class Call:
         call = Call(
             self.recipe, self.slots, self.record, precision=self.precision, known=known,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=self.parallel, rows=self.rows,
+            parallel=self.shards, rows=self.rows,
         )  # fmt: skip
         if self.record and self.slots is not None:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
@@ -453,15 +456,20 @@ class Precision:
             self.handle = new_handle(self, device)
         set_clock(device)
 
-    def prepare(self, device: torch.device, recipe: Recipe | None = None) -> None:
+    def prepare(
+        self, device: torch.device, recipe: Recipe | None = None, group: Any = None
+    ) -> None:
         """Have the state of a delayed recipe, by default the module's own, before the first call.
+
+        ``group`` reduces its amaxes; None is that of the enclosing autocast.
 
         Then a module that some rank does not call for a while still follows what the others see.
         """
         recipe = recipe or self.recipe
         if isinstance(recipe, DelayedScaling):
-            slots = self._slots(recipe, device)
-            found = channel_of(STATE.autocast.group)
+            group = STATE.autocast.group if group is None else group
+            slots = self._slots(recipe, device, group)
+            found = channel_of(group)
             if found is not None and recipe.reduce_amax:
                 found[1].add(slots)
 

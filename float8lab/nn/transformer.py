@@ -28,7 +28,7 @@ from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import reset_children
 from float8lab.nn.norm import LayerNorm, RMSNorm
-from float8lab.nn.parallel import ContextParallelGroup, of_first_rank, parallel_size
+from float8lab.nn.parallel import ContextParallelGroup, of_first_rank, overlap_of, parallel_size
 
 __all__ = ["TransformerLayer"]
 
@@ -96,6 +96,9 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
         fp8_activation_input: as in ``LayerNormMLP``.
+        ub: Transformer Engine's arguments ``ub_tp_comm_overlap`` and the like. Products run beside
+            what is sent where that was measured to pay; ``ub_tp_comm_overlap=False`` turns that
+            off. Numbers are the same.
 
     Raises:
         NotImplementedError: more than one context-parallel rank.
@@ -150,6 +153,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
         fp8_activation_input: bool = False,
+        **ub: Any,
     ) -> None:
         super().__init__()
         check_format("attn_input_format", attn_input_format)
@@ -174,6 +178,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
                 f"drop_path_rate must be 0 for attn_input_format='thd'; got {drop_path_rate}. Use "
                 "'bshd', where each sample has a row."
             )
+        self.overlap = overlap_of("TransformerLayer", ub)
         ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         self.tp_size, self.tp_group = ranks, tp_group
         self.sequence_parallel = sequence_parallel
@@ -207,6 +212,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             "device": device,
             "return_bias": not parallel_attention_mlp,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
+            **ub,
         }
         attention: dict[str, Any] = {
             **shared,

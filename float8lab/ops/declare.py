@@ -209,7 +209,8 @@ def _complete(function: Callable[..., Any]) -> Callable[..., Any]:
 def _filled(results: Any, args: Sequence[Any]) -> Any:
     if type(results) is not tuple:
         return results
-    like = args[1][0] if type(args[0]) is str else args[0]  # a prologue and its inputs
+    like = args[type(args[0]) is str]  # a prologue comes before its inputs
+    like = like if isinstance(like, Tensor) else like[0]
     return tuple(like.new_empty(0) if one is None else one for one in results)
 
 

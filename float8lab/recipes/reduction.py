@@ -62,7 +62,7 @@ class AmaxChannel:
         self._used: Counter[_Key] = Counter()
         self._news: Tensor | None = None  # > 0: some rank used a module that is not on the wire
         self._news_arrived: Any = None  # CUDA event
-        self._plan: tuple[Any, list[tuple[ScalePack, Tensor, Tensor]]] | None = None
+        self._plan: tuple[Any, list[tuple[ScalePack, Any, Any]]] | None = None
         self._host: Any = None
 
     def host_name(self, group: Any) -> str:
@@ -122,7 +122,7 @@ class AmaxChannel:
         self._send_news(wire[:1])
         return [pack for pack, _, _ in plan]
 
-    def _plan_now(self) -> list[tuple[ScalePack, Tensor, Tensor]]:
+    def _plan_now(self) -> list[tuple[ScalePack, Any, Any]]:
         """For each pack of this rank, which places on the wire its slots have, and which slots."""
         columns: list[tuple[DelayedSlots, int]] = []
         offset = 1
@@ -144,7 +144,7 @@ class AmaxChannel:
             self._plan = (
                 now,
                 [
-                    (p, torch.tensor(t, device=device), torch.tensor(h, device=p.amax.device))
+                    (p, _indices(t, device), _indices(h, p.amax.device))
                     for p, (t, h) in places.items()
                 ],
             )
@@ -175,6 +175,14 @@ class AmaxChannel:
         dist.all_gather_object(theirs, mine, group=group)
         for key in sorted({key for keys in theirs for key in keys}):
             self._wire.setdefault(key, key[2])
+
+
+def _indices(places: list[int], device: Any) -> Tensor | slice:
+    """Of elements of a vector; a slice, which needs no kernel, where one follows the other."""
+    first = places[0]
+    if places == list(range(first, first + len(places))):
+        return slice(first, first + len(places))
+    return torch.tensor(places, device=device)
 
 
 def channel(group: Any) -> AmaxChannel:

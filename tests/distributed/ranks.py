@@ -78,11 +78,10 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d" or (
-            func.namespace == "_c10d_functional" and "wait_tensor" not in func.name()
-        ):
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
             name = func.name().split("::")[1].strip("_")
-            # all_gather and reduce_scatter take (output, input, ...), the others their input.
+            # all_gather and reduce_scatter take (output, input, ...), the others and functional
+            # ones their input.
             value = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
             while not isinstance(value, Tensor):
                 value = value[0]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -140,6 +141,32 @@ def check_gathered_bytes_are_those_of_the_full_cast(ranks: Ranks) -> None:
         for step in range(2):
             train_step(model, batch(ranks, step)[1], optimizer)
             assert_gathered_equal_cast(model, recipe)
+
+
+def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
+    """Ranks have some experts each, or none; one size has whole blocks, the other has not."""
+    x, splits = batch(ranks, 0, rows=16)[0][:16], torch.tensor([3, 0, 7, 5, 1])
+    for recipe, features in ((r, n) for r in RECIPES for n in (40, 128)):
+        torch.manual_seed(0)
+        how = {"single_grouped_weight": True, "device": ranks.device}
+        single = float8lab.GroupedLinear(5, 64, features, **how)
+        with torch.no_grad():
+            single.weight[3] *= 1000
+        model = copy.deepcopy(float8lab.convert_to_float8(single, recipe))
+        fully_shard(model, mesh=ranks.mesh())
+        with Collectives() as collectives:
+            model.unshard()
+        if ranks.world > 1:
+            assert {dtype for dtype, _ in collectives.of("allgather")} == {torch.uint8}
+        for gathered, weight in zip(model.weight, single.weight, strict=True):
+            expected = full_cast(weight.detach(), recipe)
+            assert torch.equal(gathered.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+            assert torch.equal(gathered.scale, expected.scale)
+        model.reshard()
+        results = [layer(x, splits.to(x.device)) for layer in (model, single)]
+        assert torch.equal(*results)
+        results[0].sum().backward()
+        assert model.weight.grad.to_local().shape == model.weight.to_local().shape
 
 
 def check_special_values(ranks: Ranks) -> None:
@@ -542,30 +569,30 @@ def check_inference(ranks: Ranks) -> None:
             assert torch.equal(model(x), single(x))
 
 
-def check_tensor_parallelism_is_refused_and_told_from_fsdp(ranks: Ranks) -> None:
+def check_tensor_parallelism_is_told_from_fsdp(ranks: Ranks) -> None:
     plan = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
     mesh = ranks.mesh(1, ranks.world, names=("dp", "tp"))
     x = batch(ranks, 0)[0]
     for then_shard in (False, True):
         model = make_model(ranks.device, blocks=1)
-        expected = model(x)
+        single = float8lab.convert_to_float8(copy.deepcopy(model))
         parallelize_module(model, mesh["tp"], plan)
         if then_shard:
             shard(model, mesh=mesh["dp"])
-        for module in (model, model[0]):
-            with pytest.raises(ValueError, match=r"up: its weight is a DTensor; .*tensor parallel"):
-                float8lab.convert_to_float8(module, strict=True)
-        float8lab.convert_to_float8(model, overrides={"1": None})
-        assert fp8_linears(model) == {}
-        torch.testing.assert_close(model(x), expected)
-    # Parallelised later it raises where it would run in FP8, and there only.
+        float8lab.convert_to_float8(model)
+        assert fp8_linears(model).keys() == fp8_linears(single).keys()
+        torch.testing.assert_close(model(x), single(x))
+    # A layer that no style spreads takes no DTensor; nor does one that is spread in another way.
     model = make_model(ranks.device, blocks=1)
-    float8lab.convert_to_float8(model, overrides={"1": None})
-    parallelize_module(model, mesh["tp"], plan)
-    with pytest.raises(NotImplementedError, match=r"^inp must not be a DTensor where .* FP8"):
-        model(x)
-    with float8lab.autocast(enabled=False):
-        model(x).sum().backward()
+    float8lab.convert_to_float8(model)
+    spread = distribute_tensor(x, mesh["tp"], [Replicate()])
+    with pytest.raises(NotImplementedError, match=r"^inp must not be a DTensor where"):
+        model[0].up(spread)
+    layer = nn.Linear(8, 8, device=ranks.device)
+    both = distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)])
+    layer.weight = nn.Parameter(both)
+    with pytest.raises(ValueError, match=r"its weight is placed as .*; FP8 takes one shard"):
+        float8lab.convert_to_float8(layer, strict=True)
     # FSDP2's own DTensors are no obstacle: not hybrid sharding's, nor where a part is converted.
     for mesh in (ranks.mesh(), ranks.mesh(1, ranks.world, names=("replicate", "shard"))):
         model = make_model(ranks.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,9 +18,8 @@ import float8lab
 from float8lab.distributed import overlap
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.ops import scaled_mm_op
-from float8lab.recipes import Float8CurrentScaling
 from float8lab.tensor.blocks import quantize_blocks
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
 
 BLOCKS = {
     "tensor": ((-1, -1), (-1, -1)),
@@ -87,12 +87,13 @@ def rows_of(a: list[Any], start: int, count: int) -> list[Any]:
 def gather_mm(group: Any, a: list[Any], b: list[Any], **options: Any) -> list[Tensor]:
     also, bias = options.get("also", []), options.get("bias", [])
     operands, blocks = [*a[:2], *b[:2], *bias], (a[2], b[2])
-    return overlap.gather_mm_op(operands, *blocks, torch.bfloat16, False, group.group_name, also)
+    name, keep = group.group_name, options.get("keep", True)
+    return overlap.gather_mm(operands, *blocks, torch.bfloat16, False, name, also, keep)
 
 
 def mm_scatter(group: Any, a: list[Any], b: list[Any], **options: Any) -> list[Tensor]:
     operands, blocks, also = [*a[:2], *b[:2]], (a[2], b[2]), options.get("also", [])
-    return overlap.mm_scatter_op(operands, *blocks, torch.bfloat16, False, group.group_name, also)
+    return overlap.mm_scatter(operands, *blocks, torch.bfloat16, False, group.group_name, also)
 
 
 def check_the_bytes_of_an_all_gather(ranks: Ranks, *, see: bool = True) -> None:
@@ -174,9 +175,10 @@ class Seen(TorchDispatchMode):
 
 
 def check_layers(ranks: Ranks) -> None:
-    """Layers whose products overlap give what others give."""
+    """Layers whose products overlap give what others give, and nothing else is gathered."""
     group = on_ranks_that_see_each_other(ranks)
-    for mode in ("column", "row"):
+    tokens = 128 * ranks.world  # blocks of one rank
+    for recipe, mode in itertools.product(RECIPES, ("column", "row")):
         results = []
         for overlaps in (False, True):
             torch.manual_seed(0)
@@ -186,14 +188,16 @@ def check_layers(ranks: Ranks) -> None:
             )  # fmt: skip
             layer.overlap = overlaps
             layer.set_tensor_parallel_group(group)
-            x = torch.randn(32, 64 if mode == "column" else 32, device=ranks.device)
-            x.requires_grad_()
+            rows, features = (128, 64) if mode == "column" else (tokens, 64 // ranks.world)
+            x = torch.randn(rows, features, device=ranks.device).requires_grad_()
             with Seen() as seen, torch.autograd.set_multithreading_enabled(False):
-                with float8lab.autocast(recipe=Float8CurrentScaling()):
+                with float8lab.autocast(recipe=recipe):
                     y = layer(x)
                 y.backward(torch.linspace(-1, 1, y.numel(), device=ranks.device).view_as(y))
             assert seen.names["float8lab::gather_mm"] == overlaps
             assert seen.names["float8lab::mm_scatter"] == overlaps
+            data = seen.names["_c10d_functional::all_gather_into_tensor"] - (mode == "column")
+            assert (data == 0) == overlaps  # but sizes
             results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)

@@ -121,6 +121,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     torch.Size([2, 5, 64])
     """
 
+    _casts_only = True
+
     def __init__(
         self,
         num_attention_heads: int,
@@ -446,7 +448,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         slopes = slopes_of(given, self.num_attention_heads, device)
         if given is not None or self.tp_size == 1:
             return slopes
-        return slopes.chunk(self.tp_size)[self._fp8.parallel.rank]
+        parallel: Any = self._fp8.parallel
+        return slopes.chunk(self.tp_size)[parallel.rank]
 
     def _required_layer_number(self) -> int:
         if self.layer_number is None:

@@ -23,7 +23,7 @@ from float8lab.nn.attention.rotary import check_angles, check_positions, turn
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear, normal_init, reset_children
 from float8lab.nn.norm import check_norm
-from float8lab.nn.parallel import ContextParallelGroup, parallel_size
+from float8lab.nn.parallel import ContextParallelGroup, overlap_of, parallel_size
 
 __all__ = ["MultiheadAttention", "RotaryArgument", "ignore_extra_state"]
 
@@ -134,6 +134,9 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         qkv_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
         NotImplementedError: more than one context-parallel rank.
@@ -178,6 +181,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
+        **ub: Any,
     ) -> None:
         super().__init__()
         check_format("qkv_format", qkv_format)
@@ -208,6 +212,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
                 "fuse_wgrad_accumulation must be False without fuse_qkv_params; got True. The "
                 "weight gradient is of one parameter: set fuse_qkv_params=True."
             )
+        self.overlap = overlap_of("MultiheadAttention", ub)
         ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         self.tp_size, self.tp_group = ranks, tp_group
         self.hidden_size = hidden_size
@@ -249,6 +254,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             "tp_size": tp_size,
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            **ub,
         }
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
@@ -258,36 +264,38 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         }
         q_size, kv_size = num_attention_heads * kv_channels, groups * kv_channels
 
-        def projection(**sizes: int) -> dict[str, Any]:
-            """Arguments of the layer that makes tensors of these sizes, by name."""
-            how = {**common, "init_method": init_method}
-            if set_parallel_mode:
-                how["parallel_mode"] = "column"
-            if not fuse_qkv_params:
-                how["parameters_split"] = sizes
-            elif not self.qkv_weight_interleaved:
-                how["init_method"] = _rank_by_rank(init_method, list(sizes.values()), ranks)
-            return {"in_features": hidden_size, "out_features": sum(sizes.values()), **how}
-
+        columns = {**common, "init_method": init_method}
+        if set_parallel_mode:
+            columns["parallel_mode"] = "column"
+        first = {**columns, **norm} if input_layernorm else columns
         if attention_type == "self":
-            qkv = projection(query=q_size, key=kv_size, value=kv_size)
-            if input_layernorm:
-                self.layernorm_qkv = LayerNormLinear(**norm, **qkv)
-            else:
-                self.qkv = Linear(**qkv)
+            sizes = {"query": q_size, "key": kv_size, "value": kv_size}
+            name = "layernorm_qkv" if input_layernorm else "qkv"
+            self.add_module(name, self._projection(first, **sizes))
         else:
-            query = projection(query=q_size)
-            if input_layernorm:
-                self.layernorm_query = LayerNormLinear(**norm, **query)
-            else:
-                self.query_layer = Linear(**query)
-            self.key_value = Linear(**projection(key=kv_size, value=kv_size))
+            name = "layernorm_query" if input_layernorm else "query_layer"
+            self.add_module(name, self._projection(first, query=q_size))
+            self.key_value = self._projection(columns, key=kv_size, value=kv_size)
         self.proj = Linear(
             q_size, hidden_size, return_bias=return_bias, init_method=output_layer_init_method,
             parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
+
+    def _projection(self, how: dict[str, Any], **sizes: int) -> Any:
+        """The layer with arguments ``how`` that makes tensors of these sizes, by name."""
+        kind: Any = LayerNormLinear if "normalization" in how else Linear
+        pieces = tuple(sizes.values())
+        if not self.fuse_qkv_params:
+            return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **how)
+        if self.qkv_weight_interleaved:
+            return kind(self.hidden_size, sum(pieces), **how)
+        init_method = _rank_by_rank(how["init_method"], pieces, self.tp_size)
+        layer = kind(self.hidden_size, sum(pieces), **{**how, "init_method": init_method})
+        layer._joined = tuple(size // self.tp_size for size in pieces)
+        layer.set_tensor_parallel_group(self.tp_group)
+        return layer
 
     def reset_parameters(self) -> None:
         """Initialise the projections.
