@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -461,6 +463,21 @@ def check_delayed_scales_over_two_kinds_of_groups(ranks: Ranks) -> None:
         assert torch.equal(*(state["history"] for state in states))
         # Not of the gradient: its first scale is from the tokens that a data-parallel rank has.
         assert torch.equal(*(state["factors"][:, :2] for state in states))
+
+
+def check_rank_that_does_not_come(ranks: Ranks) -> None:
+    """The others fail at their group's timeout, and so does the rank when it comes later."""
+    if ranks.device.type == "cuda":
+        return  # NCCL's watchdog ends the processes
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    layer = float8lab.Linear(
+        16 * ranks.world, 32, parallel_mode="row", tp_group=group, device=ranks.device
+    )
+    if ranks.rank == 1:
+        time.sleep(2)
+    with pytest.raises(RuntimeError):
+        layer(torch.ones(5, 16))
+    dist.barrier()
 
 
 def check_tokens_that_do_not_fit_together(ranks: Ranks) -> None:
