@@ -46,16 +46,18 @@ class LayerNormMLP(FusedModule):
             standard deviation 0.023.
         output_layer_init_method: the same of ``fc2_weight``.
         return_layernorm_output: return the norm's output as the last output.
-        return_layernorm_output_gathered: that output is of all tensor-parallel ranks; no effect on
-            a single one, or without ``return_layernorm_output``.
+        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
+            no effect without ``sequence_parallel`` and ``return_layernorm_output``.
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
         device: None is the default device if one was set, else the current CUDA device if there is
             one, else the CPU.
-        set_parallel_mode: fc1 is column parallel and fc2 row parallel; no effect on a single rank.
-        sequence_parallel: mark the norm's parameters, so that a trainer sums their gradients over
-            tensor-parallel ranks; no other effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
+        set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by rows: each
+            has ``ffn_hidden_size / R`` of the features in between (``docs/many_gpus.md``).
+        sequence_parallel: each of them has its share of the tokens, along the first dimension of
+            input and output; the norm's parameters and ``fc2_bias`` are marked, so that a trainer
+            sums their gradients over these ranks.
+        tp_group: their process group.
+        tp_size: R, where ``tp_group`` is given later.
         fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``,
             which the caller allocates, instead of producing their ``grad``.
         return_bias: do not add fc2's bias; return it after the output.
@@ -72,8 +74,7 @@ class LayerNormMLP(FusedModule):
             turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
-        ValueError: an unknown normalization or activation.
+        ValueError: an unknown normalization or activation; a size that the ranks cannot share.
 
     >>> mlp = float8lab.LayerNormMLP(64, 128, activation="swiglu", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):

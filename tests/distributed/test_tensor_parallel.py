@@ -223,11 +223,10 @@ MLP = Layout(
 
 def check_linear(ranks: Ranks) -> None:
     N, K = 32 * ranks.world, 48 * ranks.world
-    for recipe, layout, sequence_parallel in itertools.product(
-        RECIPES, (COLUMN, ROW), (False, True)
-    ):
+    kinds = itertools.product(RECIPES, (COLUMN, ROW), (False, True))
+    for i, (recipe, layout, sequence_parallel) in enumerate(kinds):
         make = partial(float8lab.Linear, K, N, parallel_mode=layout.modes[""])
-        for M in (7, 1, 0, 150):
+        for M in ((7, 0), (150, 1))[(i + i // 4) % 2]:
             compare(ranks, make, layout, recipe, M, K, N, sequence_parallel)
 
 
@@ -235,8 +234,7 @@ def check_layernorm_linear(ranks: Ranks) -> None:
     N, K = 48 * ranks.world, 80
     make = partial(float8lab.LayerNormLinear, K, N, parallel_mode="column", normalization="RMSNorm")
     for recipe, sequence_parallel in itertools.product(RECIPES, (False, True)):
-        for M in (7, 150):
-            compare(ranks, make, COLUMN, recipe, M, K, N, sequence_parallel)
+        compare(ranks, make, COLUMN, recipe, 7 if recipe else 150, K, N, sequence_parallel)
 
 
 def check_layernorm_mlp(ranks: Ranks) -> None:
@@ -301,8 +299,9 @@ def check_stored_weights(ranks: Ranks) -> None:
                     for name in MLP.shards:
                         if name.endswith("weight"):
                             new = torch.randn_like(whole.get_parameter(name).dequantize())
-                            new = new * torch.linspace(0.1, 2, new.shape[1])
-                            new *= torch.linspace(0.1, 2, len(new))[:, None]
+                            here = {"device": new.device}
+                            new = new * torch.linspace(0.1, 2, new.shape[1], **here)
+                            new *= torch.linspace(0.1, 2, len(new), **here)[:, None]
                             whole.get_parameter(name).copy_(new)
                             layer.get_parameter(name).copy_(parameter(new, name))
                 continue
@@ -361,7 +360,6 @@ def assert_same_step(
 def check_arguments(ranks: Ranks) -> None:
     N = 32 * ranks.world
     linear = partial(float8lab.Linear, 64, N, parallel_mode="column")
-    norm_linear = partial(float8lab.LayerNormLinear, 64, N, parallel_mode="column")
     mlp = partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True)
     split = dict.fromkeys(("q", "k"), 16 * ranks.world)
     parts = Layout({f"{n}_{p}": 0 for n in split for p in ("weight", "bias")}, {"": "column"})
@@ -401,10 +399,9 @@ def check_arguments(ranks: Ranks) -> None:
 
     calls = [microbatches, evaluated, recomputed, partial(recomputed, reentrant=False)]
     for recipe, call in itertools.product((CURRENT, DelayedScaling(), Float8BlockScaling()), calls):
-        for make, layout in ((norm_linear, COLUMN), (mlp, MLP)):
-            pair = two_of(ranks, make, layout)
-            for step in range(2):
-                assert_same_step(ranks, pair, call, recipe, (call, step))
+        pair = two_of(ranks, mlp, MLP)
+        for step in range(2 if recipe.linear.delayed else 1):
+            assert_same_step(ranks, pair, call, recipe, (call, step))
 
     pair = two_of(ranks, mlp, MLP, fuse_wgrad_accumulation=True)
     for module in pair[:2]:
@@ -454,27 +451,25 @@ def check_tokens_that_do_not_fit_together(ranks: Ranks) -> None:
 
 def check_compiled(ranks: Ranks) -> None:
     N = 32 * ranks.world
-    for recipe in (CURRENT, DelayedScaling(), Float8BlockScaling()):
-        for make, layout in (
-            (partial(float8lab.Linear, 64, N, parallel_mode="column"), COLUMN),
-            (partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True), MLP),
-        ):
-            torch._dynamo.reset()
-            _, layer, _ = two_of(ranks, make, layout)
-            other = copy.deepcopy(layer)
-            compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
-            for step in range(2):
-                _, x = inputs(ranks, 6 * ranks.world, 64)
-                results = []
-                for module, run in ((layer, layer), (other, compiled)):
-                    module.zero_grad()
-                    inp = x.detach().requires_grad_()
-                    with float8lab.autocast(recipe=recipe):
-                        y = run(inp)
-                    y.square().sum().backward()
-                    results.append([y, inp.grad, *(p.grad for p in module.parameters())])
-                for one, same in zip(*results, strict=True):
-                    assert torch.equal(one, same), (recipe, layout.modes, step)
+    column = partial(float8lab.Linear, 64, N, parallel_mode="column"), COLUMN
+    mlp = partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True), MLP
+    for recipe, (make, layout) in ((CURRENT, column), (DelayedScaling(), mlp)):
+        torch._dynamo.reset()
+        _, layer, _ = two_of(ranks, make, layout)
+        other = copy.deepcopy(layer)
+        compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+        for step in range(2):
+            _, x = inputs(ranks, 6 * ranks.world, 64)
+            results = []
+            for module, run in ((layer, layer), (other, compiled)):
+                module.zero_grad()
+                inp = x.detach().requires_grad_()
+                with float8lab.autocast(recipe=recipe):
+                    y = run(inp)
+                y.square().sum().backward()
+                results.append([y, inp.grad, *(p.grad for p in module.parameters())])
+            for one, same in zip(*results, strict=True):
+                assert torch.equal(one, same), (recipe, layout.modes, step)
 
 
 outcome = ranks_fixture(__name__, 2, 4)
