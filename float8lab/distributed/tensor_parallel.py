@@ -575,6 +575,7 @@ def spread_mm(
     *,
     backward: bool = False,
     beside: Shards | None = None,
+    whole: Operand | None = None,
 ) -> tuple[Tensor, Operand]:
     """A layer's fprop, ``x @ weight.T + bias``, or its dgrad, and the left operand as multiplied.
 
@@ -586,7 +587,10 @@ def spread_mm(
         bias: of as many features as the weight has rows.
         backward: whether this is dgrad.
         beside: what else may be gathered meanwhile.
+        whole: what was gathered of the left operand before, if anything was.
     """
+    if whole is not None:
+        return _mm((whole, operands[1]), product, bias), whole
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
         return gathered_mm(parallel, rows, operands, product, bias, beside)

@@ -28,7 +28,8 @@ class LayerNormMLP(FusedModule):
 
     Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
     activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size`` features
-    from fc1: the first half goes through the function, the second half multiplies it.
+    from fc1: the first half goes through the function, the second half multiplies it. GPT-OSS's
+    clamped_swiglu_interleaved takes these features in pairs.
 
     Numerics: those of the parts one after the other, bit for bit. In FP8 neither the norm's nor the
     activation's output is ever written, nor the gradient between activation and fc1. What is saved
@@ -41,7 +42,7 @@ class LayerNormMLP(FusedModule):
         bias: learn additive biases of fc1 and fc2, initialised to 0.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
         activation: gelu (its tanh approximation), relu, squared_relu (also srelu), qgelu, silu, or,
-            gated, geglu, reglu, sreglu, qgeglu, swiglu, glu.
+            gated, geglu, reglu, sreglu, qgeglu, swiglu, glu, clamped_swiglu_interleaved.
         init_method: ``init_method(fc1_weight)`` initialises in place; None is normal, mean 0,
             standard deviation 0.023.
         output_layer_init_method: the same of ``fc2_weight``.
