@@ -480,7 +480,7 @@ def _side_by_side(parts: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not nbytes:
         return parts.transpose(0, 1).flatten(1)
     parts = parts.view(torch.uint8 if nbytes % 8 else torch.int64)  # few and large ones are fast
-    return parts.transpose(0, 1).flatten(1).view(dtype)
+    return parts.transpose(0, 1).flatten(1).contiguous().view(dtype)  # one large one is a view
 
 
 def _after(count: int, dim: int) -> tuple[int, ...]:
