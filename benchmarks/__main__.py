@@ -9,7 +9,8 @@ measures nothing. Only what stands between a subject's two comments in RESULTS.m
 is written by hand around them stays. A subject that fails, or measures nothing, leaves its section
 as it was. The exit status is 1 if one failed or refused a row.
 
-``fsdp`` is run by torchrun on all GPUs, if there are two or more.
+``fsdp``, ``tensor_parallel`` and ``overlap`` are run by torchrun on all GPUs, if there are two or
+more.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ SUBJECTS = (
     "accuracy",
     "advise",
     "fsdp",
+    "tensor_parallel",
+    "overlap",
 )
+BY_RANKS = ("fsdp", "tensor_parallel", "overlap")
+"""Subjects that torchrun starts."""
 RESULTS = common.ROOT / "benchmarks" / "RESULTS.md"
 
 
@@ -61,7 +66,7 @@ def command(name: str, options: argparse.Namespace, json: Path, gpus: int) -> li
     words += ["--seed", str(options.seed)]
     if options.commit:
         words += ["--commit", options.commit]
-    if name == "fsdp":
+    if name in BY_RANKS:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
         return [words[0], *launcher, *words[1:]]
     if name != "accuracy":
@@ -123,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rewrite(options.results, name, options.source / f"{name}.json")
         return 0
     if torch.cuda.device_count() < 2 and not options.only:
-        names.remove("fsdp")
+        names = [name for name in names if name not in BY_RANKS]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.json or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.inspect.timing import sleep_rate
@@ -33,6 +34,7 @@ __all__ = [
     "new_parser",
     "require_cuda",
     "sqnr",
+    "start_ranks",
     "table",
     "time_device",
     "time_sustained",
@@ -153,16 +155,22 @@ class Sustained:
 
 
 def time_sustained(
-    steps: Mapping[str, Callable[[], object]], *, seconds: float = 1.0, rounds: int = 3
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float = 1.0,
+    rounds: int = 3,
+    agree: Callable[[bool], bool] = bool,
 ) -> dict[str, Sustained]:
     """Time of a step of each candidate, back to back for ``seconds``, in turns.
 
     A GPU that is hot already gives whoever comes later a few percent less, so all take turns.
+    Ranks that communicate in a step take as many steps: ``agree`` makes of whether to go on what
+    one of them says.
     """
     found: dict[str, list[tuple[float, tuple[float, float] | None]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            found[name].append(_run_for(step, seconds))
+            found[name].append(_run_for(step, seconds, agree))
     results = {}
     for name, samples in found.items():
         read = [state for _, state in samples if state is not None]
@@ -172,7 +180,7 @@ def time_sustained(
 
 
 def _run_for(
-    step: Callable[[], object], seconds: float
+    step: Callable[[], object], seconds: float, agree: Callable[[bool], bool]
 ) -> tuple[float, tuple[float, float] | None]:
     """Milliseconds of a step that is repeated for so long; clock and watts in its second half."""
     gpu = torch.cuda.is_available()
@@ -182,7 +190,7 @@ def _run_for(
     wait()
     calls, reading = 0, None
     began = now = time.perf_counter()
-    while now - began < seconds:
+    while agree(now - began < seconds):
         for _ in range(4):
             step()
         calls += 4
@@ -366,6 +374,17 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     return parser
+
+
+def start_ranks(kind: str) -> torch.device:
+    """Make the process group of torchrun's ranks; gives this rank's device, of that type."""
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank(0))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
 
 
 def require_cuda(program: str) -> None:

@@ -70,9 +70,10 @@ class Layer(nn.Module):
         self.down = linear(F_, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, D = x.shape
         h = self.attention_norm(x)
-        q = _rotate(self.q(h).view(B, T, self.heads, self.head_dim)).transpose(1, 2)
+        q = self.q(h)
+        B, T, D = q.shape  # ranks that share the layer have a part of x, or of D
+        q = _rotate(q.view(B, T, self.heads, self.head_dim)).transpose(1, 2)
         k = _rotate(self.k(h).view(B, T, self.groups, self.head_dim)).transpose(1, 2)
         v = self.v(h).view(B, T, self.groups, self.head_dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -264,12 +265,8 @@ def main(argv: Sequence[str]) -> int:
         "--one-thread", action="store_true", help="run backward in the thread that calls it"
     )
     options = parser.parse_args(argv)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    device = common.start_ranks(options.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(options.device)
-    if options.device == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
     facts: dict[str, str] = {}
     if rank == 0:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

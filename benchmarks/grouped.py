@@ -5,7 +5,7 @@
 Needs a CUDA GPU. Each case is forward and backward of ``GroupedLinear`` with one parameter for all
 experts, casts included; the baseline is ``torch._grouped_mm`` with autograd. ``--jagged`` has
 groups whose sizes are random squares; ``--gemms`` times each of the three products alone, by mode
-of the kernel and by each of its configurations, for the table in ``grouped_gemm.py``.
+of the kernel and by each of its configurations, for the table in ``hopper_gemm.py``.
 
 M tokens, E experts, K input features, N output features.
 """
@@ -221,10 +221,12 @@ def _ways(operands: tuple[Any, ...], *, tune: bool) -> Iterator[tuple[str, Calla
     if not tune:
         yield "", partial(ops.grouped_mm_op, *operands)
         return
-    kernels = importlib.import_module("float8lab.ops.kernels.grouped_gemm")  # a GPU alone has it
+    rooms = "float8lab.ops.kernels."  # which only GPUs have
+    kernels = importlib.import_module(f"{rooms}grouped_gemm")
+    hopper = importlib.import_module(f"{rooms}hopper_gemm")
     a, a_scale, a_block, b, b_scale, b_block, bias, offs, dtype, fast = operands
     mode = kernels.mode_of(a, tuple(a_block), b, tuple(b_block), dtype, fast)
-    base = kernels.CONFIGS[mode, dtype.itemsize]
+    base = hopper.CONFIGS[mode, dtype.itemsize]
     for label, change in _CONFIGS.items():
         stages = base.stages + change.get("stages", 0)
         config = base._replace(stages=stages, band=change.get("band", base.band))

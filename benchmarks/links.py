@@ -60,12 +60,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--megabytes", default="1,16,64,256,1024", help="comma-separated")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args(argv)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    device = common.start_ranks(options.device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device(options.device)
-    if options.device == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
     rows = []
     for megabytes in map(int, options.megabytes.split(",")):
         for name, ms in measure(megabytes * 10**6, device).items():

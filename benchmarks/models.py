@@ -350,24 +350,30 @@ def our_layer(
         arguments: of ``TransformerLayer``, in addition.
     """
     device = plain.o.weight.device
+    arguments = layer_arguments(size, device) | arguments
     with float8lab.fp8_model_init(recipe=recipe) if stored else nullcontext():
-        layer: Any = float8lab.TransformerLayer(**layer_arguments(size, device), **arguments)
-    copy_layer_weights(layer, plain)
+        layer: Any = float8lab.TransformerLayer(**arguments)
+    copy_layer_weights(layer, plain, arguments.get("tp_group"))
     return InContext(layer, our_context(recipe), rotary_pos_emb=rotary_angles(size, device))
 
 
-def copy_layer_weights(layer: Any, plain: Any) -> None:
-    """Give a ``TransformerLayer`` the weights of the plain layer."""
+def copy_layer_weights(layer: Any, plain: Any, group: Any = None) -> None:
+    """Give a ``TransformerLayer`` the weights of the plain layer, or this rank's part of them."""
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+
+    def part(weight: Tensor, dim: int = 0) -> Tensor:
+        return weight.chunk(ranks, dim)[rank]
+
     qkv, mlp = layer.self_attention.layernorm_qkv, layer.layernorm_mlp
     with torch.no_grad():
         for own, theirs in (
             (qkv.layer_norm_weight, plain.attention_norm.weight),
-            (qkv.query_weight, plain.q.weight),
-            (qkv.key_weight, plain.k.weight),
-            (qkv.value_weight, plain.v.weight),
-            (layer.self_attention.proj.weight, plain.o.weight),
+            (qkv.query_weight, part(plain.q.weight)),
+            (qkv.key_weight, part(plain.k.weight)),
+            (qkv.value_weight, part(plain.v.weight)),
+            (layer.self_attention.proj.weight, part(plain.o.weight, 1)),
             (mlp.layer_norm_weight, plain.mlp_norm.weight),
-            (mlp.fc1_weight, torch.cat((plain.gate.weight, plain.up.weight))),
-            (mlp.fc2_weight, plain.down.weight),
+            (mlp.fc1_weight, torch.cat((part(plain.gate.weight), part(plain.up.weight)))),
+            (mlp.fc2_weight, part(plain.down.weight, 1)),
         ):
             own.copy_(theirs)

@@ -3,9 +3,9 @@
     python -m benchmarks.permute [--model qwen3-moe]
 
 Needs a CUDA GPU. Each op is first compared with its reference in plain PyTorch, run on the same GPU
-tensors. The bytes are those that must move: tokens and rows read or written once. The floor is
-these bytes at the rate of a large copy; ``copy`` is a copy of the permuted rows. Then whole
-calls, which make the row map as well, and torch's own ops.
+tensors, or on a CPU where sums have an order. The bytes are those that must move: tokens and rows
+read or written once. The floor is these bytes at the rate of a large copy; ``copy`` is a copy of
+the permuted rows. Then whole calls, which make the row map as well, and torch's own ops.
 
 T tokens, E experts, K experts of a token, H features.
 """
@@ -13,13 +13,14 @@ T tokens, E experts, K experts of a token, H features.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import float8lab
 from benchmarks import quantize, report
@@ -71,7 +72,8 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
     codes, scales = q.qdata.view(torch.uint8), (q.scale, q.amax)
 
     scatter = partial(Case, op=ops.scatter_rows_op, reference=reference.scatter_rows)
-    gather = partial(Case, op=ops.gather_rows_op, reference=reference.gather_rows)
+    # On a GPU torch adds rows up in any order.
+    gather = partial(Case, op=ops.gather_rows_op, reference=_on_cpu(reference.gather_rows))
     yield Case("copy", torch.clone, torch.clone, (rows,))
     yield Case("row map", ops.row_map_op, reference.row_map_of, (mask,))
     yield Case("row map of indices", ops.row_map_op, reference.row_map_of, (experts, E))
@@ -100,6 +102,16 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
         (probs, logits, mask, *backward),
         close,
     )
+
+
+def _on_cpu(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference, where it adds up in one order, with results on the device of its tensors."""
+
+    def call(first: Tensor, *others: Any) -> Any:
+        given = tree_map_only(Tensor, Tensor.cpu, (first, *others))
+        return tree_map_only(Tensor, lambda x: x.to(first.device), reference(*given))
+
+    return call
 
 
 def whole_calls(setting: Setting, shape: MoeShape) -> Iterator[Case]:

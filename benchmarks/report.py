@@ -38,6 +38,7 @@ __all__ = [
     "read_json",
     "render",
     "replace_section",
+    "tell",
 ]
 
 
@@ -368,6 +369,28 @@ def measure(
     if getattr(options, "plot", None) is not None:
         save_plot(subject, everything, options.plot / f"{subject.name}.png")
     return everything
+
+
+def tell(
+    subject: Subject, rows: Iterable[Row], options: argparse.Namespace, *, rank: int = 0
+) -> bool:
+    """Print the rows that ranks measured together, and write JSON, on rank 0; whether all have one.
+
+    Rows come on all ranks, since each takes part.
+    """
+    facts: dict[str, str] = {}
+    if rank == 0:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        facts = {"time": now, **common.header(options.commit)}
+        print(describe(facts), flush=True)
+    everything = []
+    for case, members in groupby(rows, key=lambda row: row.case):
+        everything += list(members)
+        if rank == 0:
+            found = [row for row in everything if row.case == case]
+            common.append_json(options.json, facts, [asdict(row) for row in found])
+            print(f"\n{case}\n\n{tabulate(subject.columns, found)}", flush=True)
+    return all(row.refusal is None for row in everything)
 
 
 def _brief(row: Row) -> str:

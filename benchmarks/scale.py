@@ -47,6 +47,9 @@ SIZE = ModelSize(
 ROTARY = 2.4e-3 / 16384
 """Seconds for each token that the plain layer of the benchmarks takes to compute the angles of its
 rotary embedding for every element; models keep them (RESULTS.md, "Compiled layers")."""
+OVERLAP = 0.7
+"""Part of the communication of ``TransformerLayer`` that products hide (RESULTS.md, "Tensor
+parallel")."""
 OTHERS = "another library's"
 NO_GEMM = "Hopper has no GEMM for it"
 
@@ -164,6 +167,20 @@ def _fsdp(table: Table, name: str, what: str) -> float | str:
     return 1e3 * (step.seconds + rotary) if what == "ms a step" else step.bytes / 1e9
 
 
+def _tensor_parallel(table: Table, row: dict[str, str]) -> float | str:
+    name = row["implementation"]
+    recipe = _recipe(name)
+    if isinstance(recipe, str):
+        return recipe
+    ranks, batch, sequence = _numbers(table.caption)[:3]
+    overlapped = name.startswith("TransformerLayer") and recipe is not None
+    job = _job(
+        name, sustained=True, micro=batch, sequence=sequence, tp_overlap=OVERLAP * overlapped
+    )
+    rotary = 0.0 if name.startswith("TransformerLayer") else 1e3 * ROTARY * batch * sequence / ranks
+    return _ms(layer(SIZE, recipe, job, Mesh(tp=ranks))) + rotary
+
+
 def _gemm(table: Table, name: str, recipe: Recipe | None) -> float | str:
     if "e5m2" in name:
         return "the recipes' rates are of e4m3"
@@ -247,7 +264,8 @@ UNPREDICTED = {
     "grouped": "products of experts, whose rates the model does not have",
     "permute": "what a mixture of experts adds, which the model does not have",
     "overhead": "CPU time, which differs by tens of per cent between hosts",
-    "Links": "the rate of links is taken from it",
+    "overlap": "single products, with what the CPU needs to queue them",
+    "Links between two H200s": "the rate of links is taken from it",
     "Report page in a browser": "a browser's",
     "Inspection on a GPU": "small layers, which wait for the CPU",
 }
@@ -299,6 +317,9 @@ def _predictions(
     elif table.section in ("fsdp", "On 2 H200s"):
         for column in ("ms a step", "peak GB"):
             yield float(row[column]), _fsdp(table, name, column)
+    elif table.section == "tensor_parallel":
+        if (sustained := _first(row["sustained ms"])) is not None:
+            yield sustained, _tensor_parallel(table, row)
     elif table.section in ("memory", "Memory of compiled layers"):
         for column in ("held GB", "peak GB"):
             yield _first(row.get(column, "")) or 0.0, _memory(table, name, column)

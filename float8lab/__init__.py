@@ -16,6 +16,7 @@ from float8lab.distributed import (
     get_cpu_offload_context,
     moe_combine,
     moe_dispatch,
+    parallel_cross_entropy,
 )
 from float8lab.distributed.recompute import checkpoint
 from float8lab.integrations import onnx_export
@@ -107,6 +108,7 @@ __all__ = [
     "nn",
     "onnx_export",
     "optim",
+    "parallel_cross_entropy",
     "quantize",
     "quantized_model_init",
     "recipes",

@@ -68,6 +68,7 @@ OPTIONAL = (
     "lightning",
     "pytorch_lightning",
     "transformers",
+    "torchtitan",
     "accelerate",
     "peft",
     "compressed_tensors",

@@ -356,6 +356,14 @@ CALLS: dict[str, Call] = {
             sorted_index=torch.tensor([1, 0]),
         ),
     ),
+    "parallel_cross_entropy": Call(
+        float8lab.parallel_cross_entropy,
+        _constant(inp=_x(S, H), target=torch.arange(S)),
+    ),
+    "distributed.reduce_sequence_parallel_gradients": Call(
+        distributed.reduce_sequence_parallel_gradients,
+        lambda folder: {"model": nn.LayerNorm(H)},
+    ),
     "router.fused_topk_with_score_function": Call(
         float8lab.router.fused_topk_with_score_function,
         _constant(logits=_x(S, 8), topk=2, num_groups=4, group_topk=2, score_function="sigmoid"),

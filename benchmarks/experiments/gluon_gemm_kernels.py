@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from float8lab.ops.kernels.block_gemm import load_tiles, place, store_part
+from float8lab.ops.kernels._copy_engine import async_load
+from float8lab.ops.kernels.hopper_gemm import place, store_part
 
 __all__ = ["gemm"]
 
@@ -39,6 +40,24 @@ STEP = gl.constexpr(128)
 
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
+
+
+@gluon.jit
+def load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
+    """The loading warp."""
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, where = arguments
+    tiles_m, tiles_n, steps, first, programs = where
+    count = 0
+    for tile in range(first, tiles_m * tiles_n, programs):
+        m, n = place(tile, tiles_m, tiles_n, BAND)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            async_load(a_desc, [m * a_desc.block_shape[0], step * STEP], bar, a_tiles.index(stage))
+            async_load(b_desc, [n * b_desc.block_shape[0], step * STEP], bar, b_tiles.index(stage))
+            count += 1
 
 
 @gluon.jit

@@ -1,16 +1,19 @@
 """Tools that run across processes, and tools that a training loop wraps around layers.
 
 FP8 all-gather of sharded weights, tokens sent to experts, broadcast, checkpoints; recomputation,
-random streams, offload, the core that backward runs on.
+random streams, offload, the core that backward runs on; cross entropy over a sharded vocabulary,
+gradients under sequence parallelism.
 """
 
 from float8lab.distributed.affinity import backward_on_this_core
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
+from float8lab.distributed.cross_entropy import parallel_cross_entropy
 from float8lab.distributed.expert_parallel import DispatchHandle, moe_combine, moe_dispatch
 from float8lab.distributed.fsdp.weight import requantize_shards_
 from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
+from float8lab.distributed.sequence_parallel import reduce_sequence_parallel_gradients
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -21,5 +24,7 @@ __all__ = [
     "get_cpu_offload_context",
     "moe_combine",
     "moe_dispatch",
+    "parallel_cross_entropy",
+    "reduce_sequence_parallel_gradients",
     "requantize_shards_",
 ]

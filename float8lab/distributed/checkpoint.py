@@ -81,24 +81,30 @@ class _Stored:
         self.value, self.local = value, local_of(value)
         if self.local._window is not None:
             settle(self.local)
-        self.mesh = None
-        if value is not self.local:
-            self.mesh, self.layout = shard_mesh(value), layout_of(_parameter(model, name, value))
+        module, parameter = _parameter(model, name, value)
+        self.spread = getattr(module, "_spread", None)  # over tensor-parallel ranks, or None
+        ndim, self.mesh = 0 if self.spread is None else self.spread.ndim, None
+        if value is not self.local and value.device_mesh.ndim > ndim:
+            self.mesh, self.layout = shard_mesh(value, ndim), layout_of(parameter)
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Scales and amaxes of the blocks of the whole weight."""
         local = self.local
-        if self.mesh is None:
-            return local.scale, local.amax
-        both = [local, local.replace(scale=local.amax)]
-        _, (scale, amax) = reduced_amaxes([self.layout] * 2, both, local.device, self.mesh)
-        return scale, amax
+        scale, amax = local.scale, local.amax
+        if self.mesh is not None:
+            both = [local, local.replace(scale=local.amax)]
+            _, (scale, amax) = reduced_amaxes([self.layout] * 2, both, local.device, self.mesh)
+        if self.spread is None:
+            return scale, amax
+        return self.spread.whole_of(scale, local.spec), self.spread.whole_of(amax, local.spec)
 
     def bytes_under(self, scale: Tensor) -> Any:
         """The FP8 data for these scales, as uint8; a shard is cast to them."""
         local = self.local
         if self.mesh is None:
-            return local.qdata.view(torch.uint8)
+            return with_local(self.value, local.qdata.view(torch.uint8))
+        if self.spread is not None:
+            scale = self.spread.part_of(scale, local.spec)
         parts = [
             cast_rows(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
             for rows, blocks in self.layout.runs
@@ -109,6 +115,8 @@ class _Stored:
     def load(self, qdata: Any, scale: Tensor, amax: Tensor) -> None:
         """Take over bytes, scales and amaxes."""
         local = self.local
+        if self.spread is not None:
+            scale, amax = (self.spread.part_of(x, local.spec) for x in (scale, amax))
         blocks: Any = slice(None)
         if self.mesh is not None:
             blocks = self.layout.block_rows(local.spec.block[0], scale.device)
@@ -118,7 +126,8 @@ class _Stored:
             local.amax.copy_(amax[blocks])
 
 
-def _parameter(model: nn.Module, name: str, value: Any) -> Any:
-    """The parameter of that name; a state_dict has aliases of parameters."""
-    module, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(module), leaf, value)
+def _parameter(model: nn.Module, name: str, value: Any) -> tuple[nn.Module, Any]:
+    """The module and the parameter of that name; a state_dict has aliases of parameters."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return module, getattr(module, leaf, value)

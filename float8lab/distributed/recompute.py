@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -39,9 +44,10 @@ def checkpoint(
         function: a module or any other callable. Reentrant, it returns a tensor or a tuple.
         args: tensors, None and anything else. A tuple, list or dict with a tensor that requires
             gradients is rebuilt for ``function``; any other reaches it as it is.
-        distribute_saved_activations: spread the first tensor argument over ``tp_group`` while it
-            waits for backward. Nothing to do in a group of one rank, nor with
-            ``use_reentrant=False``.
+        distribute_saved_activations: spread the first tensor argument over the ranks of
+            ``tp_group`` while it waits for backward; an all-gather brings it back. It must be the
+            same on all of them: not with sequence parallelism, where each has a part of its own.
+            Nothing to do in a group of one rank, nor with ``use_reentrant=False``.
         get_rng_state_tracker: returns the ``CudaRNGStatesTracker`` that ``function`` forks.
         tp_group: group of ``distribute_saved_activations``; None is the default group.
         use_reentrant: torch's reentrant variant. It needs an argument that requires gradients: if
@@ -52,7 +58,6 @@ def checkpoint(
 
     Raises:
         TypeError: ``function`` or ``get_rng_state_tracker`` cannot be called.
-        NotImplementedError: ``distribute_saved_activations`` over more than one rank.
 
     >>> layer = float8lab.Linear(32, 32, device="cpu")
     >>> x = torch.ones(4, 32, requires_grad=True)
@@ -66,18 +71,15 @@ def checkpoint(
         distribute_saved_activations=distribute_saved_activations, use_reentrant=use_reentrant
     )
     check_group("tp_group", tp_group)
-    ranks = rank_and_size(tp_group)[1]
-    if distribute_saved_activations and use_reentrant and ranks > 1:
-        raise NotImplementedError(
-            "distribute_saved_activations must be False in a group of several ranks; got a group "
-            f"of {ranks}. Spreading saved activations is not available yet."
-        )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)  # nothing is saved
     if torch.compiler.is_compiling() and get_rng_state_tracker is None:
         # The graph holds both the forward and what backward repeats of it: nothing to record.
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-    return _checkpoint_in_eager(function, args, kwargs, get_rng_state_tracker, use_reentrant)
+    spread = distribute_saved_activations and use_reentrant and rank_and_size(tp_group)[1] > 1
+    return _checkpoint_in_eager(
+        function, args, kwargs, get_rng_state_tracker, use_reentrant, tp_group, spread=spread
+    )
 
 
 @torch._disable_dynamo
@@ -87,12 +89,55 @@ def _checkpoint_in_eager(
     kwargs: dict[str, Any],
     get_rng_state_tracker: Callable[[], Any] | None,
     use_reentrant: bool,
+    group: Any,
+    *,
+    spread: bool,
 ) -> Any:
     # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
     parts = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
     run = _Run(function, [spec for _, spec in parts], tuple(kwargs), get_rng_state_tracker)
     values = [value for part, _ in parts for value in part]
-    return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
+    first = next((v for v in values if isinstance(v, Tensor)), None)
+    with _spread_over(group, first) if spread and type(first) is Tensor else _nothing:
+        return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
+
+
+_nothing = contextlib.nullcontext()
+
+
+class _Part(NamedTuple):
+    """The elements of a tensor that this rank keeps, as bytes."""
+
+    mine: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _spread_over(group: Any, x: Tensor) -> Any:
+    """What autograd saves of ``x`` inside the context is spread over the ranks of a group."""
+    group = dist.group.WORLD if group is None else group
+    rank, ranks = rank_and_size(group)
+    wanted = weakref.ref(x)  # autograd keeps both functions, and must not keep x
+
+    def pack(saved: Tensor) -> Any:
+        if saved is not wanted():
+            return saved
+        flat = saved.detach().reshape(-1)
+        size = -(-flat.numel() // ranks)
+        mine = flat[rank * size : (rank + 1) * size]
+        mine = F.pad(mine, (0, size - mine.numel())) if mine.numel() < size else mine.clone()
+        return _Part(mine.view(torch.uint8), saved.shape, saved.dtype)
+
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, _Part):
+            return kept
+        ops = torch.ops._c10d_functional
+        whole = ops.all_gather_into_tensor(kept.mine, ranks, group.group_name)
+        flat = ops.wait_tensor(whole).view(kept.dtype)
+        result: Tensor = flat[: kept.shape.numel()].view(kept.shape)
+        return result
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _has_no_gradient(x: Any) -> bool:

@@ -47,6 +47,7 @@ EXTRAS = {
     "transformers": ("transformers", "accelerate"),
     "peft": ("transformers", "accelerate", "peft"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "torchtitan": ("torchtitan",),
 }
 """Optional parts of the package, and the packages that each needs."""
 

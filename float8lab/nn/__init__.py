@@ -18,6 +18,7 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.norm import LayerNorm, RMSNorm, convert_norms
 from float8lab.nn.report import ConversionReport, conversion_report
 from float8lab.nn.scaling_state import ScalingState
+from float8lab.nn.sharding import shard_state_dict, whole_state_dict
 from float8lab.nn.transformer import TransformerLayer
 
 __all__ = [
@@ -43,5 +44,7 @@ __all__ = [
     "count_gemms",
     "graphed",
     "make_graphed_callables",
+    "shard_state_dict",
     "to_high_precision",
+    "whole_state_dict",
 ]

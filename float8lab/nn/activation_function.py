@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from float8lab.arguments import check_choice
-from float8lab.ops import ACTIVATIONS, as_matrix, value_of_op
+from float8lab.ops import ACTIVATIONS, value_of_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["activate", "check_activation"]
@@ -33,17 +32,13 @@ def activate(h: Tensor, activation: str) -> Tensor:
 class _Activation(Float8Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, activation: str) -> Tensor:
-        h2 = as_matrix(h)
-        y = value_of_op(activation, [h2], h.dtype)
-        ctx.save_for_backward(h2)
-        ctx.activation, ctx.shape = activation, h.shape
-        out: Tensor = torch.ops.aten._unsafe_view.default(y, (*h.shape[:-1], y.shape[-1]))
-        return out
+        ctx.save_for_backward(h)
+        ctx.activation = activation
+        y: Tensor = value_of_op(activation, [h], h.dtype)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (h2,) = ctx.saved_tensors
-        dy2 = dy.reshape(h2.shape[0], dy.shape[-1])
-        dh = value_of_op(f"{ctx.activation}_backward", [h2, dy2], h2.dtype)
-        return dh.reshape(ctx.shape), None
+        (h,) = ctx.saved_tensors
+        return value_of_op(f"{ctx.activation}_backward", [h, dy], h.dtype), None

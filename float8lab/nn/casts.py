@@ -21,10 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Groups, Source, cast_groups_op, cast_op, round_up, transpose_op
+from float8lab.ops import (
+    Groups,
+    Source,
+    amax_op,
+    cast_groups_op,
+    cast_op,
+    prologue_shape,
+    round_up,
+    scale_from_amax,
+    transpose_op,
+)
 from float8lab.recipes.delayed import Factors, Known
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
@@ -38,6 +49,7 @@ __all__ = [
     "Operand",
     "Specs",
     "WeightOperand",
+    "amaxes_of_shards",
     "cast",
     "cast_by",
     "forget_cast",
@@ -81,6 +93,7 @@ def cast(
     transposed: Float8Spec | None = None,
     column_sum: bool = False,
     align: int = ALIGN,
+    amax: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """x in FP8, in one orientation or both, from one read where both are cast alike.
 
@@ -92,6 +105,7 @@ def cast(
         transposed: how the transpose is cast, in blocks of its own rows; or None.
         column_sum: the sums over the rows of x are wanted, too.
         align: the sizes of the result are multiples of it.
+        amax: of the whole of which x is a shard, ``[1, 1]``, if it is known.
 
     Returns:
         FP8 data and scales of x; by what it is cast again, beside the scales; FP8 data and scales
@@ -99,6 +113,14 @@ def cast(
     """
     plan = call.plan
     by: By = None
+    if call.shards is not None and not plan.delayed:
+        dim = call.shards.sharded(index)
+        if dim is not None:
+            if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
+                return _cast_shard_of_groups(x, spec, transposed, dim, call, column_sum=column_sum)
+            return _cast_shard(
+                x, spec, transposed, index, call, amax, column_sum=column_sum, align=align
+            )
     if not torch.compiler.is_compiling():
         if plan.delayed:
             by = call.known[index] or call.scale(index, x)
@@ -174,6 +196,223 @@ def cast_by(
     return q, scale, factor, q_t, scale_t, total
 
 
+def _cast_shard(
+    x: Tensor | Source,
+    spec: Float8Spec | None,
+    transposed: Float8Spec | None,
+    index: int,
+    call: Call,
+    amax: Tensor | None,
+    *,
+    column_sum: bool,
+    align: int,
+) -> tuple[Any, ...]:
+    """``cast`` of a shard, with the bytes that the cast of the whole gives it.
+
+    Blocks that lie on several ranks get their amaxes from all. Features that begin or end inside
+    blocks are spaced (``TensorParallel.spaced``). Tokens that do are not padded, and the scales
+    beside them are those of all tokens.
+    """
+    plan, parallel = call.plan, call.shards
+    assert parallel is not None, "of a layer that is spread"
+    dim = parallel.sharded(index)
+    assert dim is not None, "of a shard"
+    by: By = None
+    if (-1, -1) in (spec and spec.block, transposed and transposed.block):
+        amax = parallel.largest(_own_amax(x)) if amax is None else amax
+        by = Factors(None, amax), None  # type: ignore[arg-type]
+    rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
+    length, total = _shape(x)[dim], None
+    spaced = rows is None and parallel.are_cut(length, plan.edge)
+    if spaced:
+        x = x.value() if isinstance(x, Source) else x
+        total, column_sum = x.float().sum(0) if column_sum else None, False
+        x = parallel.spaced(x, dim, plan.edge)
+    ways = (spec, dim), (transposed, 1 - dim)  # of both orientations, with the shard's dimension
+    if not any(how and _lies_on_several(how.block, axis, rows, spaced) for how, axis in ways):
+        *found, sums = cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
+        return *found, sums if total is None else total
+    if column_sum:
+        total = (x.value() if isinstance(x, Source) else x).float().sum(0)
+    results: list[tuple[Any, ...]] = []
+    for (how, axis), flip in zip(ways, (False, True), strict=True):
+        if how is None:
+            results.append((None, None, None))
+        elif not _lies_on_several(how.block, axis, rows, spaced):
+            one = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
+            results.append((*(one[3:5] if flip else one[:2]), one[2]))
+        else:
+            results.append((*_cast_parts(x, how, axis, length, rows, flip, call, align), None))
+    (q, scale, factor), (q_t, scale_t, _) = results
+    return q, scale, factor, q_t, scale_t, total
+
+
+def _own_amax(x: Tensor | Source) -> Tensor:
+    found: Tensor = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
+    return found
+
+
+def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The amaxes of an input and a weight of which all ranks have shards, by one reduction.
+
+    None where there is no such amax, or but one of the two: then its cast reduces it.
+    """
+    plan, parallel = call.plan, call.parallel
+    assert parallel is not None, "of a layer that is spread"
+    per_tensor = plan.x.block == plan.w.block == (-1, -1) and not plan.delayed and plan.fprop
+    alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
+    assert not isinstance(x, Groups), "of experts, which are not spread"
+    if not per_tensor or alone or parallel.sharded(X) is None:
+        return None, None
+    amaxes = parallel.largest(torch.cat([_own_amax(x), _own_amax(weight)]))
+    return amaxes[:1], amaxes[1:]
+
+
+def _shape(x: Tensor | Source) -> tuple[int, ...]:
+    return prologue_shape(*x[:2]) if isinstance(x, Source) else tuple(x.shape)
+
+
+def _lies_on_several(block: Sequence[int], axis: int, rows: Rows | None, spaced: bool) -> bool:
+    """Whether blocks of a shard, smaller than the whole, have parts on other ranks."""
+    size = block[axis]
+    if block == (-1, -1) or size == 1:
+        return False
+    return size == -1 or spaced if rows is None else rows.are_cut(size)
+
+
+def _cast_parts(
+    x: Tensor | Source,
+    how: Float8Spec,
+    axis: int,
+    length: int,
+    rows: Rows | None,
+    flip: bool,
+    call: Call,
+    align: int,
+) -> Operand:
+    """One orientation of a shard whose blocks have parts on several ranks.
+
+    Args:
+        x: the shard.
+        how: it is cast, or its transpose.
+        axis: the dimension of the result along which it is a shard.
+        length: how much of the whole it is, before it was spaced.
+        rows: of the whole, if the dimension is that of tokens.
+        flip: the transpose is wanted.
+        call: of the layer.
+        align: the sizes of the result are multiples of it.
+    """
+    parallel, size = call.shards, how.block[axis]
+    assert parallel is not None, "of a layer that is spread"
+    places, total = parallel.places(length), length * parallel.size
+    if rows is not None:
+        places, total = [rows.of(parallel.rank)], rows.total
+    start, count = places[0]
+    tokens = rows is not None and size > 0
+    before = start % size if tokens else 0
+    if before:
+        x = F.pad(x.value() if isinstance(x, Source) else x, (0, 0, before, 0))
+    prologue, inputs, dtype = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
+    block = how.block[::-1] if flip else how.block
+    grid = amax_op(prologue, inputs, dtype, block)
+    amaxes, everywhere = parallel.shared_amaxes(
+        grid.t() if flip else grid, size, axis, places, total
+    )
+    shape = _shape(x)[::-1] if flip else _shape(x)
+    down, across = how.scale_shape(tuple(round_up(n, align) for n in shape))
+    pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
+    q, scale, _, q_t, scale_t, _ = cast_op(
+        prologue, inputs, dtype, how.fp8_dtype, how.block, how.scale_rule,
+        float(call.plan.epsilon), align, not flip, flip, False, F.pad(amaxes, pad), None,
+    )  # fmt: skip
+    q, scale = (q_t, scale_t) if flip else (q, scale)
+    if tokens:
+        q = q.narrow(axis, before, count)
+        missing = down - everywhere.shape[0], across - everywhere.shape[1]
+        pad = (0, 0, 0, missing[0]) if axis else (0, missing[1], 0, 0)
+        rule = how.fp8_dtype, how.scale_rule, call.plan.amax_epsilon
+        scale = scale_from_amax(F.pad(everywhere, pad), *rule)
+    return q, scale
+
+
+def _cast_shard_of_groups(
+    x: Groups | Tensor,
+    spec: Float8Spec | None,
+    transposed: Float8Spec | None,
+    dim: int,
+    call: Call,
+    *,
+    column_sum: bool,
+) -> tuple[Any, ...]:
+    """``_cast_shard`` of experts' rows, or of their weights; of features, which are spaced."""
+    plan, parallel = call.plan, call.shards
+    assert parallel is not None, "of a layer that is spread"
+    by: By = None
+    if (-1, -1) in (spec and spec.block, transposed and transposed.block):
+        groups = x if isinstance(x, Groups) else Groups("", (x,), x.dtype, None)
+        by = Factors(None, parallel.largest(groups.amax())), None  # type: ignore[arg-type]
+    cut = parallel.are_cut(0, plan.edge)
+    ways = (spec, dim), (transposed, 1 - dim)
+    several = [how and _lies_on_several(how.block, axis, None, cut) for how, axis in ways]
+    if not any(several):
+        return cast_by(x, spec, transposed, plan, by, column_sum=column_sum)
+    results: list[tuple[Any, ...]] = []
+    total = _sums_of_groups(x) if column_sum else None  # type: ignore[arg-type]  # not of weights
+    for (how, axis), crosses, flip in zip(ways, several, (False, True), strict=True):
+        if how is None:
+            results.append((None, None))
+        elif crosses:
+            results.append(_cast_parts_of_groups(x, how, axis, call, flip=flip))
+        else:
+            found = cast_by(x, None if flip else how, how if flip else None, plan, by)
+            results.append(found[3:5] if flip else found[:2])
+    (q, scale), (q_t, scale_t) = results
+    return q, scale, None, q_t, scale_t, total
+
+
+def _cast_parts_of_groups(
+    x: Groups | Tensor, how: Float8Spec, axis: int, call: Call, *, flip: bool
+) -> Operand:
+    """``_cast_parts`` of the rows of experts, or of each of their weights, or its transpose."""
+    parallel, high, size = call.shards, how.block[0], how.block[axis]
+    assert parallel is not None, "of a layer that is spread"
+    if isinstance(x, Groups):  # rows of nobody are taken for zeros
+        matrices, least = x.owned()[None], 1
+    else:
+        matrices, least = x.mT if flip else x, ALIGN
+    E, rows, columns = matrices.shape
+    below = round_up(rows, max(high, least))  # all matrices below each other, in whole blocks
+    matrix = F.pad(matrices, (0, 0, 0, below - rows)).reshape(E * below, columns)
+    grid = amax_op("", (matrix,), matrix.dtype, how.block).unflatten(0, (E, below // high))
+    grid = grid if axis else grid.mT  # what lies on several ranks last
+    length = parallel.pieces[0]
+    shared, _ = parallel.shared_amaxes(
+        grid.flatten(0, 1), size, 1, parallel.places(length), length * parallel.size
+    )
+    shared = shared.view(grid.shape)
+    amaxes = (shared if axis else shared.mT).flatten(0, 1)
+    down, across = how.scale_shape((round_up(E * below, ALIGN), round_up(columns, ALIGN)))
+    pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
+    q, scale, *_ = cast_op(
+        "", (matrix,), matrix.dtype, how.fp8_dtype, how.block, how.scale_rule,
+        call.plan.amax_epsilon, ALIGN, True, False, False, F.pad(amaxes, pad), None,
+    )  # fmt: skip
+    if isinstance(x, Groups):
+        return q[:rows], scale[:rows]
+    tall = round_up(rows, ALIGN)
+    q = q.view(torch.uint8).view(E, below, -1)[:, :tall].contiguous().view(q.dtype)
+    return q, scale.reshape(E, below // high, across)[:, : -(-tall // high)].contiguous()
+
+
+def _sums_of_groups(x: Groups) -> Tensor:
+    """The sums over the rows of each group, ``[E, K]``, float32."""
+    (value,), offs = x.inputs, x.offs
+    assert offs is not None, "of groups"
+    row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)
+    total = value.new_zeros((offs.shape[0] + 1, value.shape[1]), dtype=torch.float32)
+    return total.index_add_(0, torch.searchsorted(offs, row, right=True), value.float())[:-1]
+
+
 def _amax_in_graph(x: Tensor, index: int) -> Tensor | None:
     """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it.
 
@@ -192,7 +431,9 @@ _SHORT_ROWS = 1024
 """Inductor's reductions of up to so many are "persistent"."""
 
 
-def known_input(x: Matrix, inp: Tensor | None, specs: Specs, call: Call) -> tuple[By, Any, Any]:
+def known_input(
+    x: Matrix, inp: Tensor | None, specs: Specs, call: Call, amax: Tensor | None = None
+) -> tuple[By, Any, Any]:
     """By what a layer's input is cast; its cast, where another layer or a graph has made it.
 
     The last result is None, or the key under which this cast may serve other layers with the same
@@ -205,8 +446,8 @@ def known_input(x: Matrix, inp: Tensor | None, specs: Specs, call: Call) -> tupl
     spec, transposed = specs
     if spec is None and transposed is None:
         return None, None, None
-    if torch.compiler.is_compiling():
-        return None, cast(x, spec, X, call, transposed=transposed)[:5], None
+    if torch.compiler.is_compiling() or call.shards is not None:
+        return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
     node, key = None if alone or inp is None else inp.grad_fn, None
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
@@ -343,7 +584,9 @@ WeightOperand = tuple[Tensor, Tensor, Tensor | None]
 """FP8 data, scales, and by what they are cast again beside these."""
 
 
-def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightOperand | None]:
+def known_weight(
+    weight: Tensor, call: Call, amax: Tensor | None = None
+) -> tuple[Tensor | None, By, WeightOperand | None]:
     """The weight that is to be cast, and by what; else the weight in FP8.
 
     That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is
@@ -351,15 +594,15 @@ def known_weight(weight: Tensor, call: Call) -> tuple[Tensor | None, By, WeightO
     tells that reliably: fused optimizers and ``weight.data`` leave the version counter alone.
     ``is_first_microbatch`` does: True casts and keeps, False reuses.
     """
-    graph = torch.compiler.is_compiling()
+    graph, spread = torch.compiler.is_compiling(), call.shards is not None
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
             return None, None, (*_stored(weight), None)
         if not graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
-    if graph:
-        found: Any = cast(weight, call.plan.w, W, call)
+    if graph or (spread and call.first_microbatch is None):
+        found: Any = cast(weight, call.plan.w, W, call, amax=amax)
         return None, None, found[:3]
     if call.first_microbatch is None or call.precision is None:
         by = call.known[W] or call.scale(W, weight) if call.plan.delayed else None

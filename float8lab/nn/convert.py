@@ -32,6 +32,7 @@ from float8lab.arguments import (
 from float8lab.distributed.fsdp.shards import (
     is_sharded_plain,
     is_tensor_parallel,
+    may_spread,
     reshard,
     sharded_by_fsdp,
 )
@@ -293,6 +294,8 @@ class _LayerPlan:
     """Whether FP8 was asked for and is not possible."""
     stays: bool = False
     """Whether high precision was asked for."""
+    sharded: bool = False
+    """Whether FSDP2 shards the layer's parameters."""
 
 
 def _checked(name: str, asked: Any) -> _Choice:
@@ -336,7 +339,7 @@ def _plan_layer(layer: nn.Module, name: str, wishes: _Wishes, *, sharded: bool) 
     left, choice, named = wishes.about(layer, name)
 
     def plan(note: str, recipe: Recipe | None = None, **how: Any) -> _LayerPlan:
-        return _LayerPlan(layer, name, note, recipe, pinned=named, **how)
+        return _LayerPlan(layer, name, note, recipe, pinned=named, sharded=sharded, **how)
 
     if left is not None:
         return plan(left)
@@ -400,7 +403,13 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
     named = layer._parameters.items() if kind is None else layer.named_parameters()
     for name, parameter in named:
         if is_tensor_parallel(parameter, sharded=sharded):
-            return f"its {name} is a DTensor; FP8 does not run under tensor parallelism yet"
+            if known_linear(type(layer)) is not nn.Linear:
+                return f"its {name} is a DTensor; FP8 runs tensor parallel in torch.nn.Linear alone"
+            placements = parameter.placements[-1:] if sharded else parameter.placements
+            if name == "weight" and not may_spread(placements):
+                return (
+                    f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"
+                )
         if isinstance(parameter, Float4Tensor):
             return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
     if isinstance(layer, nn.MultiheadAttention):
@@ -437,6 +446,9 @@ def _set_recipe(plan: _LayerPlan) -> None:
         else:
             layer._set_up_precisions(kind.shapes(layer)[0][0], key)
         place_precisions(layer)
+        weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
+        if is_tensor_parallel(weight, sharded=plan.sharded):
+            layer._follow_placements(weight, sharded=plan.sharded)
     for part, precision in precisions(layer):
         precision.recipe, precision.pinned = plan.recipe, plan.pinned
         precision.name = ".".join(filter(None, (plan.name, part)))
@@ -668,8 +680,8 @@ def to_high_precision(model: _Model) -> _Model:
         The same model.
 
     Raises:
-        NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, which
-            torch.nn.Linear cannot express.
+        NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, or of several
+            tensor-parallel ranks, which torch.nn.Linear cannot express.
 
     >>> model = float8lab.convert_to_float8(torch.nn.Linear(8, 8))
     >>> type(float8lab.to_high_precision(model))
@@ -678,10 +690,13 @@ def to_high_precision(model: _Model) -> _Model:
     check_module("model", model)
     layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear, OtherExperts))]
     for layer in layers:
-        if isinstance(layer, Linear) and (layer.return_bias or layer._split is not None):
+        if isinstance(layer, Linear) and (
+            layer.return_bias or layer._split is not None or layer.tp_size > 1
+        ):
             raise NotImplementedError(
                 "to_high_precision must find layers that torch.nn.Linear can express; got one with "
-                "return_bias or parameters_split. Run it under autocast(enabled=False) instead."
+                "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
+                "under autocast(enabled=False) instead."
             )
     for module in model.modules():
         if isinstance(module, _CONVERTED):
@@ -693,6 +708,7 @@ def to_high_precision(model: _Model) -> _Model:
         layer.__class__ = _class_of(layer, _plain_class)
         for name in [name for name, value in vars(layer).items() if isinstance(value, Precision)]:
             delattr(layer, name)
+        vars(layer).pop("_spread", None)
     for module in model.modules():
         remove_hooks(module, (_CallRegion, FirstCall))
         _run_layers_of_encoder(module)

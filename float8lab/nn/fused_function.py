@@ -20,6 +20,7 @@ from float8lab.nn.gemm import (
     backward,
     forward,
     forward_again,
+    on_all_ranks,
     output_dtype,
 )
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
@@ -149,13 +150,16 @@ class _NormLinear(Float8Function):
         kept = (x2, norm_weight, norm_bias, *stats) if needs_dx or needs_dw else (None,) * 5
         ctx.save_for_backward(*kept, *saved)
         ctx.how, ctx.dtype = how, source.dtype
-        ctx.meta = (x.shape, (x2.shape[0], N, K))
+        M, shape = x2.shape[0], (*x.shape[:-1], N)
+        if how.linear.rows is not None:
+            M, shape = on_all_ranks(x, N, how.linear)
+        ctx.meta = (x.shape, (M, N, K))
         ctx.dtypes = (
             None if norm_bias is None else norm_bias.dtype,
             (source.dtype, weight.dtype, None if bias is None else bias.dtype),
         )
         # Not views: an in-place op on a view of an autograd function's output is refused.
-        out = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], N))
+        out = torch.ops.aten._unsafe_view.default(y, shape)
         if normed is None:
             return out
         return out, torch.ops.aten._unsafe_view.default(normed, x.shape)
@@ -247,7 +251,8 @@ class _NormMlp(Float8Function):
             saved_h = _quantized(h)
         ctx.save_for_backward(*kept, *saved1, *saved2, *saved_h, recomputed)
         ctx.how, ctx.dtype = how, dtype
-        ctx.meta = (x.shape, (x2.shape[0], N, K), (x2.shape[0], K, F))
+        M = x2.shape[0] if how.fc1.rows is None else how.fc1.rows.total
+        ctx.meta = (x.shape, (M, N, K), (M, K, F))
         ctx.dtypes = (
             None if norm_bias is None else norm_bias.dtype,
             (dtype, fc1_weight.dtype, None if fc1_bias is None else fc1_bias.dtype),
@@ -278,7 +283,8 @@ class _NormMlp(Float8Function):
             h = forward_again(normed, fc1_bias, saved1, how.fc1, shape1[1])
         activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
         wanted = (any(needs[:5]), needs[5], needs[6])
-        gradient = Gradient(dy.reshape(shape2[:2]), how.fc2, needs=wanted)
+        dy = dy.reshape(shape2[:2]) if how.fc2.rows is None else as_matrix(dy)
+        gradient = Gradient(dy, how.fc2, needs=wanted)
         da, dw2, db2 = backward(
             gradient, activated, saved2, how.fc2, needs=wanted, shape=shape2, dtypes=dtypes2
         )

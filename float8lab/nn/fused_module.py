@@ -16,13 +16,15 @@ from float8lab.arguments import (
     check_input,
 )
 from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
+from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import fused_weight
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
-from float8lab.nn.norm import check_norm, mark_sequence_parallel
+from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.parallel import TensorParallelGroup
+from float8lab.nn.parallel import Shard, TensorParallelGroup
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
 
@@ -66,7 +68,7 @@ class FusedModule(Shardable, TensorParallelGroup):
         self.layer_norm_weight = nn.Parameter(torch.empty(size, device=where, dtype=dtype))
         bias = torch.empty(size, device=where, dtype=dtype) if center else None
         self.register_parameter("layer_norm_bias", None if bias is None else nn.Parameter(bias))
-        mark_sequence_parallel(sequence_parallel, self.layer_norm_weight, self.layer_norm_bias)
+        mark_sequence_parallel(self, sequence_parallel, "layer_norm_weight", "layer_norm_bias")
         return where, dtype
 
     def _reset_norm(self) -> None:
@@ -90,8 +92,10 @@ class FusedModule(Shardable, TensorParallelGroup):
         added = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
         self.register_parameter(f"{prefix}bias", added)
 
-    def _initialise(self, prefixes: Sequence[str], init_method: _Init | None) -> None:
-        initialise(self, prefixes, init_method, keep=self._keeps_initial_values)
+    def _initialise(
+        self, prefixes: Sequence[str], init_method: _Init | None, shard: Shard | None
+    ) -> None:
+        initialise(self, prefixes, init_method, keep=self._keeps_initial_values, shard=shard)
 
     def _whole(self, prefixes: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that these parts form."""
@@ -117,12 +121,18 @@ class FusedModule(Shardable, TensorParallelGroup):
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 
     def _begin(
-        self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
+        self,
+        precision: Precision,
+        x: Tensor,
+        weight: Tensor,
+        first_microbatch: bool | None,
+        rows: Rows | None,
     ) -> Call | None:
         """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
         call = precision.begin(
             x, training=self.training, first_microbatch=first_microbatch,
             fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+            rows=rows,
         )  # fmt: skip
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 

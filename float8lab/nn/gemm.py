@@ -23,11 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8lab.distributed.tensor_parallel import Product, Shards, spread_mm
+from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
     Matrix,
     Operand,
     Specs,
+    amaxes_of_shards,
     cast,
     cast_by,
     forget_cast,
@@ -41,7 +44,7 @@ from float8lab.nn.casts import (
     show_gemm,
     show_input,
 )
-from float8lab.nn.precision import DY, Call, W
+from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import (
     Ends,
     Groups,
@@ -53,7 +56,7 @@ from float8lab.ops import (
 )
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors
-from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.recipe import GemmPlan, Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -67,6 +70,7 @@ __all__ = [
     "forward",
     "forward_again",
     "fused_weight",
+    "on_all_ranks",
     "output_dtype",
     "plain_weight",
 ]
@@ -112,31 +116,29 @@ def forward(
         ends: of the experts' rows; then weight and bias are those of E experts, and
             rows beyond the last end give zeros.
     """
-    plan, source = call.plan, isinstance(x, Source)
-    needs_dx, needs_dw = needs
-    wgrad = plan.wgrad if needs_dw else None
+    (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
+    source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
     uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
     square = plan.w.block[0] == plan.w.block[1]
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
     value: Matrix = inp if source and inp is not None else x
-    if ends is not None:
-        value = Groups.of(x, ends)
+    value = value if ends is None else Groups.of(x, ends)
     specs: Specs = plan.x if plan.fprop or keep_x else None, None
     if not source:
         specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
 
     # Whatever depends on the state of the module comes before the product, or after it.
-    x_by, x_cast, key = known_input(value, None if source else inp, specs, call)
-    high = w_by = w_cast = None
-    if plan.fprop or keep_w:
-        high, w_by, w_cast = known_weight(weight, call)
+    spread = None if parallel is None else call
+    amaxes = (None, None) if spread is None else amaxes_of_shards(value, weight, call)
+    x_by, x_cast, key = known_input(value, None if source else inp, specs, call, amaxes[0])
+    known: Any = known_weight(weight, call, amaxes[1]) if plan.fprop or keep_w else (None,) * 3
     first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
-    on_gpu = first.is_cuda
-    multiply: Any = _planned_product if on_gpu and not call.watched else _product
+    plans = first.is_cuda and spread is None and not call.watched
+    multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
-        value, specs, x_by, x_cast, high, w_by, w_cast, bias, weight.shape[-2], call.recipe, dtype
-    )
+        value, specs, x_by, x_cast, *known, bias, weight.shape[-2], call.recipe, dtype, spread
+    )  # fmt: skip
     q, scale, factor, q_t, scale_t = x_now
     if key is not None:
         STATE.last_cast = weakref.ref(inp, forget_cast), key, x_now  # type: ignore[arg-type]
@@ -144,10 +146,10 @@ def forward(
         show_input(value, specs, x_now, call)
     if w8 is not None and (call.watched or STATE.weights is not None):
         note_weight(weight, (w8, w_scale, w_factor), call)
-    if call.watched:
+    if call.watched and (parallel is None or not plan.fprop):
         show_gemm("fprop", call, *(((q, scale), (w8, w_scale)) if plan.fprop else (None, None)))
     if y is None:
-        y = _in_high_precision(value, weight, bias, dtype)
+        y = _in_high_precision(value, weight, bias, dtype, call)
 
     saved_x: Saved = (None, None, None)
     if source and keep_x:
@@ -158,13 +160,17 @@ def forward(
         saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
     elif not source and needs_dw:
         saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
+    if parallel is not None and parallel.keeps and not source and needs_dw:
+        saved_x = _gathered_for_wgrad(saved_x, call)
     saved_w: Saved = (None, None, None)
     if keep_w:
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
         lean = source and isinstance(weight, nn.Parameter)
         if ends is not None:
             lean = source and x.prologue != "permute"  # type: ignore[union-attr]  # a source
-        lean = lean and (high is not None or not lives_on(w8, weight, call))
+        # Without an amax, nothing tells the bytes of a block that lies on several ranks.
+        lean = lean and (spread is None or w_factor is not None)
+        lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
     keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
     return y, (*saved_x, weight if keep_high else None, *saved_w)
@@ -182,6 +188,7 @@ def _product(
     features: int,
     recipe: Recipe,
     dtype: torch.dtype,
+    spread: Call | None = None,
 ) -> tuple[Tensor | None, ...]:
     """``x @ weight.T + bias``, ``[M, features]``, None in high precision; x and weight in FP8.
 
@@ -197,6 +204,7 @@ def _product(
         features: N.
         recipe: how to cast.
         dtype: of the product.
+        spread: the call, if the layer is spread over ranks.
     """
     plan, (straight, transposed) = recipe.linear, specs
     if x_cast is None:
@@ -210,6 +218,12 @@ def _product(
     if plan.fprop:
         left, right, fast_accum = plan.fprop
         (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
+        if spread is not None:
+            shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
+            y, whole = _spread_mm(x_cast[:2], w_cast[:2], plan.fprop, shape, dtype, spread, bias)
+            if spread.watched:
+                show_gemm("fprop", spread, whole, w_cast[:2])
+            return y, *x_cast, *w_cast
         if bias is not None and bias.shape[-1] != w8.shape[-2]:
             bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         operands = x8, x_scale, left.block, w8, w_scale, right.block, bias
@@ -229,14 +243,48 @@ def _product(
 _planned_product = planned(_product)
 
 
+def _spread_mm(
+    a: Operand,
+    b: Operand,
+    gemm: GemmPlan,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    call: Call,
+    bias: Tensor | None = None,
+    *,
+    backward: bool = False,
+    beside: Shards | None = None,
+    keep: bool = False,
+) -> tuple[Tensor, Operand]:
+    """``spread_mm`` of operands that this rank has; ``shape`` has the rows of ``a``, or all."""
+    parallel, rows = call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    if rows is not None:
+        shape = rows.total, shape[1]
+    edge = call.plan.edge if backward == (parallel.mode == "row") else 1  # of a product's shard
+    features, wide = shape[1], parallel.spaced_size(shape[1], edge)
+    bias = parallel.added(bias)
+    if bias is not None:
+        bias = parallel.spaced(bias, 0, edge)
+        bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
+    blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
+    product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
+    y, whole = spread_mm(parallel, rows, (a, b), product, bias, backward=backward, beside=beside)
+    return parallel.cropped(y, 1, features, edge), whole
+
+
 def _in_high_precision(
-    x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, call: Call
 ) -> Tensor:
-    high = (x if isinstance(x, Tensor) else x.value()).to(dtype)
+    high, parallel = (x if isinstance(x, Tensor) else x.value()).to(dtype), call.parallel
+    if parallel is not None:
+        high = parallel.entered(high, call.rows)
+        bias = parallel.added(bias)
     added = None if bias is None else bias.to(dtype)
     if isinstance(x, Groups):
         return _multiply_groups(high, plain(weight).to(dtype), x.offs, dtype, added)
-    return F.linear(high, plain(weight).to(dtype), added)
+    y = F.linear(high, plain(weight).to(dtype), added)
+    return y if parallel is None else parallel.left(y, call.rows)
 
 
 def _multiply_groups(
@@ -257,7 +305,7 @@ def forward_again(
         assert weight is not None, "kept for this"
         if call.watched:
             show_gemm("fprop", call, None, None)
-        return _in_high_precision(x, weight, bias, x.dtype)
+        return _in_high_precision(x, weight, bias, x.dtype, call)
     x_q = cast_by(x, plan.fprop.left, None, plan, (Factors(scale, factor), None))[:5]
     known: Any = w8, w_scale, None
     high: Tensor | None = None
@@ -269,9 +317,10 @@ def forward_again(
         else:
             high, by, known = plain(weight), (Factors(w_scale, w_factor), None), None
     y, *_, w8, w_scale, _ = _product(
-        x, (None, None), None, x_q, high, by, known, bias, features, call.recipe, x.dtype
-    )
-    if call.watched:
+        x, (None, None), None, x_q, high, by, known, bias, features, call.recipe, x.dtype,
+        None if call.parallel is None else call,
+    )  # fmt: skip
+    if call.watched and call.parallel is None:
         show_gemm("fprop", call, x_q[:2], (w8, w_scale))  # type: ignore[arg-type]  # in FP8
     assert y is not None, "in FP8"
     return y
@@ -280,7 +329,7 @@ def forward_again(
 class Gradient:
     """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
 
-    __slots__ = ("ends", "high", "q", "q_t", "total")
+    __slots__ = ("ends", "high", "q", "q_t", "total", "turns")
 
     ends: Ends | None
     """Ends of experts' rows, if they are in groups."""
@@ -291,6 +340,8 @@ class Gradient:
     """Transposed, for wgrad."""
     total: Tensor | None
     """The sums over the rows, or over each expert's, where they come for free."""
+    turns: bool
+    """The transpose is made of what dgrad gathers from other ranks."""
 
     def __init__(
         self,
@@ -310,9 +361,13 @@ class Gradient:
             dy = dy.value()  # something wants it written
         self.high, self.ends = None if isinstance(dy, Source) else dy, ends
         self.q = self.q_t = self.total = None
+        self.turns = False
         if not (dx or dw):
             return
         total = needs_db and (ends is not None or (dx is not None and dw is not None))
+        if call.parallel is not None and call.parallel.scatters and dx == dw:
+            self.turns = plan.dy.block == (-1, -1)
+            dw = None if self.turns else dw
         x: Matrix = dy if ends is None else Groups.of(dy, ends)
         q, scale, _, q_t, scale_t, sums = cast(x, dx, DY, call, transposed=dw, column_sum=total)
         if dx:
@@ -356,30 +411,41 @@ def backward(
     kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
     dx = dw = db = None
     on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
-    plans, watching = on_gpu and not call.watched, call if call.watched else None
+    watching, spread = call if call.watched else None, None if call.parallel is None else call
+    plans = on_gpu and watching is None and spread is None
+    for_wgrad: Any = None
+    if spread is not None and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
+        for_wgrad = _operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
     if needs[0]:
         by: By = (Factors(w_scale, w_factor), None)
         high, w_t = None if w8 is not None and dy.q else weight, None
-        if dy.q and (torch.compiler.is_compiling() or w_scale is None):
+        if dy.q and (torch.compiler.is_compiling() or w_scale is None or spread is not None):
             high, by, w_t = _weight_transposed(high, w8, by, call, event=dy.q[1])
         elif dy.ends is not None and w8 is not None and call.first_microbatch is not None:
             w_t = kept_transpose(w8, w_scale, call)
         elif isinstance(high, Float8Tensor):
             high = plain(high, dy.high)
-        multiply: Any = _planned_dgrad if plans else _dgrad
-        dx = multiply(
-            dy.q or dy.high, high, w8, by, w_t, w_scale is not None, call.recipe, (M, K), dtypes[0],
-            watching, *groups,
-        )  # fmt: skip
+        if spread is not None:
+            known = w_scale is not None
+            dx = _spread_dgrad(dy, high, w_t, known, call, (M, K), dtypes[0], for_wgrad)
+        else:
+            multiply: Any = _planned_dgrad if plans else _dgrad
+            dx = multiply(
+                dy.q or dy.high, high, w8, by, w_t, w_scale is not None, call.recipe, (M, K),
+                dtypes[0], watching, *groups,
+            )  # fmt: skip
     dy.q = None  # its room may serve for dw
     if needs[1]:
         main = fused[0] if isinstance(fused, tuple) else fused
         dtype = dtypes[1] if main is None else main.main_grad.dtype
         factors = Factors(x_scale, x_factor)
-        multiply = _planned_wgrad if plans else _wgrad
-        dw = multiply(
-            dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching, *groups
-        )
+        if spread is not None:
+            dw = _spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype)
+        else:
+            multiply = _planned_wgrad if plans else _wgrad
+            dw = multiply(
+                dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching, *groups
+            )
         if fused is not None:
             _accumulate(fused, dw, overwrite=call.first_microbatch is True)
             dw = None
@@ -414,9 +480,12 @@ def _weight_transposed(
         return None, by, (transpose_op(w8, 1, event), scale if scale.ndim == 1 else scale.mT)
     assert weight is not None, "kept for this"
     high = plain(weight, event)
+    if by[0].scale is not None and call.parallel is not None:
+        w8, scale, *_ = cast_by(high, call.plan.w, None, call.plan, by)
+        return None, by, (transpose_op(w8, 1, event), scale.t())
     if by[0].scale is not None:
         return high, by, None
-    if graph:
+    if graph or call.shards is not None:
         return None, by, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
     return high, call.known[W] or call.scale(W, high) if call.plan.delayed else None, None
 
@@ -472,6 +541,118 @@ def _dgrad(
 
 
 _planned_dgrad = planned(_dgrad)
+
+
+def _operands_of_wgrad(
+    dy: Gradient, x: Source | None, kept: Tensor | None, factors: Factors, call: Call
+) -> list[Operand | Shards | None]:
+    """The transposes of dy and x; None for one that is made of what dgrad gathers."""
+    plan, parallel, rows = call.plan, call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    assert plan.wgrad is not None, "in FP8"
+    left, right, _ = plan.wgrad
+    dy_t: Any = dy.q_t
+    x_t: Any
+    if x is None:
+        x_t = kept, factors.scale.float()
+    elif factors.scale is not None:
+        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+    else:
+        x_t = cast(x, None, X, call, transposed=right)[3:5]
+    if parallel.gathers and not (x is None and parallel.keeps):
+        assert rows is not None, "under sequence parallelism"
+        x_t = Shards(parallel, rows, x_t, right.block)
+    elif parallel.scatters and dy_t is not None:
+        assert rows is not None, "under sequence parallelism"
+        dy_t = Shards(parallel, rows, dy_t, left.block)
+    return [dy_t, x_t]
+
+
+def _spread_dgrad(
+    dy: Gradient,
+    weight: Tensor | None,
+    w_t: Any,
+    turns: bool,
+    call: Call,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    for_wgrad: Any,
+) -> Tensor:
+    """``_dgrad`` of a layer that is spread over ranks; ``for_wgrad`` may get what that gathers."""
+    plan, parallel = call.plan, call.parallel
+    assert parallel is not None, "of a layer that is spread"
+    if dy.q is None:
+        assert weight is not None, "kept for this"
+        assert dy.high is not None, "written"
+        if call.watched:
+            show_gemm("dgrad", call, None, None)
+        high = parallel.entered(dy.high, call.rows, backward=True)
+        return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
+    assert plan.dgrad is not None, "cast for it"
+    beside = next((one for one in for_wgrad or () if isinstance(one, Shards)), None)
+    dx, whole = _spread_mm(
+        dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
+    )
+    if call.watched:
+        if not turns and not plan.fprop:  # else the forward has cast it
+            assert weight is not None, "cast just now"
+            show_cast(weight.t(), w_t, plan.dgrad.right, W, call, only_in_backward=True)
+        show_gemm("dgrad", call, whole, w_t)
+    if dy.turns:
+        for_wgrad[0] = transpose_op(whole[0], 1, None), whole[1]
+    return dx
+
+
+def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand:
+    """An operand of wgrad, whose columns are the tokens, of all ranks."""
+    assert call.parallel is not None, "of a layer that is spread"
+    assert call.rows is not None, "under sequence parallelism"
+    return call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+
+
+def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:
+    """What backward needs of x, of all ranks: its transpose in FP8, or the matrix."""
+    assert call.parallel is not None, "of a layer that is spread"
+    x, scale, _ = saved
+    assert x is not None, "a matrix"
+    if scale is None:
+        return call.parallel.entered(x, call.rows), None, None
+    assert call.plan.wgrad is not None, "cast for it"
+    return *_gathered(x, scale, call.plan.wgrad.right, call), None
+
+
+def _spread_wgrad(
+    dy: Gradient,
+    x: Source | None,
+    kept: Tensor | None,
+    operands: Any,
+    call: Call,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """``_wgrad`` of a layer that is spread over ranks, of ``operands`` if it runs in FP8."""
+    plan, parallel, rows = call.plan, call.parallel, call.rows
+    assert parallel is not None, "of a layer that is spread"
+    if plan.wgrad is None:
+        high = kept if x is None else x.value()
+        assert high is not None, "kept for this"
+        assert dy.high is not None, "written"
+        if call.watched:
+            show_gemm("wgrad", call, None, None)
+        if x is not None or not parallel.keeps:
+            high = parallel.entered(high, rows)
+        dy_high = parallel.entered(dy.high, rows, backward=True)
+        return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
+    left, right, fast_accum = plan.wgrad
+    dy_t, x_t = (one.gathered() if isinstance(one, Shards) else one for one in operands)
+    if call.watched:
+        show_gemm("wgrad", call, dy_t, x_t)
+    dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
+    dim = int(parallel.mode == "row")
+    dw = parallel.cropped(dw, dim, shape[dim], plan.edge)
+    if torch.compiler.is_compiling() or dw.shape != shape:
+        dw = dw[: shape[0], : shape[1]]
+    return dw
 
 
 def _wgrad(
@@ -575,6 +756,13 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def on_all_ranks(x: Tensor, features: int, call: Call) -> tuple[int, tuple[int, ...]]:
+    """How many tokens a layer's GEMMs have under sequence parallelism; its output's shape here."""
+    assert call.parallel is not None, "of a layer that is spread"
+    assert call.rows is not None, "under sequence parallelism"
+    return call.rows.total, call.parallel.shape_of_output(x.shape, call.rows, features)
+
+
 class LinearFunction(Float8Function):
     """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward: ``run`` it.
 
@@ -598,17 +786,21 @@ class LinearFunction(Float8Function):
         )  # fmt: skip
         ctx.save_for_backward(*saved)
         ctx.call = call
-        ctx.shapes = x.shape, (rows.shape[0], N, K)
+        ctx.shapes, shape = (x.shape, (rows.shape[0], N, K)), (*x.shape[:-1], N)
+        if call.rows is not None:
+            M, shape = on_all_ranks(x, N, call)
+            ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
-        out: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], N))
+        out: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (x_shape, shape) = ctx.needs_input_grad[:3], ctx.shapes
-        gradient = Gradient(dy.reshape(shape[:2]), ctx.call, needs=needs)
+        dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
+        gradient = Gradient(dy, ctx.call, needs=needs)
         dx, dw, db = backward(
             gradient, None, ctx.saved_tensors, ctx.call,
             needs=needs, shape=shape, dtypes=ctx.dtypes,

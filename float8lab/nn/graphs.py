@@ -172,15 +172,10 @@ def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _M
     training without gradients; activation checkpoints, saved-tensor hooks, ``torch.compile``,
     ``torch.func``, an outer CUDA graph, a dispatch mode, ``inspect.watch``; hooks on modules
     inside; several outputs with gradients; parameters of tensor subclasses but ``Float8Tensor``,
-    FSDP2's, ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``. A forward that waits for the
-    GPU, that casts weights once for several microbatches, or that recording fails for, runs eagerly
-    after a warning. Parameters, buffers and
-    submodules may be replaced: what was recorded before is dropped.
-
-    Outputs and gradients are tensors of their own, which no later call overwrites: a copy of each
-    costs little where layers are small, and nobody expects the output of a module to change. (Those
-    of ``make_graphed_callables`` are overwritten.) Each graph keeps what its forward saves for
-    backward, and the gradients, in memory of its own.
+    FSDP2's, ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``, tensor-parallel ranks. A
+    forward that waits for the GPU, that casts weights once for several microbatches, or that
+    recording fails for, runs eagerly after a warning. Parameters, buffers and submodules may be
+    replaced: what was recorded before is dropped.
 
     What else a forward reads, such as attributes and Python's random numbers, is read while it is
     recorded. Call ``graphed`` again, which drops all graphs, after changing such a thing.
@@ -252,6 +247,7 @@ class _Parts:
         self.fit = len(plain) == len(self.tensors) and not any(
             vars(m).get("fuse_wgrad_accumulation")
             or vars(m).get("get_rng_state_tracker")
+            or any(precision.parallel is not None for precision in self.precisions)
             or hasattr(m, "_get_fsdp_state")
             or isinstance(m, torch.jit.ScriptModule)
             for m in self.modules

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from float8lab.nn.gemm import Gradient, backward, forward, output_dtype
@@ -19,7 +20,7 @@ from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
-__all__ = ["GroupedFunction", "as_one", "into_buffer", "is_of"]
+__all__ = ["GroupedFunction", "as_one", "in_first_rank", "into_buffer", "is_of"]
 
 _IN_HIGH_PRECISION = Call(
     Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
@@ -120,3 +121,19 @@ class _IntoBuffer(Float8Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         return ctx.buffer.copy_(dx), None
+
+
+def in_first_rank(bias: Tensor, rank: int) -> Tensor:
+    """A bias as it is in a rank's part of a sum: in the first one's alone. All get its gradient."""
+    found: Tensor = _InFirstRank.run(bias, rank)
+    return found
+
+
+class _InFirstRank(Float8Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
+        return torch.zeros_like(bias) if rank else bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, db: Tensor) -> tuple[Tensor, None]:
+        return db, None

@@ -26,7 +26,13 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.gemm import fused_weight, plain_weight
-from float8lab.nn.grouped_function import GroupedFunction, as_one, into_buffer, is_of
+from float8lab.nn.grouped_function import (
+    GroupedFunction,
+    as_one,
+    in_first_rank,
+    into_buffer,
+    is_of,
+)
 from float8lab.nn.linear import (
     default_device,
     keep_initial_value,
@@ -35,7 +41,13 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
-from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
+from float8lab.nn.parallel import (
+    TensorParallelGroup,
+    mark_shard,
+    overlap_of,
+    parallel_size,
+    share_of,
+)
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.recipes.region import STATE
@@ -59,6 +71,11 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     recipe of one scale per tensor the input has one scale for all of its rows, and each weight its
     own. Otherwise as ``Linear``.
 
+    Tensor parallelism spreads each expert's features over the ranks (``parallel_mode``), and sends
+    nothing but, in FP8, the largest values: column parallel, the input is the same on all ranks and
+    its gradient a part of a sum; row parallel, the output is a part of a sum. Tokens are sent, and
+    sums made, where tokens are sent to experts and back.
+
     Parameters: ``weight0`` to ``weight<num_gemms - 1>``, ``[out_features, in_features]``, and
     ``bias0`` ..., ``[out_features]``; or, for less work for the host, ``weight``,
     ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of either kind loads into
@@ -79,13 +96,16 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             caller allocates, instead of producing their ``grad``.
         single_grouped_weight: one parameter for all weights.
         single_grouped_bias: one parameter for all biases.
-        sequence_parallel: no effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
-        parallel_mode: None, "column" or "row"; no effect on a single rank.
+        sequence_parallel: no effect: the layer sends no tokens.
+        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
+        tp_size: how many they are, if ``tp_group`` is None.
+        parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
+            part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
+            input; the biases are in the first rank's part of the sum. None: each rank has all.
+        ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
+        ValueError: features that the ranks cannot share equally.
 
     >>> experts = float8lab.GroupedLinear(2, 64, 32, device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -95,6 +115,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
 
     weight: Tensor
     bias: Tensor
+    _casts_only = True
 
     def __init__(  # the signature is the interface that users' code is written for
         self,
@@ -114,8 +135,9 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        **ub: Any,
     ) -> None:
-        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
             bias=bias,
             return_bias=return_bias,
@@ -128,14 +150,15 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         check_dtype("params_dtype", params_dtype)
         super().__init__()
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
-        self.in_features = in_features = check_size("in_features", in_features)
-        self.out_features = out_features = check_size("out_features", out_features)
+        in_features = check_size("in_features", in_features)
+        out_features = check_size("out_features", out_features)
         self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias)
-        self.sequence_parallel = sequence_parallel
+        self.parallel_mode = parallel_mode and parallel_mode.lower()
+        self.tp_size = ranks
         self._init_method = init_method
         self._names = {
             kind: (kind,) if single else tuple(f"{kind}{index}" for index in range(E))
@@ -149,6 +172,11 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         self._fp8.experts = E
         where = check_device("device", device) or default_device()
         dtype = params_dtype or torch.get_default_dtype()
+        if self.parallel_mode == "column":
+            out_features = share_of("out_features", out_features, ranks)
+        elif self.parallel_mode == "row":
+            in_features = share_of("in_features", in_features, ranks)
+        self.in_features, self.out_features = in_features, out_features
         sizes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
         if bias:
             sizes["bias"] = (out_features,)
@@ -157,10 +185,27 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             parts = [whole] if self._names[kind] == (kind,) else whole.unbind()
             for name, part in zip(self._names[kind], parts, strict=True):
                 self.register_parameter(name, nn.Parameter(part))
+        self.overlap = overlap_of("GroupedLinear", ub)
+        self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        self._keeps_initial_values = store_in_fp8(self, self._names["weight"])
+        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        if stored is not None and self.single_grouped_weight:
+            raise NotImplementedError(
+                "single_grouped_weight must be False where tensor-parallel ranks share weights "
+                "that are stored in FP8; got True. Leave it out: each expert's weight is one then."
+            )
+        self._keeps_initial_values = store_in_fp8(self, self._names["weight"], stored)
+        if ranks > 1:
+            for parameter in self._parameters_of("weight"):
+                mark_shard(parameter, -2 if self.parallel_mode == "column" else -1)
         place_precisions(self)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        mode = self.parallel_mode
+        if mode is None:
+            return {}
+        return {"_fp8": (mode, (self.out_features if mode == "column" else self.in_features,))}
 
     def _weight_cast(self, name: str) -> WeightCast | None:
         cast = self._fp8.weight_gather() if name == "weight" else None
@@ -179,10 +224,13 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         init = self._init_method or normal_init
         keep = getattr(self, "_keeps_initial_values", False)
         with torch.no_grad():
+            shard = self._shard(-2 if self.parallel_mode == "column" else -1)
             for weight in self._parameters_of("weight"):
-                value = torch.empty(weight.shape, device=weight.device, dtype=weight.dtype)
+                shape = weight.shape if shard is None else shard.whole(weight.shape)
+                value = torch.empty(shape, device=weight.device, dtype=weight.dtype)
                 for one in value if self.single_grouped_weight else (value,):
                     init(one)
+                value = value if shard is None else shard.of(value)
                 weight.copy_(value)
                 if keep:
                     keep_initial_value(weight, value)
@@ -249,7 +297,14 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if biases is not None and not self.return_bias:
             bias, more = self._whole("bias", biases)
             parts = [*parts, *more]
-        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, count, *parts)
+            if self.tp_size > 1 and self.parallel_mode == "row":
+                bias = in_first_rank(bias, self._fp8.parallel.rank)  # type: ignore[union-attr]
+        shards = None if call is None else call.shards
+        y: Tensor
+        if shards is not None and shards.are_cut(0, call.plan.edge):  # type: ignore[union-attr]
+            y = self._run_spaced(x, weights, biases, offs, call)
+        else:
+            y = GroupedFunction.run(x, weight, bias, offs, call, count, *parts)
         if call is not None and call.record:
             self._fp8.end(call)
         if inp.ndim != 2:
@@ -281,6 +336,29 @@ class GroupedLinear(Shardable, TensorParallelGroup):
                 return torch.stack(list(parts)), ()
             self._wholes[kind] = whole, version
         return whole, parts
+
+    def _run_spaced(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, offs: Tensor,
+        call: Any,
+    ) -> Tensor:  # fmt: skip
+        """The layer where the features of ranks meet inside blocks: with zeros for the others'."""
+        parallel, edge = call.shards, call.plan.edge
+        if call.fused_weight is not None:
+            raise NotImplementedError(
+                f"fuse_wgrad_accumulation must be False where blocks of {edge} features lie on "
+                f"several ranks; got True and {parallel.pieces[0]} features for each. Leave it "
+                "out, or choose sizes that the blocks divide."
+            )
+        column, (length,) = parallel.mode == "column", parallel.pieces
+        weight = weights[0] if self.single_grouped_weight else torch.stack(list(weights))
+        weight = parallel.spaced(weight, 1 if column else 2, edge)
+        bias = None
+        if biases is not None and not self.return_bias:
+            bias = biases[0] if self.single_grouped_bias else torch.stack(list(biases))
+            bias = parallel.spaced(bias, 1, edge) if column else in_first_rank(bias, parallel.rank)
+        x = x if column else parallel.spaced(x, 1, edge)
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+        return parallel.cropped(y, 1, length, edge).contiguous() if column else y
 
     def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """The weights, if their gradients are to go into ``main_grad``."""

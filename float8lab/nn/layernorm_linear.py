@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from float8lab.arguments import check_callables, check_flags, check_size
+from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype, plain_weight
-from float8lab.nn.linear import sizes_of_split, store_in_fp8
+from float8lab.nn.linear import linear_in_high_precision, sizes_of_split, store_in_fp8
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import check_parallel_arguments
+from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormLinear"]
@@ -39,27 +40,33 @@ class LayerNormLinear(FusedModule):
         init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
             deviation 0.023.
         return_layernorm_output: return the norm's output as the last output.
-        return_layernorm_output_gathered: that output is of all tensor-parallel ranks; no effect on
-            a single one, or without ``return_layernorm_output``.
+        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
+            no effect without ``sequence_parallel`` and ``return_layernorm_output``.
         parameters_split: names, or a mapping from names to sizes along dimension 0, of several
             parameters that together form the weight (``<name>_weight``) and the bias
             (``<name>_bias``).
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
         device: None is the default device if one was set, else the current CUDA device if there is
             one, else the CPU.
-        sequence_parallel: mark the norm's parameters, so that a trainer sums their gradients over
-            tensor-parallel ranks; no other effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
-        parallel_mode: None, "column" or "row"; no effect on a single rank.
+        sequence_parallel: each tensor-parallel rank has its share of the input's tokens, along the
+            first dimension; the norm's parameters are marked, so that a trainer sums their
+            gradients over these ranks.
+        tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
+        tp_size: R, where ``tp_group`` is given later.
+        parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight and
+            gives as many features of all tokens; None: no rank shares anything. A norm needs all
+            features, so "row" is for one rank.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the
             caller allocates, instead of producing ``weight.grad``.
         return_bias: do not add the bias; return it after the output.
         params_dtype: dtype of the parameters; None is the default dtype.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
-        ValueError: an unknown normalization; ``parameters_split`` does not add up.
+        ValueError: an unknown normalization; ``parameters_split`` does not add up; sizes that the
+            ranks cannot share equally.
 
     >>> layer = float8lab.LayerNormLinear(64, 96, normalization="RMSNorm", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -88,8 +95,16 @@ class LayerNormLinear(FusedModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        **ub: Any,
     ) -> None:
-        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        ranks = parallel_size(tp_size, tp_group, parallel_mode)
+        mode = parallel_mode and parallel_mode.lower()
+        if ranks > 1 and mode == "row":
+            raise ValueError(
+                "parallel_mode must be 'column', or None, for a norm and a linear layer on several "
+                f"ranks; got {parallel_mode!r}. The norm needs all features of a token: use "
+                "LayerNorm, and a Linear that is row parallel."
+            )
         check_flags(
             bias=bias,
             return_layernorm_output=return_layernorm_output,
@@ -101,6 +116,8 @@ class LayerNormLinear(FusedModule):
         super().__init__()
         self.in_features = in_features = check_size("in_features", in_features)
         self.out_features = out_features = check_size("out_features", out_features)
+        self.parallel_mode = mode
+        self.tp_size = ranks
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
@@ -119,12 +136,24 @@ class LayerNormLinear(FusedModule):
         sizes = sizes_of_split(parameters_split, out_features) or {"": out_features}
         self._prefixes = [f"{name}_" if name else "" for name in sizes]
         for prefix, size in zip(self._prefixes, sizes.values(), strict=True):
-            self._register(prefix, (size, in_features), bias=bias, device=where, dtype=dtype)
+            name = f"parameters_split[{prefix[:-1]!r}]" if prefix else "out_features"
+            shape = share_of(name, size, ranks), in_features
+            self._register(prefix, shape, bias=bias, device=where, dtype=dtype)
+        self.out_features = out_features // ranks
+        self.overlap = overlap_of("LayerNormLinear", ub)
+        self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
-        self._keeps_initial_values = store_in_fp8(self, names)
+        self._keeps_initial_values = store_in_fp8(self, names, self._stored_shard("_fp8", 0))
+        self._mark_shards(self._prefixes, 0)
         place_precisions(self)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        if self.parallel_mode is None:
+            return {}
+        sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._prefixes)
+        return {"_fp8": (self.parallel_mode, sizes if len(sizes) > 1 else self._joined)}
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weight by ``init_method``, and the bias to 0.
@@ -132,7 +161,7 @@ class LayerNormLinear(FusedModule):
         Parameters on the meta device get memory on the default one, as of a new module.
         """
         self._reset_norm()
-        self._initialise(self._prefixes, self._init_method)
+        self._initialise(self._prefixes, self._init_method, self._shard(0))
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the linear layer.
@@ -148,10 +177,12 @@ class LayerNormLinear(FusedModule):
         weight, bias = self._whole(self._prefixes)
         x = self._checked(inp, weight, "in_features")
         added = None if self.return_bias else bias
-        call = self._begin(self._fp8, x, weight, is_first_microbatch)
+        parallel = self._fp8.parallel
+        rows = None if parallel is None else parallel.rows_of(x)
+        call = self._begin(self._fp8, x, weight, is_first_microbatch, rows)
         if call is None:
             results = self._forward_in_high_precision(
-                x, plain_weight(self, weight, is_first_microbatch), added
+                x, plain_weight(self, weight, is_first_microbatch), added, rows
             )
         else:
             how = NormLinearCall(self._norm, call, self.return_layernorm_output)
@@ -161,16 +192,18 @@ class LayerNormLinear(FusedModule):
             if call.record:
                 self._fp8.end(call)
         normed = results[1] if self.return_layernorm_output else None
+        if normed is not None and parallel is not None and rows is not None:
+            gathered = self.return_layernorm_output_gathered
+            normed = parallel.gather(normed, rows) if gathered else normed
         return self._outputs(results[0], bias, normed, return_bias=self.return_bias)
 
     def _forward_in_high_precision(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
     ) -> tuple[Tensor, Tensor | None]:
         normed = normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
         )
-        self._fp8.calibrate(normed, weight)
-        return nn.functional.linear(normed, weight, bias), normed
+        return linear_in_high_precision(self._fp8, normed, weight, bias, rows), normed
 
     def extra_repr(self) -> str:
         return (

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from float8lab.arguments import check_callables, check_flags, check_size
+from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype, plain_weight
-from float8lab.nn.linear import store_in_fp8
+from float8lab.nn.linear import linear_in_high_precision, store_in_fp8
 from float8lab.nn.norm_function import normalize
-from float8lab.nn.parallel import check_parallel_arguments
+from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 
 __all__ = ["LayerNormMLP"]
@@ -46,16 +47,18 @@ class LayerNormMLP(FusedModule):
             standard deviation 0.023.
         output_layer_init_method: the same of ``fc2_weight``.
         return_layernorm_output: return the norm's output as the last output.
-        return_layernorm_output_gathered: that output is of all tensor-parallel ranks; no effect on
-            a single one, or without ``return_layernorm_output``.
+        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
+            no effect without ``sequence_parallel`` and ``return_layernorm_output``.
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
         device: None is the default device if one was set, else the current CUDA device if there is
             one, else the CPU.
-        set_parallel_mode: fc1 is column parallel and fc2 row parallel; no effect on a single rank.
-        sequence_parallel: mark the norm's parameters, so that a trainer sums their gradients over
-            tensor-parallel ranks; no other effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
+        set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by rows: each
+            has ``ffn_hidden_size / R`` of the features in between (``docs/many_gpus.md``).
+        sequence_parallel: each of them has its share of the tokens, along the first dimension of
+            input and output; the norm's parameters and ``fc2_bias`` are marked, so that a trainer
+            sums their gradients over these ranks.
+        tp_group: their process group.
+        tp_size: R, where ``tp_group`` is given later.
         fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``,
             which the caller allocates, instead of producing their ``grad``.
         return_bias: do not add fc2's bias; return it after the output.
@@ -67,10 +70,12 @@ class LayerNormMLP(FusedModule):
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
             half the memory. The output does not change; gradients see fc1's output rounded, which
             costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
-        ValueError: an unknown normalization or activation.
+        ValueError: an unknown normalization or activation; a size that the ranks cannot share.
 
     >>> mlp = float8lab.LayerNormMLP(64, 128, activation="swiglu", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -109,8 +114,9 @@ class LayerNormMLP(FusedModule):
         micro_batch_size: int | None = None,
         checkpoint: bool = False,
         fp8_activation_input: bool = False,
+        **ub: Any,
     ) -> None:
-        check_parallel_arguments(tp_size, tp_group, None)
+        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         gated = check_activation(activation)
         check_flags(
             bias=bias,
@@ -147,14 +153,28 @@ class LayerNormMLP(FusedModule):
             device=device,
             dtype=params_dtype,
         )
-        shape = (2 * ffn_hidden_size if gated else ffn_hidden_size, hidden_size)
+        self.tp_size = ranks
+        features = share_of("ffn_hidden_size", ffn_hidden_size, ranks)
+        self._pieces = (features,) * (2 if gated else 1)
+        shape = sum(self._pieces), hidden_size
         self._register("fc1_", shape, bias=bias, device=where, dtype=dtype)
-        shape = (hidden_size, ffn_hidden_size)
-        self._register("fc2_", shape, bias=bias, device=where, dtype=dtype)
+        self._register("fc2_", (hidden_size, features), bias=bias, device=where, dtype=dtype)
+        self.overlap = overlap_of("LayerNormMLP", ub)
+        self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
+        store_in_fp8(self, ["fc1_weight"], self._stored_shard("_fp8_fc1", 0))
+        keeps = store_in_fp8(self, ["fc2_weight"], self._stored_shard("_fp8_fc2", 1))
+        self._keeps_initial_values = keeps
+        self._mark_shards(["fc1_"], 0)
+        self._mark_shards(["fc2_"], 1)
         place_precisions(self)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        if not self.set_parallel_mode:
+            return {}
+        pieces = self._pieces if len(self._pieces) > 1 else ()
+        return {"_fp8_fc1": ("column", pieces), "_fp8_fc2": ("row", ())}
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weights by their init methods, and the biases to 0.
@@ -162,8 +182,8 @@ class LayerNormMLP(FusedModule):
         Parameters on the meta device get memory on the default one, as of a new module.
         """
         self._reset_norm()
-        self._initialise(["fc1_"], self._init_methods[0])
-        self._initialise(["fc2_"], self._init_methods[1])
+        self._initialise(["fc1_"], self._init_methods[0], self._shard(0, self._pieces))
+        self._initialise(["fc2_"], self._init_methods[1], self._shard(1))
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the MLP.
@@ -178,8 +198,10 @@ class LayerNormMLP(FusedModule):
         """
         x = self._checked(inp, self.fc1_weight, "hidden_size")
         added = None if self.return_bias else self.fc2_bias
-        fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch)
-        fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch)
+        parallel = self._fp8_fc1.parallel
+        rows = None if parallel is None else parallel.rows_of(x)
+        fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch, rows)
+        fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch, rows)
         if fc1 is not None and fc2 is not None:
             how = MlpCall(
                 norm=self._norm,
@@ -200,26 +222,28 @@ class LayerNormMLP(FusedModule):
                 self._fp8_fc2.end(fc2)
         elif self.checkpoint and torch.is_grad_enabled():
             results = run_checkpointed(
-                self._forward_in_high_precision, x, added, is_first_microbatch,
+                self._forward_in_high_precision, x, added, is_first_microbatch, rows,
                 use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
         else:
-            results = self._forward_in_high_precision(x, added, is_first_microbatch)
+            results = self._forward_in_high_precision(x, added, is_first_microbatch, rows)
         normed = results[1] if self.return_layernorm_output else None
+        if normed is not None and parallel is not None and rows is not None:
+            gathered = self.return_layernorm_output_gathered
+            normed = parallel.gather(normed, rows) if gathered else normed
         return self._outputs(results[0], self.fc2_bias, normed, return_bias=self.return_bias)
 
     def _forward_in_high_precision(
-        self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None
+        self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None, rows: Rows | None
     ) -> tuple[Tensor, Tensor | None]:
         fc1 = plain_weight(self, self.fc1_weight, first_microbatch)
         fc2 = plain_weight(self, self.fc2_weight, first_microbatch)
         normed = normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
         )
-        self._fp8_fc1.calibrate(normed, fc1)
-        activated = activate(nn.functional.linear(normed, fc1, self.fc1_bias), self.activation)
-        self._fp8_fc2.calibrate(activated, fc2)
-        return nn.functional.linear(activated, fc2, bias), normed
+        h = linear_in_high_precision(self._fp8_fc1, normed, fc1, self.fc1_bias, rows)
+        activated = activate(h, self.activation)
+        return linear_in_high_precision(self._fp8_fc2, activated, fc2, bias, rows), normed
 
     def extra_repr(self) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,20 +22,23 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
+from float8lab.distributed.tensor_parallel import Rows, StoredShard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
-from float8lab.nn.parallel import TensorParallelGroup, check_parallel_arguments
+from float8lab.nn.parallel import Shard, TensorParallelGroup, overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor.blocks import quantize_blocks
 
 __all__ = [
     "Linear",
     "default_device",
     "initialise",
     "keep_initial_value",
+    "linear_in_high_precision",
     "materialize",
     "moved_in_place",
     "normal_init",
@@ -61,27 +65,38 @@ def _default_device_was_set() -> bool:
     )
 
 
-def stored_for(weight: Tensor, recipe: Recipe) -> Float8Tensor:
-    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient."""
-    spec = recipe.linear.w
+def stored_for(weight: Tensor, recipe: Recipe, shard: StoredShard | None = None) -> Float8Tensor:
+    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient.
+
+    ``shard`` says how ranks share it, if they do.
+    """
+    spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
+    if shard is not None:
+        known = shard.amaxes(weight.detach(), spec)
+        q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
+        return Float8Tensor(*q, spec, weight.dtype)
     return quantize(
         weight.detach(), spec.fp8_dtype, block=(1,) * (weight.ndim - 2) + spec.block,
         scale_rule=spec.scale_rule,
-        amax_epsilon=recipe.linear.amax_epsilon,
+        amax_epsilon=epsilon,
     )  # fmt: skip
 
 
-def store_in_fp8(module: nn.Module, names: Sequence[str]) -> bool:
+def store_in_fp8(module: nn.Module, names: Sequence[str], shard: StoredShard | None = None) -> bool:
     """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
 
-    Returns whether they are to keep their initial values in high precision.
+    ``shard`` says how ranks share them, if they do. Returns whether they are to keep their initial
+    values in high precision.
     """
     init = STATE.init
     if init is None:
         return False
     for name in names:
         value = getattr(module, name).detach()
-        parameter = nn.Parameter(stored_for(value, init.recipe))
+        if shard is not None:
+            shard.check(name, value.shape, init.recipe.linear.w)
+        parameter = nn.Parameter(stored_for(value, init.recipe, shard))
+        parameter._shard = shard  # type: ignore[attr-defined]  # of a Float8Tensor
         if init.preserve_high_precision_init_val:
             keep_initial_value(parameter, value)
         setattr(module, name, parameter)
@@ -94,23 +109,27 @@ def initialise(
     init_method: Callable[[Tensor], Any] | None,
     *,
     keep: bool,
+    shard: Shard | None = None,
 ) -> None:
     """Initialise the weight that ``<prefix>weight`` form, by one call, and the biases to 0.
 
     With ``keep``, parameters that are stored in FP8 keep these initial values in high precision.
+    Shards are taken from the whole that one rank alone would initialise.
     """
     init = init_method or normal_init
     weights = [getattr(module, f"{prefix}weight") for prefix in prefixes]
-    sizes = [weight.shape[0] for weight in weights]
     with torch.no_grad():
-        if len(weights) == 1 and not keep:
+        if len(weights) == 1 and not keep and shard is None:
             init(weights[0])
         else:
-            first = weights[0]
-            shape = (sum(sizes), first.shape[1])
+            first, own = weights[0], Shard() if shard is None else shard
+            shapes = [own.whole(weight.shape) for weight in weights]
+            sizes = [shape[0] for shape in shapes]
+            shape = (sum(sizes), shapes[0][1])
             whole = torch.empty(shape, device=first.device, dtype=first.dtype)
             init(whole)
-            for weight, part in zip(weights, whole.split(sizes), strict=True):
+            parts = [own.of(part) for part in whole.split(sizes)]
+            for weight, part in zip(weights, parts, strict=True):
                 weight.copy_(part)
                 if keep:
                     keep_initial_value(weight, part.clone())
@@ -176,6 +195,11 @@ def normal_init(weight: Tensor) -> None:
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+def _load_dtensor() -> Any:
+    """``nn/dtensor.py``, which imports DTensor: that takes as long as all of float8lab."""
+    return importlib.import_module("float8lab.nn.dtensor")
+
+
 class Linear(Shardable, nn.Linear, TensorParallelGroup):
     """``y = x @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
@@ -187,8 +211,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     rounded. x is saved for backward in FP8.
 
     Args:
-        in_features: size of the last dimension of the input.
-        out_features: size of the last dimension of the output.
+        in_features: size of the last dimension of the input, on all ranks together.
+        out_features: size of the last dimension of the output, on all ranks together.
         bias: learn an additive bias, initialised to 0.
         init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
             deviation 0.023.
@@ -201,14 +225,20 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         return_bias: do not add the bias; return ``(output, bias)``.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the caller
             allocates, instead of producing ``weight.grad``.
-        sequence_parallel: no effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
-        parallel_mode: None, "column" or "row"; no effect on a single rank.
+        sequence_parallel: each rank has its share of the tokens, along the first dimension, where
+            they enter a column-parallel layer or leave a row-parallel one.
+        tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
+        tp_size: R, where ``tp_group`` is given later.
+        parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight
+            and gives as many features; "row": ``[out_features, in_features / R]``, takes as many
+            features, and all have the sum of their products; None: no rank shares anything.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
-        ValueError: ``parameters_split`` does not add up to ``out_features``.
+        ValueError: ``parameters_split`` does not add up to ``out_features``; sizes that the ranks
+            cannot share equally.
 
     >>> layer = float8lab.Linear(64, 32, device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -221,6 +251,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     return_bias = False
     fuse_wgrad_accumulation = False
     _split: dict[str, int] | None = None
+    parallel_mode: str | None = None
+    output_layout: Any = None  # the placement of a DTensor that Float8RowwiseParallel asks for
     _keeps_initial_values = False
     _init_method: Callable[[Tensor], Any] | None = None
 
@@ -240,8 +272,9 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        **ub: Any,
     ) -> None:
-        check_parallel_arguments(tp_size, tp_group, parallel_mode)
+        ranks = parallel_size(tp_size, tp_group, parallel_mode)
         check_flags(
             bias=bias,
             return_bias=return_bias,
@@ -256,6 +289,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.sequence_parallel = sequence_parallel
+        self.parallel_mode = parallel_mode and parallel_mode.lower()
+        self.tp_size = ranks
         self._init_method = init_method
         self._split = sizes_of_split(parameters_split, out_features)
         self._fp8 = Precision()
@@ -263,17 +298,35 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         dtype = params_dtype or torch.get_default_dtype()
         sizes = {"": out_features} if self._split is None else self._split
         self._names = [f"{name}_" if name else "" for name in sizes]
+        column, row = self.parallel_mode == "column", self.parallel_mode == "row"
+        features = share_of("in_features", in_features, ranks) if row else in_features
         for prefix, size in zip(self._names, sizes.values(), strict=True):
-            weight = torch.empty(size, in_features, device=where, dtype=dtype)
-            self.register_parameter(f"{prefix}weight", nn.Parameter(weight))
-            value = torch.zeros(size, device=where, dtype=dtype) if bias else None
+            name = f"parameters_split[{prefix[:-1]!r}]" if prefix else "out_features"
+            mine = share_of(name, size, ranks) if column else size
+            weight = nn.Parameter(torch.empty(mine, features, device=where, dtype=dtype))
+            self.register_parameter(f"{prefix}weight", weight)
+            value = torch.zeros(mine, device=where, dtype=dtype) if bias else None
             parameter = None if value is None else nn.Parameter(value)
             self.register_parameter(f"{prefix}bias", parameter)
+        if ranks > 1:
+            self.in_features = features
+            self.out_features = sum(len(getattr(self, f"{name}weight")) for name in self._names)
+        self.overlap = overlap_of("Linear", ub)
+        self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
-        self._keeps_initial_values = store_in_fp8(self, names)
+        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        self._keeps_initial_values = store_in_fp8(self, names, stored)
+        self._mark_shards(self._names, int(self.parallel_mode == "row"))
         place_precisions(self)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        if self.parallel_mode is None:
+            return {}
+        sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._names)
+        several = self.parallel_mode == "column" and len(sizes) > 1
+        return {"_fp8": (self.parallel_mode, sizes if several else self._joined)}
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
@@ -284,7 +337,10 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if "_names" not in vars(self):  # set by __init__, which a converted layer was not through
             super().reset_parameters()
             return
-        initialise(self, self._names, self._init_method, keep=self._keeps_initial_values)
+        shard = self._shard(int(self.parallel_mode == "row"))
+        initialise(
+            self, self._names, self._init_method, keep=self._keeps_initial_values, shard=shard
+        )
 
     def _weight_cast(self, name: str) -> WeightCast | None:
         return self._fp8.weight_gather() if name == "weight" and self._split is None else None
@@ -305,21 +361,27 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
             the bias.
         """
-        whole = self._split is None
+        whole, spread = self._split is None, self._spread
         weight, bias = (self.weight, self.bias) if whole else self._whole_parameters()
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
+        if spread is not None:
+            y = spread.run(self, inp, weight, added, is_first_microbatch)
+            return (y, bias) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
+        parallel = self._fp8.parallel
+        rows = None if parallel is None else parallel.rows_of(x)
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
             fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
+            rows=rows,
         )  # fmt: skip
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
-            y = self._forward_in_high_precision(x, high, added)
+            y = linear_in_high_precision(self._fp8, x, high, added, rows)
         else:
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
@@ -334,9 +396,29 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         whole = torch.cat([plain(weight) for weight in weights])
         return whole, None if biases[0] is None else torch.cat(biases)
 
-    def _forward_in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        self._fp8.calibrate(x, weight)
-        return nn.functional.linear(x, weight, bias)
+    def register_parameter(self, name: str, param: Any) -> None:
+        super().register_parameter(name, param)
+        if name == "weight":
+            self._follow_placements(param)
+
+    def _follow_placements(self, weight: Any, *, sharded: bool = False) -> None:
+        """Spread the layer over ranks as the placements of a weight that is a DTensor say.
+
+        Args:
+            weight: the layer's.
+            sharded: FSDP2 shards it over all dimensions of its mesh but the last.
+        """
+        placements = getattr(weight, "placements", None)
+        if placements is None and self._spread is None:
+            return
+        self._spread = None
+        if placements is not None:
+            mesh = weight.device_mesh
+            if sharded:
+                mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
+            self._spread = _load_dtensor().Spread(mesh, placements)
+            self._spread.check(weight)
+        self._fp8.spread(self._spread and self._spread.whole)
 
     def extra_repr(self) -> str:
         first = getattr(self, f"{self._names[0]}bias") if self._split else self.bias
@@ -349,6 +431,19 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):
             return super()._apply(fn, recurse)
+
+
+def linear_in_high_precision(
+    precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
+) -> Tensor:
+    """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
+    parallel = precision.parallel
+    if parallel is None:
+        precision.calibrate(x, weight)
+        return nn.functional.linear(x, weight, bias)
+    x = parallel.enter(x, rows)
+    precision.calibrate(x, weight)
+    return parallel.linear(x, weight, bias, rows)
 
 
 def sizes_of_split(

@@ -19,6 +19,7 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
@@ -28,7 +29,6 @@ __all__ = [
     "RMSNorm",
     "check_norm",
     "convert_norms",
-    "mark_sequence_parallel",
     "normalized_size",
 ]
 
@@ -61,13 +61,6 @@ def check_norm(normalization: str, name: str, eps: float) -> float:
     check_choice("normalization", normalization, ("LayerNorm", "RMSNorm"))
     epsilon: float = check_number(name, eps, minimum=0)
     return epsilon
-
-
-def mark_sequence_parallel(sequence_parallel: bool, *parameters: Tensor | None) -> None:
-    """Set the attribute by which trainers know gradients to sum over tensor-parallel ranks."""
-    for parameter in parameters:
-        if parameter is not None:
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
 
 def _dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
@@ -117,7 +110,7 @@ class _Norm(nn.Module):
             self.bias = nn.Parameter(torch.empty(shape, **how))
         if where.type != "meta":
             self.reset_parameters()
-        mark_sequence_parallel(sequence_parallel, self.weight, getattr(self, "bias", None))
+        mark_sequence_parallel(self, sequence_parallel, "weight", "bias")
 
     def reset_parameters(self) -> None:
         """Make gamma 1 (0 if it is zero-centered) and the bias 0.

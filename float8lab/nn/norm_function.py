@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.ops import Source, as_matrix, norm_backward_op, norm_op
+from float8lab.ops import Source, norm_backward_op, norm_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["NormKind", "backward_of_norm", "normalize", "source_of_norm"]
@@ -55,22 +55,18 @@ class _Norm(Float8Function):
         kind: NormKind,
         dtype: torch.dtype,
     ) -> Tensor:
-        x2 = as_matrix(x)
-        y, mean, rstd, _ = norm_op(x2, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
-        ctx.save_for_backward(x2, weight, mean, rstd)
-        ctx.kind, ctx.shape = kind, x.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        out: Tensor = torch.ops.aten._unsafe_view.default(y, x.shape)
-        return out
+        y: Tensor
+        y, mean, rstd, _ = norm_op(x, kind.gamma(weight), bias, kind.eps, kind.center, dtype)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.kind, ctx.bias_dtype = kind, None if bias is None else bias.dtype
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x2, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = backward_of_norm(
-            dy.reshape(x2.shape), x2, weight, mean, rstd, ctx.kind, ctx.bias_dtype
-        )
-        return dx.reshape(ctx.shape), dweight, dbias, None, None
+        x, weight, mean, rstd = ctx.saved_tensors
+        gradients = backward_of_norm(dy, x, weight, mean, rstd, ctx.kind, ctx.bias_dtype)
+        return *gradients, None, None
 
 
 def backward_of_norm(

@@ -1,35 +1,104 @@
-"""Tensor- and context-parallel arguments of modules: for now they must mean a single rank."""
+"""Tensor- and context-parallel arguments of modules; the latter must mean a single rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from float8lab.arguments import check_choice, check_group, check_size
+from float8lab.arguments import (
+    check_choice,
+    check_flags,
+    check_group,
+    check_instance,
+    check_size,
+)
+from float8lab.distributed.sequence_parallel import mark_sequence_parallel
+from float8lab.distributed.tensor_parallel import NoGroup, StoredShard, TensorParallel
+from float8lab.recipes.region import STATE
 
 __all__ = [
     "ContextParallelGroup",
+    "Shard",
     "TensorParallelGroup",
     "check_context_group",
-    "check_parallel_arguments",
+    "mark_shard",
+    "overlap_of",
+    "parallel_size",
+    "share_of",
 ]
 
 
-def check_parallel_arguments(tp_size: int, tp_group: Any, parallel_mode: str | None) -> None:
-    """Raise unless the tensor-parallel arguments mean a single rank."""
+def parallel_size(tp_size: int, tp_group: Any, parallel_mode: str | None) -> int:
+    """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``.
+
+    Raises:
+        ValueError: the group has another size than ``tp_size``.
+    """
     check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
     check_group("tp_group", tp_group)
-    name, size = "tp_size", check_size("tp_size", tp_size, minimum=1)
+    size = check_size("tp_size", tp_size, minimum=1)
     if tp_group is not None:
-        name, size = "tp_group", torch.distributed.get_world_size(tp_group)
-    if size != 1:
-        raise NotImplementedError(
-            f"{name} must be {'1' if tp_group is None else 'None or of one rank'}; got {size}. "
-            "Tensor parallelism is not available yet: use FSDP2 or data parallelism."
+        found = torch.distributed.get_world_size(tp_group)
+        if size not in (1, found):
+            raise ValueError(
+                f"tp_size must be the {found} ranks of tp_group; got {size}. Leave it out, or pass "
+                "another group."
+            )
+        size = found
+    return size if parallel_mode is not None else 1
+
+
+def share_of(name: str, features: int, ranks: int) -> int:
+    """A rank's share of features.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if features % ranks:
+        raise ValueError(
+            f"{name} must be a multiple of the {ranks} tensor-parallel ranks; got {features}. "
+            "Choose another size, or fewer ranks."
         )
+    return features // ranks
+
+
+_UB_FLAGS = (
+    "ub_tp_comm_overlap",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)
+
+
+def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
+    """Whether products run beside communication, by Transformer Engine's arguments for that.
+
+    None: where that was measured to pay, whatever arguments are True; False: never, where
+    ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
+    have no meaning of their own.
+
+    Raises:
+        TypeError: an argument that is no such, as Python would say.
+
+    >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
+    """
+    for name, value in arguments.items():
+        if name not in (*_UB_FLAGS, "ub_name"):
+            raise TypeError(
+                f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
+            )
+        if name == "ub_name":
+            check_instance(name, value, str, "a name", optional=True)
+        elif value is not None:
+            check_flags(**{name: value})
+    whole, gather, scatter = (arguments.get(name) for name in _UB_FLAGS[:3])
+    return False if whole is False or (gather is False and scatter is False) else None
 
 
 def check_context_group(cp_group: Any) -> None:
@@ -45,12 +114,163 @@ def check_context_group(cp_group: Any) -> None:
         )
 
 
+def mark_shard(parameter: Tensor, dim: int) -> None:
+    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
+    marked: Any = parameter
+    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, 1
+
+
+class Shard(NamedTuple):
+    """Which part of a whole parameter a rank has."""
+
+    dim: int = 0
+    rank: int = 0
+    ranks: int = 1
+    pieces: tuple[int, ...] = (1,)
+    """Pieces of the whole, along ``dim``, of each of which the rank has its part; their sizes are
+    in this proportion."""
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what a parameter of ``shape`` is a part of."""
+        dim = self.dim % len(shape)
+        return tuple(n * self.ranks if i == dim else n for i, n in enumerate(shape))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of ``whole``."""
+        sizes = self._sizes(whole.shape[self.dim])
+        if len(sizes) == 1:
+            return whole.chunk(self.ranks, self.dim)[self.rank]
+        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
+        return torch.cat([part[self.rank] for part in parts], self.dim)
+
+    def gathered(self, part: Tensor, group: Any) -> Tensor:
+        """The whole, from the parts of all ranks."""
+        bits = part.detach().contiguous().view(torch.uint8)
+        parts = [torch.empty_like(bits) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, bits, group=group)
+        sizes = self._sizes(part.shape[self.dim])
+        pieces = zip(*(p.view(part.dtype).split(sizes, self.dim) for p in parts), strict=True)
+        return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
+
+    def _sizes(self, size: int) -> list[int]:
+        return [size * piece // sum(self.pieces) for piece in self.pieces]
+
+
+class _Handed:
+    """Holds a process group for a module: a copy of the module has it, a pickled one has none."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Handed:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Handed, ()
+
+
 class TensorParallelGroup:
     """Base of modules with a tensor-parallel group."""
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only one of a single rank is supported."""
-        check_parallel_arguments(1, tp_group, None)
+    tp_size = 1
+    sequence_parallel = False
+    overlap: bool | None = None
+    _handed = _Handed()
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group of the ranks that share the weights, if it was given."""
+        return self._handed.group
+
+    @tp_group.setter
+    def tp_group(self, group: Any) -> None:
+        self._handed = _Handed(group)
+
+    _casts_only = False
+    """Whether the module leaves all that is sent to others, but for scales."""
+    _joined: tuple[int, ...] = ()
+    """The sizes of the shards that one weight consists of, where several tensors are one."""
+
+    def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
+        """The part of a whole weight that this rank has, if there are several and it knows."""
+        if self.tp_size == 1 or self.tp_group is None:
+            return None
+        rank = torch.distributed.get_rank(self.tp_group)
+        return Shard(dim, rank, self.tp_size, pieces or (1,))
+
+    def _stored_shard(self, name: str, dim: int) -> StoredShard | None:
+        """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
+        parallel = getattr(self, name).parallel
+        if parallel is None or STATE.init is None:
+            return None
+        if self.tp_group is None:
+            raise ValueError(
+                f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
+                "are stored in FP8, which share scales; got None. Pass the group to the module."
+            )
+        return StoredShard(parallel, dim)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
+
+        That is a mode, and the sizes of the shards that form it if there are several.
+        """
+        return {}
+
+    def _mark_shards(self, prefixes: Sequence[str], dim: int) -> None:
+        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        module: Any = self
+        for prefix in prefixes if self.tp_size > 1 else ():
+            bias = getattr(self, f"{prefix}bias")
+            mark_shard(getattr(self, f"{prefix}weight"), dim)
+            if bias is not None and dim:
+                mark_sequence_parallel(module, self.sequence_parallel, f"{prefix}bias")
+            elif bias is not None:
+                mark_shard(bias, 0)
+
+    def set_tensor_parallel_group(self, tp_group: Any, *, keep_gathered: bool = False) -> None:
+        """Set the process group of the ranks that share the module's weights; on all of them.
+
+        Args:
+            tp_group: the group.
+            keep_gathered: under sequence parallelism, keep the tokens of all ranks, in FP8, from
+                forward to backward, which needs them again for the weight's gradient: as many times
+                the memory as there are ranks, and one collective less. Else each rank keeps its
+                own, and they are gathered again.
+
+        Raises:
+            TypeError: not a process group.
+            ValueError: not of the ``tp_size`` ranks that the module was made for.
+        """
+        check_group("tp_group", tp_group)
+        size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
+        modes = self._parallel_modes()
+        if tp_group is not None and size != self.tp_size and modes:
+            raise ValueError(
+                f"tp_group must have the {self.tp_size} ranks that the module was made for; got "
+                f"{size}. Pass that group, or make the module with tp_size={size}."
+            )
+        check_flags(keep_gathered=keep_gathered)
+        self.tp_group = tp_group
+        module: Any = self
+        for child in module.children():
+            if isinstance(child, TensorParallelGroup):
+                child.set_tensor_parallel_group(tp_group, keep_gathered=keep_gathered)
+        for name, (mode, pieces) in modes.items():
+            parallel: Any = None
+            if self.tp_size > 1 and tp_group is None:
+                parallel = NoGroup(self.tp_size)
+            elif self.tp_size > 1:
+                parallel = TensorParallel(
+                    tp_group,
+                    mode,
+                    self.sequence_parallel,
+                    keep_gathered,
+                    self.overlap,
+                    casts_only=self._casts_only,
+                    pieces=pieces,
+                )
+            getattr(self, name).spread(parallel)
 
 
 class ContextParallelGroup(TensorParallelGroup):
@@ -65,3 +285,32 @@ class ContextParallelGroup(TensorParallelGroup):
     ) -> None:
         """Set the context-parallel group; only one of a single rank is supported."""
         check_context_group(cp_group)
+
+
+def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
+    """How many query heads, and key/value heads, of attention each tensor-parallel rank has.
+
+    A rank has whole groups: a key/value head with all its query heads. A head that several ranks
+    had would be computed several times, and its gradient be partial on each; fewer groups than
+    ranks are therefore refused.
+
+    Raises:
+        ValueError: the ranks cannot share the groups equally.
+
+    >>> heads_of_rank(32, 8, 4)
+    (8, 2)
+    """
+    if groups % ranks:
+        raise ValueError(
+            f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got "
+            f"{groups}. Each key/value head is on one rank: use fewer ranks, or more groups."
+        )
+    return heads // ranks, groups // ranks
+
+
+def of_first_rank(x: Tensor, group: Any) -> Tensor:
+    """The values that the first rank of a group has, on all of them."""
+    ops = torch.ops._c10d_functional
+    bits = x.view(torch.uint8)
+    found: Tensor = ops.wait_tensor(ops.broadcast(bits, 0, group.group_name))
+    return found.view(x.dtype)

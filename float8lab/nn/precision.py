@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from float8lab.distributed.fsdp.weight import WeightCast
+from float8lab.distributed.tensor_parallel import NoGroup, Rows, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Groups, Source, as_matrix
@@ -66,11 +70,14 @@ class Call:
         "fused_weight",
         "group_name",
         "known",
+        "parallel",
         "plan",
         "precision",
         "recipe",
         "record",
         "repeats",
+        "rows",
+        "shards",
         "slots",
         "watched",
     )  # fmt: skip
@@ -86,6 +93,8 @@ class Call:
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
         group_name: str = "",
+        parallel: TensorParallel | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
@@ -95,6 +104,10 @@ class Call:
         self.first_microbatch = first_microbatch
         self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
         self.group_name = group_name  # in a compiled graph
+        self.shards = parallel  # how ranks share what is cast, if they do
+        # How the layer's GEMMs are spread over ranks; a caller may see to what these send.
+        self.parallel = None if parallel is None or parallel.casts_only else parallel
+        self.rows = rows  # of the layer's whole tokens, under sequence parallelism
         # A compiled graph has no trace of an observer.
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
         self.repeats = known is not None  # a recomputation: under the scales of its original
@@ -116,7 +129,8 @@ class Call:
         found = self.known[index]
         if found is None:
             assert self.slots is not None, "asked for under a delayed recipe only"
-            found = self.slots.scale_for(index, x, record=self.record)
+            empty = self.rows is None or self.rows.total == 0
+            found = self.slots.scale_for(index, x, record=self.record, empty=empty)
             if self.slots.forward[index]:
                 self.known[index] = found
         return found
@@ -127,6 +141,7 @@ class Call:
         call = Call(
             self.recipe, self.slots, self.record, precision=self.precision, known=known,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
+            parallel=self.shards, rows=self.rows,
         )  # fmt: skip
         if self.record and self.slots is not None:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
@@ -146,9 +161,11 @@ class Precision:
         name: qualified name, where known.
         fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
         experts: how many weights the module has, each with a delayed scale of its own.
+        parallel: how the module is spread over tensor-parallel ranks; None: it is not.
     """
 
     experts = 1
+    parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -178,6 +195,7 @@ class Precision:
         return {
             "recipe": self.recipe, "pinned": self.pinned, "name": self.name, "slots": slots,
             "fp8_all_gather": self.fp8_all_gather, "key": self.key, "experts": self.experts,
+            "ranks": None if self.parallel is None else self.parallel.size,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -186,11 +204,14 @@ class Precision:
         )
         self.fp8_all_gather = state["fp8_all_gather"]
         self.experts = state.get("experts", 1)
+        ranks: Any = state.get("ranks")  # a process group is of its process alone
+        self.parallel = None if ranks is None else NoGroup(ranks)  # type: ignore[assignment]
         self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         copy = type(self)(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
         copy.fp8_all_gather, copy.experts = self.fp8_all_gather, self.experts
+        copy.parallel = self.parallel
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
         copy._place(self.handle.device)
         memo[id(self)] = copy
@@ -227,6 +248,8 @@ class Precision:
         training: bool,
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
+        rows: Rows | None = None,
+        parallel: TensorParallel | None = None,
     ) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
 
@@ -235,12 +258,14 @@ class Precision:
             training: of the module.
             first_microbatch: as the user says it of the weight.
             fused_weight: a weight whose gradient goes into its ``main_grad``.
+            rows: of the module's whole tokens, under sequence parallelism.
+            parallel: how this call is spread over ranks, if not as the module always is.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(x, training, first_microbatch, fused_weight)
+            return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows, parallel)
         noted, original = (None, state.replay)
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
@@ -248,7 +273,9 @@ class Precision:
             original = original or followed
         call = None
         if original is not None or _graph_task() != NO_BACKWARD:
-            call = self._begin_again(original, x.device, first_microbatch, fused_weight)
+            call = self._begin_again(
+                original, x.device, first_microbatch, fused_weight, rows, parallel
+            )
         else:
             recipe = self.active_recipe()
             if recipe is not None:
@@ -261,17 +288,20 @@ class Precision:
                     call = Call(
                         recipe, slots, record, precision=self,
                         first_microbatch=first_microbatch, fused_weight=fused_weight,
+                        parallel=parallel or self.parallel, rows=rows,
                     )  # fmt: skip
                     if record and region is not None:
                         region.packs[slots.pack] = None
                 else:
                     call = self._shared
                     own = first_microbatch is not None or fused_weight is not None
+                    own = own or rows is not None or parallel is not None
                     watched = PROCESS.observer is not None
                     if own or call is None or call.recipe is not recipe or call.watched != watched:
                         call = Call(
                             recipe, None, False, precision=self,
                             first_microbatch=first_microbatch, fused_weight=fused_weight,
+                            parallel=parallel or self.parallel, rows=rows,
                         )  # fmt: skip
                         self._shared = None if own else call
                 if region is not None:
@@ -281,10 +311,19 @@ class Precision:
             recording.add(self, call)
         if noted is not None:
             noted.add(self, call)
+        if training and not _grad_enabled():
+            for recording in _reentrant_recordings():
+                recording.add(self, call)
         return call
 
     def _begin_in_graph(
-        self, x: Tensor, training: bool, first_microbatch: bool | None, fused_weight: Any
+        self,
+        x: Tensor,
+        training: bool,
+        first_microbatch: bool | None,
+        fused_weight: Any,
+        rows: Rows | None,
+        parallel: TensorParallel | None,
     ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
         recipe = self.active_recipe()
@@ -298,6 +337,7 @@ class Precision:
             recipe, None, record, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
+            parallel=parallel or self.parallel, rows=rows,
         )  # fmt: skip
 
     def scale_in_graph(
@@ -328,12 +368,20 @@ class Precision:
         device: torch.device,
         first_microbatch: bool | None,
         fused_weight: Any,
+        rows: Rows | None,
+        parallel: TensorParallel | None,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
 
-        Torch's reentrant checkpoint leaves no record of the original, nor does a forward that ran
-        compiled: then those of the last forward.
+        A forward that ran compiled leaves no record of the original, nor does a module in eval mode
+        in torch's reentrant checkpoint: then those of the last forward.
         """
+        if recording is None:
+            node = torch._C._current_autograd_node()
+            if isinstance(node, FunctionCtx):
+                recording = PROCESS.checkpoints.get(node)
+            if recording is not None:
+                recording.follow(current_backward())
         if recording is not None and (recording is STATE.replay or recording.has_next(self)):
             original: Call | None = recording.next(self)
             return original and original.again(
@@ -353,7 +401,15 @@ class Precision:
         return Call(
             recipe, slots, False, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
+            parallel=parallel or self.parallel, rows=rows,
         )  # fmt: skip
+
+    def spread(self, parallel: TensorParallel | None) -> None:
+        """Set how the module is spread over tensor-parallel ranks."""
+        self.parallel = parallel
+        self.weight_cast = self._shared = None
+        for slots in self.slots.values():
+            slots.spread(parallel)
 
     def calibrate(self, x: Tensor | Groups, weight: Tensor | Groups) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
@@ -397,15 +453,20 @@ class Precision:
             self.handle = new_handle(self, device)
         set_clock(device)
 
-    def prepare(self, device: torch.device, recipe: Recipe | None = None) -> None:
+    def prepare(
+        self, device: torch.device, recipe: Recipe | None = None, group: Any = None
+    ) -> None:
         """Have the state of a delayed recipe, by default the module's own, before the first call.
+
+        ``group`` reduces its amaxes; None is that of the enclosing autocast.
 
         Then a module that some rank does not call for a while still follows what the others see.
         """
         recipe = recipe or self.recipe
         if isinstance(recipe, DelayedScaling):
-            slots = self._slots(recipe, device)
-            found = channel_of(STATE.autocast.group)
+            group = STATE.autocast.group if group is None else group
+            slots = self._slots(recipe, device, group)
+            found = channel_of(group)
             if found is not None and recipe.reduce_amax:
                 found[1].add(slots)
 
@@ -423,6 +484,7 @@ class Precision:
                 device=device,
                 key=self.key,
                 widths=() if self.experts == 1 else (1, self.experts, 1),
+                parallel=self.parallel,
             )
             self.slots[key] = slots
         elif slots.pack.scale.device != device:
@@ -446,9 +508,9 @@ def _refuse_dtensor(x: Tensor) -> None:
     placements = getattr(x, "placements", None)
     if placements is not None:
         raise NotImplementedError(
-            f"inp must not be a DTensor where a module runs in FP8; got one with placements "
-            f"{placements}. FP8 under tensor parallelism is not available yet: call "
-            "convert_to_float8 after parallelize_module, which skips such layers, or exclude them."
+            f"inp must not be a DTensor where the weight of a module in FP8 is none; got one with "
+            f"placements {placements}. Give torch.nn.Linear a style of parallelize_module, or "
+            "other modules inp.to_local()."
         )
 
 
@@ -466,6 +528,7 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
             yield name.removeprefix("_fp8").lstrip("_"), value
 
 
+_grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -489,3 +552,20 @@ def _torch_recordings(hooks: Any) -> tuple[Recording | None, Recording | None]:
     if recording is not None:
         recording.follow(pack)
     return None, recording
+
+
+def _reentrant_recordings() -> Iterator[Recording]:
+    """The recordings of the reentrant checkpoints whose forward is running.
+
+    A reentrant checkpoint is an autograd function whose forward calls modules, without gradients.
+    Its ``ctx``, a local of that forward, is the node of the graph whose backward calls them again.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(
+            ctx := frame.f_locals["ctx"], FunctionCtx
+        ):
+            if frame.f_code.co_name != "forward":
+                return  # a recomputation, which repeats the call of an outer recording
+            yield PROCESS.checkpoints.setdefault(ctx, Recording())
+        frame = frame.f_back

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_module
+from float8lab.arguments import check_group, check_module
 from float8lab.nn.precision import precisions
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import Recipe, check_recipe
@@ -34,6 +34,7 @@ class ScalingState:
         model: any module.
         recipe: the recipe under which an ``autocast`` runs modules that have none of their own;
             needed to load their state before their first call.
+        amax_reduction_group: the group of that ``autocast``, if it has one.
 
     >>> layer = torch.nn.Linear(16, 16)
     >>> layer = float8lab.convert_to_float8(layer, float8lab.recipes.DelayedScaling())
@@ -41,11 +42,15 @@ class ScalingState:
     ['amax', 'encode', 'history', 'scale', 'seeded', 'steps']
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe | None = None, amax_reduction_group: Any = None
+    ) -> None:
         check_module("model", model)
         check_recipe("recipe", recipe)
+        check_group("amax_reduction_group", amax_reduction_group)
         self.model = model
         self.recipe = recipe
+        self.amax_reduction_group = amax_reduction_group
 
     def state_dict(self) -> dict[str, Tensor]:
         """All slots' tensors, by module name and recipe."""
@@ -117,9 +122,10 @@ class ScalingState:
         for name, module in self.model.named_modules():
             device = next((p.device for p in module.parameters()), home)
             for part, precision in precisions(module):
-                precision.prepare(device)
+                group = self.amax_reduction_group
+                precision.prepare(device, None, group)
                 if self.recipe is not None and precision.recipe is None:
-                    precision.prepare(device, self.recipe)
+                    precision.prepare(device, self.recipe, group)
                 path = ".".join(filter(None, (name, part)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots

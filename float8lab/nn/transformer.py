@@ -28,7 +28,7 @@ from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import reset_children
 from float8lab.nn.norm import LayerNorm, RMSNorm
-from float8lab.nn.parallel import ContextParallelGroup
+from float8lab.nn.parallel import ContextParallelGroup, of_first_rank, overlap_of, parallel_size
 
 __all__ = ["TransformerLayer"]
 
@@ -37,7 +37,8 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
-    ``[T, hidden_size]`` (thd).
+    ``[T, hidden_size]`` (thd). With ``sequence_parallel`` they, and ``encoder_output``, are a
+    rank's part of the first dimension.
 
     Submodules: ``self_attention``, ``inter_attention`` in a decoder (``MultiheadAttention``),
     ``layernorm_mlp`` (``LayerNormMLP``), ``layernorm`` with ``output_layernorm``. TransformerEngine
@@ -49,7 +50,10 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         num_attention_heads: query heads.
         num_gqa_groups: key/value heads; None is ``num_attention_heads``.
         layernorm_epsilon: of all norms.
-        hidden_dropout: of the output of each block, before it is added to the residual.
+        hidden_dropout: of the output of each block, before it is added to the residual. It uses
+            the default generator, which must draw the same on all tensor-parallel ranks; with
+            ``sequence_parallel``, where each has tokens of its own, run the layers under a stream
+            of each rank's own (``CudaRNGStatesTracker.fork``).
         attention_dropout: of the attention probabilities.
         init_method: of the query, key, value and fc1 weights; None is normal, standard deviation
             0.023.
@@ -60,14 +64,16 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         window_size: of the self attention.
         enc_dec_attn_mask_type: of the cross attention.
         enc_dec_window_size: of the cross attention.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
+        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
+        tp_size: how many they are, if ``tp_group`` is None.
         params_dtype: dtype of the parameters; None is the default dtype.
         get_rng_state_tracker: as in ``DotProductAttention``.
         fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
         seq_length: for code that passes it to warm kernels up; nothing here needs that.
         micro_batch_size: for such code, too.
-        sequence_parallel: as in ``MultiheadAttention``.
+        sequence_parallel: spread the tokens over the tensor-parallel ranks outside of the blocks'
+            GEMMs: residuals, norms and dropout are of a rank's own, the norms' and output biases'
+            gradients are partial (``float8lab.distributed.reduce_sequence_parallel_gradients``).
         apply_residual_connection_post_layernorm: residuals are the norms' outputs, not their
             inputs.
         output_layernorm: the self attention has no input norm; the layer's output is normalized.
@@ -76,7 +82,8 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         layer_type: "encoder"; "decoder" adds cross attention to ``encoder_output``.
         drop_path_rate: in training, leave a block out for each sample with this probability, and
             divide by ``1 - drop_path_rate`` where it stays. Not of the cross attention.
-        set_parallel_mode: no effect on a single rank.
+        set_parallel_mode: spread the heads and the features of the MLP over the tensor-parallel
+            ranks, as in ``MultiheadAttention`` and ``LayerNormMLP``.
         fuse_qkv_params: as in ``MultiheadAttention``.
         zero_centered_gamma: as in ``LayerNorm``.
         qkv_weight_interleaved: as in ``MultiheadAttention``.
@@ -89,9 +96,12 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
         fp8_activation_input: as in ``LayerNormMLP``.
+        ub: Transformer Engine's arguments ``ub_tp_comm_overlap`` and the like. Products run beside
+            what is sent where that was measured to pay; ``ub_tp_comm_overlap=False`` turns that
+            off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor- or context-parallel rank.
+        NotImplementedError: more than one context-parallel rank.
         ValueError: sizes, names or flags that do not belong together.
 
     >>> layer = float8lab.TransformerLayer(64, 256, 4, attn_input_format="bshd", device="cpu")
@@ -143,6 +153,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
         fp8_activation_input: bool = False,
+        **ub: Any,
     ) -> None:
         super().__init__()
         check_format("attn_input_format", attn_input_format)
@@ -167,6 +178,10 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
                 f"drop_path_rate must be 0 for attn_input_format='thd'; got {drop_path_rate}. Use "
                 "'bshd', where each sample has a row."
             )
+        self.overlap = overlap_of("TransformerLayer", ub)
+        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
+        self.tp_size, self.tp_group = ranks, tp_group
+        self.sequence_parallel = sequence_parallel
         self.layer_type = layer_type
         self.layer_number = layer_number
         self.attn_input_format = attn_input_format
@@ -197,6 +212,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             "device": device,
             "return_bias": not parallel_attention_mlp,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
+            **ub,
         }
         attention: dict[str, Any] = {
             **shared,
@@ -393,7 +409,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         ndim = 2 if self.attn_input_format == "thd" else 3
         size = self.inter_attention.hidden_size
         check_input("encoder_output", encoder_output, (size,), "hidden_size", ndim=ndim)
-        if "padding" in kind and masked:
+        if "padding" in kind and masked and not self._has_part_of_the_tokens:
             sequence = 0 if self.attn_input_format == "sbhd" else 1
             sizes = (hidden_states.shape[sequence], encoder_output.shape[sequence])
             split_padding_mask(mask, "cross", *sizes, name="enc_dec_attn_mask")
@@ -411,5 +427,12 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
             # None is kept at a rate of 1, and nothing divided by 0.
             stays = torch.rand(shape, dtype=torch.float32, device=x.device) < kept
+            if batch and self._has_part_of_the_tokens:
+                stays = of_first_rank(stays, self.tp_group)  # all ranks have tokens of a sample
             x = x * stays / (kept or 1.0)
         return residual + x
+
+    @property
+    def _has_part_of_the_tokens(self) -> bool:
+        """Whether sequence parallelism leaves the others to other ranks."""
+        return self.sequence_parallel and self.tp_size > 1

@@ -19,8 +19,9 @@ from float8lab.ops.cast import (
     transpose_op,
     value_of_op,
 )
-from float8lab.ops.declare import announce_flops, compute_intensive_ops
-from float8lab.ops.gemm import scaled_mm_op
+from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
+from float8lab.ops.declare import announce, compute_intensive_ops
+from float8lab.ops.gemm import scaled_mm_into_op, scaled_mm_op
 from float8lab.ops.grouped import Ends, Groups, cast_groups_op, grouped_mm_op, plan_groups_op
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
@@ -51,6 +52,8 @@ __all__ = [
     "cast_many_op",
     "cast_op",
     "compute_intensive_ops",
+    "cross_entropy_backward_op",
+    "cross_entropy_statistics_op",
     "dequantize_op",
     "encode_from_amax",
     "factors_from_amax",
@@ -69,6 +72,7 @@ __all__ = [
     "route_op",
     "row_map_op",
     "scale_from_amax",
+    "scaled_mm_into_op",
     "scaled_mm_op",
     "scatter_rows_op",
     "transpose_op",
@@ -76,4 +80,4 @@ __all__ = [
     "value_of_op",
 ]
 
-announce_flops()
+announce()

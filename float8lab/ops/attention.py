@@ -50,12 +50,27 @@ def _gradients(of: Any) -> tuple[Tensor, ...]:
     return tuple(reference.empty_by_token(x, x.shape, of.dout.dtype) for x in (of.q, of.k, of.v))
 
 
+def _whole_sequences(of: Any) -> range:
+    """Dimensions along which sequences are attended to on their own: batch, and equal heads."""
+    return range(2 if of.q.shape[1] == of.k.shape[1] else 1)
+
+
 fp8_attention_op = declare(
-    reference.fp8_attention, cuda="attention:fp8_attention", outputs=_outputs, flops=_flops
+    reference.fp8_attention,
+    cuda="attention:fp8_attention",
+    outputs=_outputs,
+    flops=_flops,
+    sharding=lambda of: [
+        ((dim, dim), dict.fromkeys(("q", "k", "v"), dim)) for dim in _whole_sequences(of)
+    ],
 )
 fp8_attention_backward_op = declare(
     reference.fp8_attention_backward,
     cuda="attention:fp8_attention_backward",
     outputs=_gradients,
     flops=_flops_backward,
+    sharding=lambda of: [
+        ((dim,) * 3, dict.fromkeys(("dout", "q", "k", "v", "out", "lse"), dim))
+        for dim in _whole_sequences(of)
+    ],
 )

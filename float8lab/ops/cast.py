@@ -85,12 +85,23 @@ cast_many_op = declare(
     outputs=lambda of: None,
     mutates=("q", "scale", "amax"),
 )
+
+
+def _shards_of_value(of: Any) -> Any:
+    """An activation is one of rows, and of columns unless it gates."""
+    name = of.prologue.removesuffix("_backward")
+    if name in reference.ACTIVATIONS:
+        for dim in range(of.inputs[0].ndim - reference.ACTIVATIONS[name][1]):
+            yield (dim,), {"inputs": dim}
+
+
 value_of_op = declare(
     reference.value_of,
     cuda="prologue:value_of",
     outputs=lambda of: of.inputs[0].new_empty(
         reference.prologue_shape(of.prologue, of.inputs), dtype=of.dtype
     ),
+    sharding=_shards_of_value,
 )
 
 

@@ -16,15 +16,17 @@ import importlib.util
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["announce_flops", "compute_intensive_ops", "declare", "planned"]
+from float8lab.ops.sharding import Rule, takes_dtensors
+
+__all__ = ["announce", "compute_intensive_ops", "declare", "planned"]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 
@@ -92,6 +94,7 @@ def declare(
     mutates: Sequence[str] = (),
     any_strides: bool = False,
     flops: Callable[..., int] | None = None,
+    sharding: Rule | None = None,
 ) -> Callable[..., Any]:
     """Make an op of ``float8lab``, and return what calls it with plain tensors, by position.
 
@@ -114,6 +117,9 @@ def declare(
             op that reads it.
         flops: floating-point operations of a call, from its arguments with a shape in place of each
             tensor. An op that has one is worth saving rather than computing again.
+        sharding: of DTensors, which placements of arguments give which placements of the results on
+            one dimension of a device mesh: from the arguments with the shapes of whole tensors.
+            Without it every rank computes the whole.
     """
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
@@ -129,16 +135,17 @@ def declare(
     if cuda is not None:
         implementations = {"CPU": whole, "CUDA": _untraced(_complete(_lazy(cuda)))}
 
-    def define(name: str, schema: str) -> Callable[..., Any]:
+    def define(name: str, schema: str) -> Any:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
         _LIBRARY.define(name + schema, tags=tags)
         for key, implementation in implementations.items():
             _LIBRARY.impl(name, implementation, key)
         torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
         packet, _, form = name.partition(".")
-        overload: Callable[..., Any] = getattr(
-            getattr(torch.ops.float8lab, packet), form or "default"
-        )
+        overload: Any = getattr(getattr(torch.ops.float8lab, packet), form or "default")
+        given = [argument.name for argument in overload._schema.arguments]
+        arguments = {n: defaults.get(n) for n in given}
+        _DECLARED[overload] = _Declared(arguments, fake, mutates, sharding)
         return overload
 
     overload = through = define(name, _schema(function, mutates))
@@ -147,7 +154,7 @@ def declare(
         pure = define(f"{name}.pure", _schema(function, (), without=last))
         through = _either(overload, pure, len(parameters) - 1)
     if flops is not None:
-        _FLOPS[overload] = flops
+        _DECLARED[overload] = _DECLARED[overload]._replace(flops=flops)
     if cuda is None:
         return overload
     call = _direct(through, cuda, function)
@@ -202,12 +209,24 @@ def _complete(function: Callable[..., Any]) -> Callable[..., Any]:
 def _filled(results: Any, args: Sequence[Any]) -> Any:
     if type(results) is not tuple:
         return results
-    like = args[1][0] if type(args[0]) is str else args[0]  # a prologue and its inputs
+    like = args[type(args[0]) is str]  # a prologue comes before its inputs
+    like = like if isinstance(like, Tensor) else like[0]
     return tuple(like.new_empty(0) if one is None else one for one in results)
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {}
-"""FLOP formulas by overload."""
+class _Declared(NamedTuple):
+    """What others than the dispatcher ask about an op."""
+
+    arguments: Mapping[str, Any]
+    """Their defaults."""
+    outputs: Callable[..., Any]
+    mutates: Sequence[str]
+    sharding: Rule | None
+    flops: Callable[..., int] | None = None
+
+
+_DECLARED: dict[Any, _Declared] = {}
+"""By overload."""
 
 
 def compute_intensive_ops() -> list[torch._ops.OpOverload]:
@@ -219,23 +238,25 @@ def compute_intensive_ops() -> list[torch._ops.OpOverload]:
     >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
     True
     """
-    return list(_FLOPS)
+    return [overload for overload, declared in _DECLARED.items() if declared.flops]
 
 
-_COUNTER = "torch.utils.flop_counter"
+_DTENSOR = "torch.distributed.tensor"
 
 
-class _CounterLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Tells torch's FLOP counter the formulas when it is imported.
+class _WhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Tells a module of torch's about the ops when it is imported.
 
-    Not before: it imports triton, which ``import float8lab`` must not.
+    Not before: the FLOP counter imports triton, which ``import float8lab`` must not, and DTensor
+    takes long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, tell: Callable[[Any], None]) -> None:
+        self.name, self.tell = name, tell
         self.loader: Any = None
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _COUNTER:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -249,20 +270,30 @@ class _CounterLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        _tell(module)
+        self.tell(module)
 
 
-def _tell(counter: Any) -> None:
-    for overload, formula in _FLOPS.items():
-        counter.register_flop_formula(overload.overloadpacket)(formula)
+def _tell_counter(counter: Any) -> None:
+    for overload, declared in _DECLARED.items():
+        if declared.flops is not None:
+            counter.register_flop_formula(overload.overloadpacket)(declared.flops)
 
 
-def announce_flops() -> None:
-    """Make the formulas known to torch's FLOP counter, now or when it is imported."""
-    if _COUNTER in sys.modules:
-        _tell(sys.modules[_COUNTER])
-    else:
-        sys.meta_path.insert(0, _CounterLoader())
+def _tell_dtensor(module: Any) -> None:
+    for overload, (arguments, outputs, mutates, sharding, _) in _DECLARED.items():
+        takes_dtensors(module, overload, arguments, outputs, sharding, mutates, _LIBRARY)
+
+
+def announce() -> None:
+    """Make FLOP formulas known to torch's counter, and sharding rules to DTensor.
+
+    That is done now, or when they are imported.
+    """
+    for name, tell in (("torch.utils.flop_counter", _tell_counter), (_DTENSOR, _tell_dtensor)):
+        if name in sys.modules:
+            tell(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _WhenImported(name, tell))
 
 
 _PLAIN = frozenset(

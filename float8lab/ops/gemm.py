@@ -18,7 +18,7 @@ from float8lab.formats import E4M3, E5M2, product_of
 from float8lab.ops import reference
 from float8lab.ops.declare import declare
 
-__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_op"]
+__all__ = ["capability_of", "is_cublas_gemm", "may_multiply", "scaled_mm_into_op", "scaled_mm_op"]
 
 
 def _flops(a: Sequence[int], _: Any, __: Any, b: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -31,6 +31,14 @@ scaled_mm_op = declare(
     cuda="gemm:scaled_mm",
     outputs=lambda of: of.a.new_empty((*of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype),
     flops=_flops,
+)
+# For callers that multiply an operand part by part, each as it arrives.
+scaled_mm_into_op = declare(
+    reference.scaled_mm_into,
+    cuda="gemm:scaled_mm_into",
+    outputs=lambda of: None,
+    mutates=("out",),
+    flops=lambda out, *rest, **kwargs: _flops(*rest, **kwargs),
 )
 
 

@@ -22,9 +22,15 @@ def route_outputs(of: Any) -> tuple[Tensor, Tensor]:
     return of.logits.new_empty(of.logits.shape, dtype=dtype), routing_map
 
 
-route_op = declare(reference.route, cuda="router:route", outputs=route_outputs)
+route_op = declare(
+    reference.route,
+    cuda="router:route",
+    outputs=route_outputs,
+    sharding=lambda of: [((0, 0), {"logits": 0})],
+)
 route_backward_op = declare(
     reference.route_backward,
     cuda="router:route_backward",
     outputs=lambda of: of.logits.new_empty(of.logits.shape),
+    sharding=lambda of: [((0,), dict.fromkeys(("dprobs", "logits", "routing_map"), 0))],
 )

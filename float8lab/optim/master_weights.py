@@ -34,9 +34,10 @@ from float8lab.distributed.fsdp.weight import (
     requantize_shards_,
     with_local,
 )
+from float8lab.distributed.tensor_parallel import shared_amaxes
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.blocks import quantize_blocks_, requantize_blocks
+from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks
 
 __all__ = ["MasterWeights"]
 
@@ -342,12 +343,15 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     """
     shards, values = [], []
     quantized: list[tuple[Float8Tensor, Tensor]] = []
+    spread: list[tuple[Float8Tensor, Tensor]] = []
     rounded: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for p, master in zip(parameters, masters, strict=True):
         local, value = local_of(p), local_of(master)
         if _shares_blocks(p):
             shards.append(p)
             values.append(value)
+        elif isinstance(local, Float8Tensor) and local._shard is not None:
+            spread.append((local, value))
         elif isinstance(local, Float8Tensor):
             quantized.append((local, value))
         else:
@@ -358,6 +362,11 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
         [local.spec for local, _ in quantized],
         [(local.qdata, local.scale, local.amax) for local, _ in quantized],
     )
+    known = shared_amaxes([(local._shard, value, local.spec) for local, value in spread])
+    for (local, value), amax in zip(spread, known, strict=True):
+        new = quantize_blocks(value, local.spec, known_amax=amax)
+        torch._foreach_copy_([local.scale, local.amax], list(new[1:]))
+        local.qdata.copy_(new[0])
     for pairs in rounded.values():
         torch._foreach_copy_([local for local, _ in pairs], [value for _, value in pairs])
     # The inner tensors were written; the tensors that hold them have not counted that.

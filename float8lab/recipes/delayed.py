@@ -87,6 +87,7 @@ class ScalePack:
         "_copy",
         "_live",
         "_recorded",
+        "parallel",
         "__weakref__",
     )
 
@@ -99,9 +100,12 @@ class ScalePack:
     fp8_max: Tensor  # [S] float32, largest value of the slot's format
     forward: Tensor  # [S] bool, forward tensors (x, w), not gradients
 
-    def __init__(self, recipe: DelayedScaling, group: Any, tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self, recipe: DelayedScaling, group: Any, tensors: dict[str, Tensor], parallel: Any
+    ) -> None:
         self.recipe = recipe
         self.group = group
+        self.parallel = parallel  # a TensorParallel, if its ranks have shards of what is cast
         for name in _TENSORS:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
@@ -322,6 +326,7 @@ class DelayedSlots:
         device: torch.device,
         key: str = "",
         widths: Sequence[int] = (),
+        parallel: Any = None,
     ) -> None:
         self.key = key  # names the module to other ranks
         self.fp8_dtypes, self.forward = tuple(fp8_dtypes), tuple(forward)
@@ -343,7 +348,15 @@ class DelayedSlots:
                 "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
                 "forward": torch.tensor(self._by_column(forward), device=device),
             }
-            self._adopt(ScalePack(recipe, group, tensors), 0)
+            self._adopt(ScalePack(recipe, group, tensors, parallel), 0)
+
+    def spread(self, parallel: Any) -> None:
+        """Have a pack of ``parallel``, a TensorParallel or None."""
+        pack = self.pack
+        if pack.parallel != parallel:
+            with _lasting(pack.factors.device):
+                tensors = {k: t.clone() for k, t in self.tensors().items() if k in _TENSORS}
+                self._adopt(ScalePack(pack.recipe, pack.group, tensors, parallel), 0)
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
         self.pack, self.start = pack, start
@@ -418,11 +431,11 @@ class DelayedSlots:
                 device=device, widths=self.widths,
             )  # fmt: skip
             self.seeded = fresh.seeded
-            self._adopt(ScalePack(pack.recipe, pack.group, fresh.tensors()), 0)
+            self._adopt(ScalePack(pack.recipe, pack.group, fresh.tensors(), pack.parallel), 0)
         else:
             with _lasting(device):
                 tensors = {k: t.to(device, copy=True) for k, t in self.tensors().items()}
-                self._adopt(ScalePack(pack.recipe, pack.group, tensors), 0)
+                self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -444,12 +457,12 @@ class DelayedSlots:
         with _lasting(tensors["factors"].device):
             if tensors["factors"].is_inference():
                 tensors = {name: t.clone() for name, t in tensors.items()}
-            self._adopt(ScalePack(state["recipe"], None, tensors), 0)
+            self._adopt(ScalePack(state["recipe"], None, tensors, None), 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedSlots:
         copy = DelayedSlots.__new__(DelayedSlots)
         copy.__setstate__(self.__getstate__())
-        copy.pack.group = self.pack.group
+        copy.pack.group, copy.pack.parallel = self.pack.group, self.pack.parallel
         memo[id(self)] = copy
         return copy
 
@@ -474,9 +487,18 @@ class DelayedSlots:
         return found
 
     def scale_for(
-        self, index: int, x: Tensor | Source | Groups, *, record: bool, shared: bool = True
+        self,
+        index: int,
+        x: Tensor | Source | Groups,
+        *,
+        record: bool,
+        shared: bool = True,
+        empty: bool = True,
     ) -> Known:
-        """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record)."""
+        """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
+
+        ``empty``: so is what ``x`` is a shard of, if ``x`` is.
+        """
         slot: Any = self.start + self.first[index]
         width = self.widths[index]
         if width > 1:
@@ -494,7 +516,7 @@ class DelayedSlots:
             own = torch.where(pack.has_scale()[slot], pack.factors[:, slot], own)
             if not record:
                 return Factors.of(own), None
-            if first.numel():
+            if first.numel() or not empty:
                 self._sow(index, own)
         pack = self.pack
         live = pack.live() if shared else None
@@ -522,8 +544,10 @@ class DelayedSlots:
 
     def _own_factors(self, index: int, x: Tensor | Source | Groups) -> Tensor:
         recipe = self.pack.recipe
-        rule = "pow2" if recipe.power_of_2_scale else "fp32"
-        scale, encode = factors_from_amax(_own_amax(x), self.fp8_dtypes[index], rule)
+        rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", _own_amax(x)
+        if self.pack.parallel is not None:
+            amax = self.pack.parallel.largest(amax)
+        scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
         both = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))
         return both if self.widths[index] > 1 else both.view(2)
@@ -539,14 +563,15 @@ def _own_amax(x: Tensor | Source | Groups) -> Tensor:
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
-    """Lay the slots of packs of one recipe, group and device side by side, in one pack for each.
+    """Lay the slots of packs of one recipe, groups and device side by side, in one pack for each.
 
     A pack whose addresses a CUDA graph has recorded stays as it is.
     """
     batches: dict[Any, list[ScalePack]] = {}
     for pack in packs:
         alone = pack if pack.is_recorded() else None
-        batches.setdefault((pack.recipe, pack.group, pack.factors.device, alone), []).append(pack)
+        kind = (pack.recipe, pack.group, pack.parallel, pack.factors.device, alone)
+        batches.setdefault(kind, []).append(pack)
     return [_merge(batch) if len(batch) > 1 else batch[0] for batch in batches.values()]
 
 
@@ -555,7 +580,7 @@ def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     columns = [member.tensors() for member in members]
     with _lasting(packs[0].factors.device):
         tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
-        merged = ScalePack(packs[0].recipe, packs[0].group, tensors)
+        merged = ScalePack(packs[0].recipe, packs[0].group, tensors, packs[0].parallel)
     merged.keeps_previous = any(pack.keeps_previous for pack in packs)
     start = 0
     for member in members:

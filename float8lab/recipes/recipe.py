@@ -96,6 +96,12 @@ class LinearPlan(NamedTuple):
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @property
+    def edge(self) -> int:
+        """The largest size of a block that is not a whole dimension; all others divide it."""
+        specs = [self.x, self.w, self.dy, *(s for gemm in self[:3] if gemm for s in gemm[:2])]
+        return max(1, *(size for spec in specs for size in spec.block))
+
+    @property
     def amax_epsilon(self) -> float:
         """The value to which smaller amaxes are raised."""
         return float(self.epsilon)

@@ -1,9 +1,9 @@
 """Which calls of FP8 modules a checkpointed function made, so that its recomputation repeats them.
 
 ``STATE.recordings`` are the recordings in progress, the innermost last; ``STATE.replay`` is the one
-that a recomputation follows. Those of torch's non-reentrant checkpoints are in
-``PROCESS.checkpoints``. A function that is recomputed inside another one's recomputation is
-recorded while the outer one is replayed.
+that a recomputation follows. Those of torch's checkpoints are in ``PROCESS.checkpoints``. A
+function that is recomputed inside another one's recomputation is recorded while the outer one is
+replayed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Recording:
 
     def follow(self, run: Any) -> None:
         """Start again with the first call of every module if ``run`` is a new recomputation."""
-        if run is not self._run:
+        if run != self._run:
             self._run = run
             self._position.clear()
 

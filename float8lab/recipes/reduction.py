@@ -36,6 +36,7 @@ __all__ = [
     "channel_of",
     "group_named",
     "has_ranks",
+    "includes_shards",
     "name_of_group",
 ]
 
@@ -61,7 +62,20 @@ class AmaxChannel:
         self._used: Counter[_Key] = Counter()
         self._news: Tensor | None = None  # > 0: some rank used a module that is not on the wire
         self._news_arrived: Any = None  # CUDA event
-        self._plan: tuple[Any, list[tuple[ScalePack, Tensor, Tensor]]] | None = None
+        self._plan: tuple[Any, list[tuple[ScalePack, Any, Any]]] | None = None
+        self._host: Any = None
+
+    def host_name(self, group: Any) -> str:
+        """Name of a process group of the same ranks that exchanges tensors of the CPU."""
+        if self._host is None:
+            self._host = group
+            if torch.device("cpu") not in group._device_types:
+                self._host = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                )
+        return str(self._host.group_name)
 
     def add(self, slots: DelayedSlots) -> None:
         """Take in the slots of a module that was used."""
@@ -108,7 +122,7 @@ class AmaxChannel:
         self._send_news(wire[:1])
         return [pack for pack, _, _ in plan]
 
-    def _plan_now(self) -> list[tuple[ScalePack, Tensor, Tensor]]:
+    def _plan_now(self) -> list[tuple[ScalePack, Any, Any]]:
         """For each pack of this rank, which places on the wire its slots have, and which slots."""
         columns: list[tuple[DelayedSlots, int]] = []
         offset = 1
@@ -130,7 +144,7 @@ class AmaxChannel:
             self._plan = (
                 now,
                 [
-                    (p, torch.tensor(t, device=device), torch.tensor(h, device=p.amax.device))
+                    (p, _indices(t, device), _indices(h, p.amax.device))
                     for p, (t, h) in places.items()
                 ],
             )
@@ -163,6 +177,14 @@ class AmaxChannel:
             self._wire.setdefault(key, key[2])
 
 
+def _indices(places: list[int], device: Any) -> Tensor | slice:
+    """Of elements of a vector; a slice, which needs no kernel, where one follows the other."""
+    first = places[0]
+    if places == list(range(first, first + len(places))):
+        return slice(first, first + len(places))
+    return torch.tensor(places, device=device)
+
+
 def channel(group: Any) -> AmaxChannel:
     """The channel of a process group."""
     return AmaxChannel.of_groups.setdefault(group, AmaxChannel())
@@ -184,6 +206,13 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
         return None
     return group, channel(group)
+
+
+def includes_shards(pack: ScalePack) -> bool:
+    """Whether the reduction of a pack's amaxes takes in all its tensor-parallel ranks."""
+    found = channel_of(pack.group) if pack.recipe.reduce_amax else None
+    shards, ranks = pack.parallel.group, dist.get_process_group_ranks
+    return found is not None and {*ranks(shards)} <= {*ranks(found[0])}
 
 
 def name_of_group(group: Any) -> str:

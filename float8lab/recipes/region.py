@@ -33,7 +33,13 @@ from float8lab.ops.declare import declare
 from float8lab.recipes.delayed import ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.recipes.recording import Recording
-from float8lab.recipes.reduction import channel_of, group_named, has_ranks, name_of_group
+from float8lab.recipes.reduction import (
+    channel_of,
+    group_named,
+    has_ranks,
+    includes_shards,
+    name_of_group,
+)
 
 __all__ = [
     "DEFAULT_RECIPE",
@@ -130,7 +136,7 @@ class _Process:
     def __init__(self) -> None:
         # The objects that tensors of compiled graphs stand for, by address; see nn/handles.py.
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        # The calls in torch's non-reentrant checkpoints, by frame, see nn/precision.py.
+        # The calls in torch's checkpoints, by frame or ctx of these, see nn/precision.py.
         self.checkpoints: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
@@ -234,6 +240,9 @@ def advance_scales(
     each = list(packs)
     due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
+    for pack in due:
+        if pack.parallel is not None and not includes_shards(pack):
+            pack.amax.copy_(pack.parallel.largest(pack.amax))
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
         found = channel_of(named)

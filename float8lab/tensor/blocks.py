@@ -104,7 +104,12 @@ def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:
 
 
 def quantize_blocks(
-    x: Tensor, spec: Float8Spec, *, scale: Tensor | None = None, amax_epsilon: float = 0.0
+    x: Tensor,
+    spec: Float8Spec,
+    *,
+    scale: Tensor | None = None,
+    amax_epsilon: float = 0.0,
+    known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FP8 data, scales and amaxes of a tensor of any number of dimensions.
 
@@ -114,6 +119,7 @@ def quantize_blocks(
         scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
             they follow from ``x``.
         amax_epsilon: amaxes are raised to at least this before scales are made from them.
+        known_amax: of a matrix: the amaxes, one per block, if ``x`` does not tell them.
     """
     shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
     if x.dtype == torch.float64:
@@ -127,8 +133,10 @@ def quantize_blocks(
     matrix = _as_matrix(x)
     if scale is None:
         q, scale, amax, *_ = cast_op(
-            "", (matrix,), x.dtype, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon
+            *("", (matrix,), x.dtype, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1),
+            *(True, False, False, known_amax),
         )
+        amax = amax if known_amax is None else known_amax
     else:
         q, *_ = cast_op(
             *("", (matrix,), x.dtype, spec.fp8_dtype, block, "decode", 0.0, 1),

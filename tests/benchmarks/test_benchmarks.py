@@ -9,7 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from benchmarks import common, floor, offload, report, shapes
+from benchmarks import common, floor, offload, report, shapes, tensor_parallel
 
 
 def test_timing_gives_median_and_quartiles():
@@ -94,7 +94,9 @@ def test_gate_refuses_a_wrong_answer(answer):
 
 
 @pytest.mark.parametrize(
-    "module", [common, floor, offload, report, shapes], ids=lambda module: module.__name__
+    "module",
+    [common, floor, offload, report, shapes, tensor_parallel],
+    ids=lambda module: module.__name__,
 )
 def test_docstring_examples_run(module):
     results = doctest.testmod(module)

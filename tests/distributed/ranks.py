@@ -78,10 +78,11 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
             name = func.name().split("::")[1].strip("_")
-            # all_gather and reduce_scatter take (output, input, ...), the others their input.
-            value = args[1] if isinstance(args[1], Tensor) else args[0]
+            # all_gather and reduce_scatter take (output, input, ...), the others and functional
+            # ones their input.
+            value = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
             while not isinstance(value, Tensor):
                 value = value[0]
             self.seen.append((name, value.dtype, value.numel()))

@@ -212,6 +212,30 @@ def check_groups_of_ranks(ranks: Ranks) -> None:
         assert not torch.equal(states[0], states[2])
 
 
+def check_resuming_under_a_group(ranks: Ranks) -> None:
+    """The state of a module belongs to the group of its autocast, which ranks elsewhere lack."""
+    groups = [dist.new_group([i, i + 1]) for i in range(0, ranks.world, 2)]
+    mine = groups[ranks.rank // 2]
+
+    def train(layer: nn.Module, steps: range) -> Tensor:
+        for step in steps:
+            with float8lab.autocast(recipe=RECIPE, amax_reduction_group=mine):
+                y = layer(inputs(ranks, step))
+            y.sum().backward()
+        return y
+
+    whole, rest = (float8lab.Linear(32, 32, device=ranks.device) for _ in range(2))
+    rest.load_state_dict(whole.state_dict())
+    train(rest, range(5, 7))  # of which nothing may remain, but that ranks know of the module
+    train(whole, range(2))
+    state = float8lab.nn.ScalingState(whole, RECIPE, mine).state_dict()
+    # One after the other: a region takes in all amaxes there are.
+    expected = train(whole, range(2, 4)), state_of(nn.Sequential(whole))
+    float8lab.nn.ScalingState(rest, RECIPE, mine).load_state_dict(state)
+    assert torch.equal(train(rest, range(2, 4)), expected[0])
+    assert torch.equal(state_of(nn.Sequential(rest)), expected[1])
+
+
 def check_data_parallel_training(ranks: Ranks) -> None:
     model = make_model(ranks)
     ids = [ranks.device.index] if ranks.device.type == "cuda" else None

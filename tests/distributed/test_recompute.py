@@ -257,11 +257,7 @@ def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, in
 
     for seed in range(2):  # then every slot has a scale
         twice(leaf(4, 32, seed=seed))
-    found = repeated(operands, run)
-    if outer != "torch-reentrant":
-        assert found == [True] * 3
-    elif regions == "around":  # it has no link to its forward, and gets the scales of the last one
-        assert found == [False, False, True]
+    assert repeated(operands, run) == [True] * 3
 
 
 @each_mode
@@ -516,23 +512,10 @@ def test_arguments_are_checked():
         float8lab.checkpoint(F.gelu, leaf(2), get_rng_state_tracker=5)
 
 
-def test_distribute_saved_activations(monkeypatch):
+def test_distribute_saved_activations_on_one_rank():
     x = leaf(4, 32)
-    layer = Feed()
-    y = float8lab.checkpoint(layer, x, distribute_saved_activations=True)  # one rank
-    y.sum().backward()
+    float8lab.checkpoint(Feed(), x, distribute_saved_activations=True).sum().backward()
     assert x.grad is not None
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "ProcessGroup", int)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group or 4)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
-    arguments = {"distribute_saved_activations": True}
-    with pytest.raises(NotImplementedError, match="got a group of 4"):
-        float8lab.checkpoint(layer, x, **arguments)
-    with pytest.raises(NotImplementedError, match="got a group of 2"):
-        float8lab.checkpoint(layer, x, tp_group=2, **arguments)
-    float8lab.checkpoint(layer, x, tp_group=1, **arguments)
-    float8lab.checkpoint(layer, x, use_reentrant=False, **arguments)  # has no effect there
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if n != "delayed"])

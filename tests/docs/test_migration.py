@@ -23,8 +23,8 @@ OWN = {
 
 
 def parameters(value) -> set[str]:
-    """Of a class's constructor and forward, or of a function."""
-    found = set(inspect.signature(value).parameters)
+    """Of a class's constructor and forward, or of a function; but for ``ub_*``."""
+    found = set(inspect.signature(value).parameters) - {"ub"}
     if inspect.isclass(value) and hasattr(value, "forward"):
         found |= set(inspect.signature(value.forward).parameters) - {"self"}
     return found

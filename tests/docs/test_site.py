@@ -35,6 +35,8 @@ def find(dotted: str):
     """An object by its dotted name."""
     found = importlib.import_module("float8lab")
     for part in dotted.split(".")[1:]:
+        if inspect.ismodule(found) and not hasattr(found, part):
+            importlib.import_module(f"{found.__name__}.{part}")  # which float8lab does not
         found = getattr(found, part)
     return found
 

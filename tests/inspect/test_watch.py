@@ -26,7 +26,7 @@ from float8lab import recipes
 from float8lab.inspect import watch
 from float8lab.inspect.watch.records import Log, Record, Step
 from float8lab.recipes.region import PROCESS
-from tests.recorder import Ops
+from tests.recorder import Ops, never_waiting
 
 RECIPES = {
     "current": recipes.Float8CurrentScaling(),
@@ -641,7 +641,6 @@ def test_no_kernel_runs_before_and_after_on_a_gpu():
     assert kernels() == before
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL.keys())
 def test_a_gpu_is_waited_for_once_a_step(recipe):
@@ -658,11 +657,8 @@ def test_a_gpu_is_waited_for_once_a_step(recipe):
     run()
     with watch(both) as w:
         w.step(run())  # loads what loads at its first use
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with never_waiting():
             loss = run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         w.step(loss)
     assert len(w.log.records) == 2 * 12
 

@@ -17,7 +17,7 @@ from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
 from float8lab.ops import Ends, Source
 from float8lab.tensor import Float8Tensor
-from tests.recorder import Ops
+from tests.recorder import Ops, never_waiting
 
 SIZES = [0, 1, 15, 17, 40]
 E, M, K, N = len(SIZES), sum(SIZES), 72, 40
@@ -393,7 +393,6 @@ def large() -> tuple:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["high", *RECIPES])
 def test_a_gpu_gives_the_same_and_never_waits(recipe, large):
     layer, x, dy, splits = large
@@ -401,11 +400,8 @@ def test_a_gpu_gives_the_same_and_never_waits(recipe, large):
     for _ in range(3):  # kernels are compiled, launches recorded and repeated
         want = step(here, x.cpu(), dy.cpu(), recipe, splits.cpu())
         got = step(layer, x, dy, recipe, splits)
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with never_waiting():
         again = step(layer, x, dy, recipe, splits)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     exact = step(copy.deepcopy(layer).double().cpu(), x.cpu().double(), dy.cpu().double(),
                  None, splits.cpu())  # fmt: skip
     for mine, repeated, others, truth in zip(got, again, want, exact, strict=True):

@@ -314,9 +314,24 @@ def test_parameters_split_must_add_up():
         float8lab.Linear(16, 25, parameters_split=("a", "b"), device="cpu")
 
 
-def test_more_than_one_tensor_parallel_rank_is_not_implemented():
-    with pytest.raises(NotImplementedError, match="tp_size must be 1; got 2"):
-        float8lab.Linear(16, 16, tp_size=2, device="cpu")
+def test_a_layer_for_several_tensor_parallel_ranks_wants_their_group():
+    column = float8lab.Linear(16, 48, tp_size=2, parallel_mode="column", device="cpu")
+    row = float8lab.Linear(16, 48, tp_size=2, parallel_mode="Row", device="cpu")
+    assert (column.weight.shape, column.bias.shape) == ((24, 16), (24,))
+    assert (row.weight.shape, row.bias.shape) == ((48, 8), (48,))
+    assert (column.weight.partition_dim, row.weight.partition_dim) == (0, 1)
+    with pytest.raises(RuntimeError, match="tp_group must be set before the first call"):
+        column(torch.ones(2, 16))
+    with pytest.raises(ValueError, match="out_features must be a multiple of the 2"):
+        float8lab.Linear(16, 17, tp_size=2, parallel_mode="column", device="cpu")
+    with pytest.raises(ValueError, match="in_features must be a multiple of the 2"):
+        float8lab.Linear(17, 16, tp_size=2, parallel_mode="row", device="cpu")
+    split = {"q": 8, "k": 3}
+    with pytest.raises(ValueError, match=r"parameters_split\['k'\] must be a multiple of the 2"):
+        float8lab.Linear(
+            16, 11, tp_size=2, parallel_mode="column", parameters_split=split, device="cpu"
+        )
+    assert float8lab.Linear(16, 16, tp_size=2, device="cpu").weight.shape == (16, 16)
     with pytest.raises(ValueError, match="parallel_mode must be one of None"):
         float8lab.Linear(16, 16, parallel_mode="diagonal", device="cpu")
     single = float8lab.Linear(16, 16, parallel_mode="column", sequence_parallel=True, device="cpu")

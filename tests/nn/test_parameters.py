@@ -220,15 +220,24 @@ def tp_group(module: str) -> None:
 
 @effect
 def tp_size(module: str) -> None:
-    with pytest.raises(NotImplementedError, match="tp_size must be 1; got 2"):
-        make(module, tp_size=2)
-    assert same_function(make(module, tp_size=1), make(module))
+    column = {"parallel_mode": "column"} if module == "LayerNormLinear" else {}
+    mode = column or {"set_parallel_mode": True}
+    part, whole = make(module, tp_size=2, **mode), make(module)
+    name = "weight" if column else "fc1_weight"
+    assert 2 * len(getattr(part, name)) == len(getattr(whole, name))
+    with pytest.raises(RuntimeError, match="tp_group must be set before the first call"):
+        part(torch.ones(2, 16))
+    with pytest.raises(ValueError, match="must be a multiple of the 5 tensor-parallel ranks"):
+        make(module, tp_size=5, **mode)
+    assert same_function(make(module, tp_size=1), whole)
 
 
 @effect
 def parallel_mode(module: str) -> None:
     with pytest.raises(ValueError, match="parallel_mode must be one of None"):
         make(module, parallel_mode="diagonal")
+    with pytest.raises(ValueError, match="parallel_mode must be 'column', or None"):
+        make(module, parallel_mode="row", tp_size=2)
     assert same_function(make(module, parallel_mode="column"), make(module))
 
 
@@ -366,6 +375,7 @@ def test_defaults(module: str) -> None:
     defaults = {
         name: REQUIRED if p.default is inspect.Parameter.empty else p.default
         for name, p in signature.parameters.items()
+        if p.kind is not inspect.Parameter.VAR_KEYWORD  # ``ub_*``
     }
     assert defaults == PARAMETERS[module]
 

@@ -349,7 +349,7 @@ def test_wrong_arguments_are_refused():
             "hidden_dropout must be a finite number",
         ),
         ({"drop_path_rate": -0.1}, ValueError, "drop_path_rate must be a finite number"),
-        ({"tp_size": 4}, NotImplementedError, "tp_size must be 1"),
+        ({"tp_size": 3, "set_parallel_mode": True}, ValueError, "num_gqa_groups must be a multi"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, ValueError, "parallel_att"),
         ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, NotImplementedError, "drop_path"),
         ({"activation": "tanh"}, ValueError, "activation"),

@@ -1,5 +1,6 @@
 """Names, order and defaults of the attention modules' parameters are Transformer Engine's."""
 
+import functools
 import inspect
 
 import pytest
@@ -103,3 +104,26 @@ def test_groups_of_ranks_can_be_set_and_must_be_of_one(name):
         if hasattr(cls, method):
             assert list(inspect.signature(getattr(cls, method)).parameters)[1] == first
     assert hasattr(cls, "set_context_parallel_group")
+
+
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear", "LayerNormLinear", "LayerNormMLP"])
+def test_arguments_of_overlap(name):
+    sizes = (2, 16, 16) if name == "GroupedLinear" else (16, 16)
+    make = functools.partial(getattr(float8lab, name), *sizes, device="cpu")
+    assert make(ub_overlap_ag=True, ub_overlap_rs=False, ub_name="qkv").overlap is None
+    assert make(ub_overlap_ag=False, ub_overlap_rs=False).overlap is False
+    with pytest.raises(TypeError, match=f"^{name}'s arguments must be known ones; got ub_overlap"):
+        make(ub_overlap=True)
+    with pytest.raises(TypeError, match=r"^ub_bulk_wgrad must be"):
+        make(ub_bulk_wgrad="yes")
+    with pytest.raises(TypeError, match=r"^ub_name must be"):
+        make(ub_name=1)
+
+
+def test_arguments_of_overlap_reach_all_parts():
+    make = functools.partial(float8lab.TransformerLayer, 32, 64, 4, device="cpu")
+    parts = [m for m in make(ub_tp_comm_overlap=False).modules() if hasattr(m, "overlap")]
+    assert all(
+        m.overlap is False for m in parts if not isinstance(m, float8lab.DotProductAttention)
+    )
+    assert all(m.overlap is None for m in make().modules() if hasattr(m, "overlap"))

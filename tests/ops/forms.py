@@ -5,15 +5,25 @@ Each takes the cast first, the op or another implementation of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8lab.ops import Source
+from float8lab.formats import E4M3, scale_shape
+from float8lab.ops import Source, prologue_shape, round_up
 
-__all__ = ["amax", "encode", "encode_pair", "quantize", "quantize_pair"]
+__all__ = [
+    "GRIDS",
+    "amax",
+    "encode",
+    "encode_pair",
+    "quantize",
+    "quantize_by_amaxes",
+    "quantize_pair",
+]
 
 Cast = Callable[..., Any]
 
@@ -66,6 +76,28 @@ def quantize_pair(
     how = (fp8_dtype, block, rule, eps, align, True, True, column_sum, known_amax)
     q, scale, _, q_t, scale_t, total = cast(*_matrix(x), *how)
     return q, scale, q_t, scale_t, _sums(total, x)
+
+
+GRIDS = [
+    ((1, -1), "fp32"),
+    ((1, 128), "pow2"),
+    ((128, 128), "fp32"),
+    ((1, 32), "e8m0"),
+    ((1, 96), "fp32"),
+]
+"""Blocks smaller than the whole whose amaxes can be given, and a rule for each."""
+
+
+def quantize_by_amaxes(
+    cast: Cast, x: Tensor | Source, block: Sequence[int], rule: str, *, transposed: bool
+) -> tuple[Any, Any]:
+    """FP8 data and scales of one orientation, by amaxes that exceed those of ``x``."""
+    _, inputs, _ = matrix = _matrix(x)
+    padded = [round_up(size, 16) for size in prologue_shape(*matrix[:2])]
+    shape = scale_shape(tuple(padded[::-1] if transposed else padded), tuple(block))
+    count = math.prod(shape)
+    known = torch.linspace(1e4, 9e4, count).view(shape).to(inputs[0].device)
+    return quantize(cast, x, E4M3, block, rule, 1e-3, 16, known, transposed=transposed)[:2]
 
 
 def encode(

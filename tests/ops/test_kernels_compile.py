@@ -33,11 +33,12 @@ from float8lab.ops import Source, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
     attention,
-    block_gemm,
     cast_hopper,
     cast_many,
+    cross_entropy,
     grouped_cast,
     grouped_gemm,
+    hopper_gemm,
     norm,
     permute,
     prologue,
@@ -255,6 +256,13 @@ def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
     return lambda: router.route(logits, bias, 8, name, *how)
 
 
+def entropy(*, back: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+    logits, target = torch.zeros(8, 64128, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+    if back:
+        return lambda: cross_entropy.cross_entropy_backward(logits, target, torch.zeros(4, 8))
+    return lambda: cross_entropy.cross_entropy_statistics(logits, target)
+
+
 def groups(
     block: tuple[int, int],
     rule: str = "fp32",
@@ -298,6 +306,9 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
     "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
     "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
+    "cross-entropy": entropy(),
+    "cross-entropy-float32": entropy(dtype=torch.float32),
+    "cross-entropy-backward": entropy(back=True),
     "row-map": lambda: permute.row_map_of(torch.zeros(512, 128, dtype=torch.bool)),
     "row-map-256": lambda: permute.row_map_of(torch.zeros(512, 256, dtype=torch.int32)),
     "row-map-index": lambda: permute.row_map_of(torch.zeros(512, 8, dtype=torch.int64), 128),
@@ -431,7 +442,8 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype = E4M3) -> Any:
     a, b = torch.zeros(384, 512).to(a_dtype), torch.zeros(512, 512).to(E4M3)
     scales = torch.ones(4, 384).t(), torch.ones(4, 512 // b_block).t()
-    return lambda: block_gemm.multiply_blocks(a, scales[0], b, scales[1], out_dtype)
+    y, mode = torch.empty(384, 512, dtype=out_dtype), "rows" if b_block == 1 else "block"
+    return lambda: hopper_gemm.multiply_tiles(mode, a, scales[0], b, scales[1], None, y)
 
 
 def product_of_groups(
@@ -495,7 +507,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for module in (attention, block_gemm, grouped_gemm):
+        for module in (attention, hopper_gemm):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()
     return recorded

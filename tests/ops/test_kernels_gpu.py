@@ -149,9 +149,25 @@ def test_quantize_by_a_known_amax(shape: tuple[int, int], dtype: torch.dtype, la
 @each_layout
 @each_dtype
 @each_shape
+def test_quantize_by_known_amaxes_of_blocks(
+    shape: tuple[int, int], dtype: torch.dtype, layout: Any
+) -> None:
+    x = layout(matrix(shape, dtype))
+    for block, rule in forms.GRIDS:
+        for transposed in (False, True):
+            got = forms.quantize_by_amaxes(ops.cast_op, x, block, rule, transposed=transposed)
+            want = forms.quantize_by_amaxes(
+                reference.cast, x.cpu(), block, rule, transposed=transposed
+            )
+            all_same(got, want)
+
+
+@each_layout
+@each_dtype
+@each_shape
 def test_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
     x = layout(matrix(shape, dtype))
-    for block in ((-1, -1), (1, -1), (1, 128)):
+    for block in ((-1, -1), (1, -1), (-1, 1), (1, 128)):
         same(forms.amax(ops.amax_op, x, block), reference.amax(x.cpu(), block))
 
 
@@ -416,6 +432,9 @@ def test_scaled_mm(
         rounding = exact.abs().max() * torch.finfo(out_dtype).eps / 2
         budget = 2 * ((in_bf16 - exact).abs().max() + rounding)
         assert (got - exact).abs().max() <= budget
+        into = torch.zeros_like(got)
+        ops.scaled_mm_into_op(into, *operands, bias, fast_accum)
+        assert torch.equal(into, got)
 
 
 OUR_SHAPES = [(16, 16, 16), (336, 208, 400), (640, 768, 1536), (3000, 4112, 272)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from float8lab import ops
-from float8lab.formats import E4M3, E5M2, FP8_DTYPES
+from float8lab.formats import E4M3, E5M2, FP8_DTYPES, scale_shape
 from tests.ops import forms
 
 BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1)]
@@ -74,6 +74,15 @@ def test_cast_by_what_is_given(
         check(ops.cast_op, *matrix, rule, *how, torch.ones((), device=device))
 
 
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["straight", "transposed"])
+def test_cast_by_the_amaxes_of_blocks(wanted: tuple[bool, bool], device: torch.device) -> None:
+    x = torch.randn(20, 300, device=device, dtype=torch.bfloat16)
+    for block in ((1, -1), (1, 128)):
+        shape = scale_shape((32, 304) if wanted[0] else (304, 32), block)
+        how = ("", [x], x.dtype, E4M3, block, "fp32", 0.0, 16, *wanted, False)
+        check(ops.cast_op, *how, torch.ones(shape, device=device))
+
+
 @each_orientation
 @each_shape
 def test_cast_with_a_slot(
@@ -131,6 +140,10 @@ def test_scaled_mm(
         operands += [q, scale, block]
     bias = torch.randn(33, device=device) if with_bias else None
     check(ops.scaled_mm_op, *operands, bias, out_dtype, False)
+    out = torch.zeros(20, 33, device=device, dtype=out_dtype)
+    check(ops.scaled_mm_into_op, out, *operands, bias, False)
+    ops.scaled_mm_into_op(out, *operands, bias, False)
+    assert torch.equal(out, ops.scaled_mm_op(*operands, bias, out_dtype, False))
 
 
 @pytest.mark.parametrize("batch", [0, 3])
@@ -189,6 +202,14 @@ def test_route(name: str, tokens: int, device: torch.device) -> None:
         check(ops.route_op, logits, bias, *how)
         _, routing_map = ops.route_op(logits, bias, *how)
         check(ops.route_backward_op, logits.float(), logits, routing_map, *how[:3], *how[5:])
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_cross_entropy(tokens: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, 12, device=device, dtype=torch.bfloat16)
+    target, factors = torch.arange(tokens, device=device), torch.randn(4, tokens, device=device)
+    check(ops.cross_entropy_statistics_op, logits, target)
+    check(ops.cross_entropy_backward_op, logits, target, factors)
 
 
 def of_kind(kind: str, rows: int, device: torch.device) -> list[Tensor]:

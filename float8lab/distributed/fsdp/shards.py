@@ -41,6 +41,7 @@ __all__ = [
     "StoredShard",
     "is_sharded_plain",
     "is_tensor_parallel",
+    "may_spread",
     "reshard",
     "settle",
     "sharded_by_fsdp",
@@ -184,6 +185,8 @@ Float8Tensor.fsdp_post_all_gather = Shard.fsdp_post_all_gather  # type: ignore[a
 class Shardable(nn.Module):
     """A module that has FSDP2 gather its weights in FP8, where they are stored or cast so."""
 
+    _spread: Any = None  # nn/dtensor.py: how a weight that is a DTensor is spread over ranks
+
     def _weight_cast(self, name: str) -> WeightCast | None:
         """How a parameter in high precision is gathered in FP8; None: as it is."""
         return None
@@ -192,34 +195,52 @@ class Shardable(nn.Module):
         parameters = self.__dict__.get("_parameters", {})
         old = parameters.get(name)
         parameter = old is not None and isinstance(value, nn.Parameter)
+        spread = 0 if self._spread is None else self._spread.ndim
         sharded = parameter and hasattr(value, "_local_tensor")
-        if not sharded and not (parameter and hasattr(old, "_local_tensor")):
+        gathers = parameter and hasattr(old, "_local_tensor")
+        if spread:  # by tensor parallelism alone
+            sharded, gathers = (
+                found and one.device_mesh.ndim > spread
+                for found, one in ((sharded, value), (gathers, old))
+            )
+        if not (sharded or gathers):
             super().__setattr__(name, value)
             return
         if sharded and name.endswith("weight") and not isinstance(value._local_tensor, Shard):
-            self._make_shard(name, value, old)
+            self._make_shard(name, value, old, spread)
         # FSDP2 exchanges sharded and gathered parameters before and after every forward. Like it,
         # this goes past a method of torch that does much more.
         parameters[name] = value
 
-    def _make_shard(self, name: str, parameter: Any, old: Any) -> None:
-        """Make the local tensor of a parameter that takes the place of ``old`` a shard."""
+    def _make_shard(self, name: str, parameter: Any, old: Any, spread: int) -> None:
+        """Make the local tensor of a parameter that takes the place of ``old`` a shard.
+
+        ``spread``: how many dimensions of its mesh are those of tensor parallelism.
+        """
         local, before = parameter._local_tensor, local_of(old)
-        *copied, cut_by = parameter.placements
+        *copied, cut_by = parameter.placements[: parameter.device_mesh.ndim - spread]
         # Experts that are stored in FP8 become shards at their first all-gather.
         may_be = parameter.ndim == 2 or (parameter.ndim == 3 and type(local) is Tensor)
-        if not (may_be or isinstance(before, Shard)) or not cut_by.is_shard(0):
+        may_be = may_be or isinstance(before, Shard)
+        if not may_be or getattr(cut_by, "dim", None) != 0:
             return
         if isinstance(before, Shard):
             _stay_shard(parameter, before.weight)
         elif isinstance(local, Float8Tensor) and isinstance(before, Float8Tensor):
-            layout = Layout.of(before.spec, parameter.shape, shard_mesh(parameter))
+            may, group = (True, None) if not spread else self._spread.shares(before.spec, before)
+            if not may:
+                return
+            layout = Layout.of(before.spec, before.shape, shard_mesh(parameter, spread), group)
             _take_rows(local, before, layout)
             _become_shard(local, parameter, ShardedWeight(layout))
         elif type(local) is Tensor and _may_be_fsdp_alone(copied):
-            cast = self._weight_cast(name)
+            cast, group = self._weight_cast(name), None
+            if cast is not None and spread:
+                may, group = self._spread.shares(cast.spec, before)
+                cast = cast if may else None
             if cast is not None:
-                layout = Layout.of(cast.spec, parameter.shape, shard_mesh(parameter))
+                mesh = shard_mesh(parameter, spread)
+                layout = Layout.of(cast.spec, before.shape, mesh, group)
                 _become_shard(local, parameter, ShardedWeight(layout, cast))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -298,6 +319,12 @@ def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
     """
     placements = getattr(parameter, "placements", ())
     return bool(placements) and not (sharded and _may_be_fsdp_alone(placements[:-1]))
+
+
+def may_spread(placements: Sequence[Any]) -> bool:
+    """Whether the GEMMs of a weight with these placements can be spread: as columns or rows."""
+    cuts = [placement for placement in placements if not placement.is_replicate()]
+    return not cuts or (len(cuts) == 1 and (cuts[0].is_shard(0) or cuts[0].is_shard(1)))
 
 
 def is_sharded_plain(parameter: Any) -> bool:

@@ -72,16 +72,20 @@ def with_local(x: Any, local: Tensor) -> Any:
     )
 
 
-def shard_mesh(parameter: Any) -> Any:
-    """The ranks that FSDP2 cuts a parameter for, with or without hybrid sharding."""
+def shard_mesh(parameter: Any, spread: int = 0) -> Any:
+    """The ranks that FSDP2 cuts a parameter for, with or without hybrid sharding.
+
+    ``spread``: how many dimensions of the mesh are those of tensor parallelism; they come last.
+    """
     mesh = parameter.device_mesh
-    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1 - spread]]
 
 
 class Layout(NamedTuple):
     """The rows of a weight ``[N, K]`` that are a rank's shard, by the rule of ``torch.chunk``.
 
     Of the weights of several experts, ``[E, N, K]`` in blocks of one expert each, they are experts.
+    Under tensor parallelism the weight is itself a shard, of rows or columns, of a larger one.
     """
 
     spec: Float8Spec  # the format, blocks and scale rule of the whole weight
@@ -96,9 +100,11 @@ class Layout(NamedTuple):
 
     A shard that starts inside a block has two: the rest of that block, and what follows.
     """
+    mesh: Any  # the ranks that have shards
+    group: Any = None  # other ranks that hold parts of the same blocks, by tensor parallelism
 
     @staticmethod
-    def of(spec: Float8Spec, shape: Any, mesh: Any) -> Layout:
+    def of(spec: Float8Spec, shape: Any, mesh: Any, group: Any = None) -> Layout:
         """The layout of a weight that is cut for the ranks of ``mesh``."""
         N = shape[0]
         chunk = -(-N // mesh.size())
@@ -113,7 +119,9 @@ class Layout(NamedTuple):
         )
         blocks = spec.scale_shape(tuple(shape))
         numbers = round_up(math.prod(blocks), _ALIGNED)
-        return Layout(spec, tuple(shape), blocks, numbers, start, rows, chunk - rows, runs)
+        return Layout(
+            spec, tuple(shape), blocks, numbers, start, rows, chunk - rows, runs, mesh, group
+        )
 
     def block_rows(self, size: int, device: torch.device) -> slice | Tensor:
         """The weight's block rows in which the shard's blocks, of ``size`` rows each, begin."""
@@ -281,6 +289,18 @@ def reduced_amaxes(
         # A maximum over ranks need not keep NaN; inf gives the same scale.
         every.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(every, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    spanning: dict[Any, list[Tensor]] = {}
+    for amax, layout in zip(amaxes, layouts, strict=True):
+        if layout.group is not None:
+            spanning.setdefault(layout.group, []).append(amax)
+    for group, parts in spanning.items():
+        both = torch.cat([part.flatten() for part in parts])
+        both.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        found = both.split([part.numel() for part in parts])
+        torch._foreach_copy_(
+            parts, [new.view(old.shape) for new, old in zip(found, parts, strict=True)]
+        )
     return every, amaxes
 
 
@@ -351,7 +371,7 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
     for parameter, value in zip(parameters, values, strict=True):
         layout = layout_of(parameter)
         weight = ShardedWeight(layout, WeightCast(layout.spec))
-        each = meshes.setdefault(shard_mesh(parameter), [])
+        each = meshes.setdefault(layout.mesh, [])
         each.append((weight, parameter._local_tensor, value))
     with torch.no_grad():
         for mesh, each in meshes.items():

@@ -17,8 +17,9 @@ class Links:
 
     node: int = 8
     """GPUs of one machine."""
-    nvlink: float = 360e9
-    """Within a machine, as NCCL's collectives reach it."""
+    nvlink: float = 260e9
+    """Within a machine, as NCCL's collectives reach it: between two H200s, by ``links.py`` of the
+    benchmarks."""
     network: float = 45e9
     """Between machines, for each GPU."""
     hop: float = 1e-6
@@ -35,7 +36,7 @@ class Links:
 
         >>> from float8lab.inspect.scale.mesh import Links
         >>> f"{1e3 * Links().seconds(360e6, ranks=2, stride=1):.2f} ms"
-        '0.50 ms'
+        '0.69 ms'
         """
         if ranks == 1:
             return 0.0

@@ -12,7 +12,16 @@ Sources: FP8 formats, arXiv:2209.05433; probabilistic bounds of rounding errors,
 SIAM J. Sci. Comput. 41(5), 2019 (by Hoeffding's inequality).
 """
 
-from float8lab.inspect.selfcheck import attention, casts, experts, grouped, norms, products, sources
+from float8lab.inspect.selfcheck import (
+    attention,
+    casts,
+    experts,
+    grouped,
+    loss,
+    norms,
+    products,
+    sources,
+)
 from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
 from float8lab.inspect.selfcheck.running import CHECKS, selfcheck
 
@@ -26,6 +35,7 @@ __all__ = [
     "casts",
     "experts",
     "grouped",
+    "loss",
     "norms",
     "products",
     "selfcheck",

@@ -15,14 +15,23 @@ from typing import Any
 import torch
 
 from float8lab.inspect.environment import why_casts_are_missing
-from float8lab.inspect.selfcheck import attention, casts, experts, grouped, norms, products, sources
+from float8lab.inspect.selfcheck import (
+    attention,
+    casts,
+    experts,
+    grouped,
+    loss,
+    norms,
+    products,
+    sources,
+)
 from float8lab.inspect.selfcheck.harness import Cases, Check, Report, Row
 
 __all__ = ["CHECKS", "run_checks", "selfcheck"]
 
 CHECKS = tuple(
     found
-    for module in (casts, attention, norms, products, grouped, sources, experts)
+    for module in (casts, attention, norms, products, grouped, sources, experts, loss)
     for found in vars(module).values()
     if isinstance(found, Check)
 )

@@ -48,7 +48,8 @@ from float8lab.nn.attention.masks import (
 from float8lab.nn.parallel import (
     ContextParallelGroup,
     check_context_group,
-    check_parallel_arguments,
+    heads_of_rank,
+    parallel_size,
 )
 from float8lab.recipes.region import STATE, in_backward
 
@@ -73,7 +74,9 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
 
     Shape: query ``[S, B, H, D]`` (sbhd), ``[B, S, H, D]`` (bshd) or ``[T, H, D]`` (thd); key and
     value the same with G heads and their own sequence length; output ``[S, B, H * Dv]``,
-    ``[B, S, H * Dv]`` or ``[T, H * Dv]``. Query head h uses key/value head ``h // (H / G)``.
+    ``[B, S, H * Dv]`` or ``[T, H * Dv]``. Query head h uses key/value head ``h // (H / G)``. With
+    R tensor-parallel ranks each has H / R query heads and G / R key/value heads of all of the
+    sequence, in the order of the ranks; nothing is sent but, in FP8, the largest values.
 
     Numerics: softmax in float32. A query that is padding or sees no key gives 0. Inside
     ``autocast`` with a recipe that has ``fp8_dpa=True`` or ``fp8_mha=True``, the matrix products
@@ -93,11 +96,12 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             ``i + d + right``, with ``d = Sk - Sq`` (0 for ``causal`` and ``padding_causal``;
             lengths without padding where there is padding); -1 is no limit. A causal mask stays
             causal whatever ``right`` is.
-        sequence_parallel: no effect on a single rank, except that dropout uses the default
-            generator.
-        tp_size: must be 1.
-        get_rng_state_tracker: returns a tracker whose ``fork()`` dropout runs under.
-        tp_group: must be None or of one rank.
+        sequence_parallel: the model runs its layers, whose tokens are spread over ranks, under a
+            stream of each rank's own: dropout uses the default generator, not the tracker.
+        tp_size: R; G must be a multiple of it.
+        get_rng_state_tracker: returns a tracker whose ``fork()`` dropout runs under, for dropout
+            that differs on tensor-parallel ranks.
+        tp_group: the R ranks; needed for ALiBi and FP8 attention, and may come later.
         layer_number: names the layer to ``inference_params``.
         attention_type: "self" or "cross": whether a padding ``attention_mask`` is one or a pair.
         cp_group: must be None or of one rank.
@@ -108,7 +112,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.
 
     Raises:
-        NotImplementedError: more than one tensor- or context-parallel rank.
+        NotImplementedError: more than one context-parallel rank.
         ValueError: sizes, names or arguments that do not belong together.
 
     >>> attention = float8lab.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
@@ -116,6 +120,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     >>> attention(q, k, v).shape
     torch.Size([2, 5, 64])
     """
+
+    _casts_only = True
 
     def __init__(
         self,
@@ -141,7 +147,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         backends: Sequence[str] = BACKENDS,
     ) -> None:
         super().__init__()
-        check_parallel_arguments(tp_size, tp_group, None)
         check_context_group(cp_group)
         check_format("qkv_format", qkv_format)
         check_flags(sequence_parallel=sequence_parallel)
@@ -149,6 +154,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         check_choice("attention_type", attention_type, ("self", "cross"))
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
         groups = check_groups(num_attention_heads, num_gqa_groups)
+        self.tp_size = parallel_size(tp_size, tp_group, "column")
+        mine = heads_of_rank(num_attention_heads, groups, self.tp_size)
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
         backends = check_names("backends", backends)
         if not backends or not set(backends) <= set(BACKENDS):
@@ -162,6 +169,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         )
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
+        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = mine
         self.qk_channels, self.v_channels = pair
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
@@ -177,6 +185,10 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self.backends = backends
         self._fp8 = AttentionPrecision()
         self._warned = False
+        self.set_tensor_parallel_group(tp_group)
+
+    def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {"_fp8": ("heads", ())} if self.tp_size > 1 else {}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -229,9 +241,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 backward needs.
             core_attention_bias_type: ``no_bias``; ``pre_scale_bias``: the bias is added before the
                 scores are scaled; ``post_scale_bias``: after; ``alibi``.
-            core_attention_bias: broadcasts to ``[B, H, Sq, Sk]``; may require a gradient.
+            core_attention_bias: broadcasts to ``[B, H, Sq, Sk]``; may require a gradient. Of
+                tensor-parallel ranks each passes that of its own heads.
             alibi_slopes: ``[H]`` or ``[B, H]``; ``-slope * (i + Sk - Sq - j)`` is added to the
-                scaled score of query i and key j. None is the usual geometric sequence.
+                scaled score of query i and key j. None is the usual geometric sequence. Of
+                tensor-parallel ranks each passes those of its own heads.
             fast_zero_fill: no effect: what is not computed is always 0.
             inference_params: key/value cache: keys and values are added to it and attention is
                 over all it holds.
@@ -386,14 +400,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         )  # fmt: skip
         check_size("max_seqlen_q", max_seqlen_q, optional=True)
         check_size("max_seqlen_kv", max_seqlen_kv, optional=True)
-        check_bias(
-            core_attention_bias_type, core_attention_bias, alibi_slopes, self.num_attention_heads
-        )
+        heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
+        check_bias(core_attention_bias_type, core_attention_bias, alibi_slopes, heads)
         sizes = [
-            (self.num_attention_heads, self.qk_channels),
-            (self.num_gqa_groups, self.qk_channels),
-            (self.num_gqa_groups, self.v_channels),
-        ]
+            (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
+        ]  # fmt: skip
         query, key, value = tensors_of((query, key, value), sizes, qkv_format)
         packed = None
         tokens = query.shape[0]
@@ -427,10 +438,18 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         if core_attention_bias_type == "pre_scale_bias" and bias is not None:
             bias = bias * self.softmax_scale
         if core_attention_bias_type == "alibi":
-            alibi = Alibi(slopes_of(alibi_slopes, self.num_attention_heads, q.device), spans)
+            alibi = Alibi(self._slopes(alibi_slopes, q.device), spans)
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(mask, self.softmax_scale, bias, alibi, dropout)
         return Request(q, k, v, problem, packed, qkv_format, tokens)
+
+    def _slopes(self, given: Tensor | None, device: torch.device) -> Tensor:
+        """Of ALiBi, for the heads of this rank."""
+        slopes = slopes_of(given, self.num_attention_heads, device)
+        if given is not None or self.tp_size == 1:
+            return slopes
+        parallel: Any = self._fp8.parallel
+        return slopes.chunk(self.tp_size)[parallel.rank]
 
     def _required_layer_number(self) -> int:
         if self.layer_number is None:

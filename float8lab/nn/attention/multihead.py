@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from float8lab.nn.attention.layout import check_format, check_lengths
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, turn
 from float8lab.nn.layernorm_linear import LayerNormLinear
-from float8lab.nn.linear import Linear, reset_children
+from float8lab.nn.linear import Linear, normal_init, reset_children
 from float8lab.nn.norm import check_norm
-from float8lab.nn.parallel import ContextParallelGroup
+from float8lab.nn.parallel import ContextParallelGroup, overlap_of, parallel_size
 
 __all__ = ["MultiheadAttention", "RotaryArgument", "ignore_extra_state"]
 
@@ -40,6 +40,28 @@ def ignore_extra_state(
     """
     for key in [k for k in state_dict if k.startswith(prefix) and k.endswith("._extra_state")]:
         del state_dict[key]
+
+
+def _rank_by_rank(
+    init_method: Callable[[Tensor], Any] | None, sizes: Sequence[int], ranks: int
+) -> Callable[[Tensor], Any] | None:
+    """``init_method`` for a weight whose rows lie rank by rank, and of a rank piece by piece.
+
+    Args:
+        init_method: of the weight as one rank has it, piece by piece; None is the default.
+        sizes: rows of the pieces, each of which the ranks share.
+        ranks: how many they are.
+    """
+    if ranks == 1:
+        return init_method
+
+    def init(weight: Tensor) -> None:
+        (init_method or normal_init)(weight)
+        if weight.shape[0] == sum(sizes):  # else it is what one rank has, not knowing which it is
+            pieces = [piece.chunk(ranks) for piece in weight.split(list(sizes))]
+            weight.copy_(torch.cat([piece[r] for r in range(ranks) for piece in pieces]))
+
+    return init
 
 
 def _sizes(
@@ -63,7 +85,9 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
     """Query, key and value projections, attention, output projection; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
-    ``[T, hidden_size]`` (thd).
+    ``[T, hidden_size]`` (thd). With ``sequence_parallel`` they, and ``encoder_output``, are a
+    rank's part of the first dimension; the attention in between is of the whole, for the heads of
+    the rank.
 
     Submodules and parameters: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), in cross
     attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``core_attention``, a
@@ -81,25 +105,28 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         layer_number: of the layer in its model, from 1; needed for ``inference_params``.
         attn_mask_type: as in ``DotProductAttention``.
         window_size: as in ``DotProductAttention``.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
+        tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
+        tp_size: how many they are, if ``tp_group`` is None; ``num_gqa_groups`` must be a multiple.
         num_gqa_groups: key/value heads; None is ``num_attention_heads``.
         fuse_wgrad_accumulation: as in ``Linear``; for the projections of query, key and value it
             needs ``fuse_qkv_params``.
         get_rng_state_tracker: as in ``DotProductAttention``.
-        sequence_parallel: as in ``DotProductAttention`` and ``LayerNorm``.
+        sequence_parallel: as in ``DotProductAttention``, ``Linear`` and ``LayerNorm``.
         params_dtype: dtype of the parameters; None is the default dtype.
         return_bias: do not add the bias of ``proj``; return it after the output.
         return_layernorm_output: return the input norm's output last.
         input_layernorm: normalize the input first.
         attention_type: "self", or "cross" for keys and values from ``encoder_output``.
-        set_parallel_mode: no effect on a single rank.
+        set_parallel_mode: spread the heads over the tensor-parallel ranks: the projections of
+            query, key and value are column parallel, ``proj`` is row parallel. Without it every
+            rank has all of the module.
         fuse_qkv_params: one parameter for the three projections (two: key and value, in cross
             attention).
         zero_centered_gamma: as in ``LayerNorm``.
         qkv_weight_interleaved: with ``fuse_qkv_params``: rows of the weight lie group by group,
             each group's query heads, key head and value head together; False: all queries, all
-            keys, all values. Without ``fuse_qkv_params`` it is always False.
+            keys, all values (of a rank: its queries, its keys, its values). Without
+            ``fuse_qkv_params`` it is always False.
         bias: of all projections.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         device: None is the default device if one was set, else the current CUDA device if there is
@@ -107,9 +134,12 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         qkv_format: sbhd, bshd or thd.
         rotary_pos_interleaved: as the rotary angles were made.
         softmax_scale: as in ``DotProductAttention``.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
+            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
+            turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor- or context-parallel rank.
+        NotImplementedError: more than one context-parallel rank.
         ValueError: sizes or names that do not belong together.
 
     >>> attention = float8lab.MultiheadAttention(64, 4, qkv_format="bshd", device="cpu")
@@ -151,6 +181,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         *,
         rotary_pos_interleaved: bool = False,
         softmax_scale: float | None = None,
+        **ub: Any,
     ) -> None:
         super().__init__()
         check_format("qkv_format", qkv_format)
@@ -181,6 +212,9 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
                 "fuse_wgrad_accumulation must be False without fuse_qkv_params; got True. The "
                 "weight gradient is of one parameter: set fuse_qkv_params=True."
             )
+        self.overlap = overlap_of("MultiheadAttention", ub)
+        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
+        self.tp_size, self.tp_group = ranks, tp_group
         self.hidden_size = hidden_size
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
@@ -205,9 +239,9 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             sequence_parallel=sequence_parallel,
-            tp_size=tp_size,
+            tp_size=ranks,
             get_rng_state_tracker=get_rng_state_tracker,
-            tp_group=tp_group,
+            tp_group=tp_group if set_parallel_mode else None,
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_scale=softmax_scale,
@@ -220,6 +254,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             "tp_size": tp_size,
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            **ub,
         }
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
@@ -227,35 +262,40 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
+        q_size, kv_size = num_attention_heads * kv_channels, groups * kv_channels
+
         columns = {**common, "init_method": init_method}
-        q_size = num_attention_heads * kv_channels
-        kv_size = self.num_gqa_groups * kv_channels
-        sizes = {"query": q_size, "key": kv_size, "value": kv_size}
+        if set_parallel_mode:
+            columns["parallel_mode"] = "column"
+        first = {**columns, **norm} if input_layernorm else columns
         if attention_type == "self":
-            parts = None if fuse_qkv_params else sizes
-            total = q_size + 2 * kv_size
-            if input_layernorm:
-                self.layernorm_qkv = LayerNormLinear(
-                    hidden_size, total, parameters_split=parts, **norm, **columns
-                )
-            else:
-                self.qkv = Linear(hidden_size, total, parameters_split=parts, **columns)
+            sizes = {"query": q_size, "key": kv_size, "value": kv_size}
+            name = "layernorm_qkv" if input_layernorm else "qkv"
+            self.add_module(name, self._projection(first, **sizes))
         else:
-            parts = None if fuse_qkv_params else {"query": q_size}
-            if input_layernorm:
-                self.layernorm_query = LayerNormLinear(
-                    hidden_size, q_size, parameters_split=parts, **norm, **columns
-                )
-            else:
-                self.query_layer = Linear(hidden_size, q_size, parameters_split=parts, **columns)
-            parts = None if fuse_qkv_params else {"key": kv_size, "value": kv_size}
-            self.key_value = Linear(hidden_size, 2 * kv_size, parameters_split=parts, **columns)
+            name = "layernorm_query" if input_layernorm else "query_layer"
+            self.add_module(name, self._projection(first, query=q_size))
+            self.key_value = self._projection(columns, key=kv_size, value=kv_size)
         self.proj = Linear(
             q_size, hidden_size, return_bias=return_bias, init_method=output_layer_init_method,
-            **common,
+            parallel_mode="row" if set_parallel_mode else None, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
+
+    def _projection(self, how: dict[str, Any], **sizes: int) -> Any:
+        """The layer with arguments ``how`` that makes tensors of these sizes, by name."""
+        kind: Any = LayerNormLinear if "normalization" in how else Linear
+        pieces = tuple(sizes.values())
+        if not self.fuse_qkv_params:
+            return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **how)
+        if self.qkv_weight_interleaved:
+            return kind(self.hidden_size, sum(pieces), **how)
+        init_method = _rank_by_rank(how["init_method"], pieces, self.tp_size)
+        layer = kind(self.hidden_size, sum(pieces), **{**how, "init_method": init_method})
+        layer._joined = tuple(size // self.tp_size for size in pieces)
+        layer.set_tensor_parallel_group(self.tp_group)
+        return layer
 
     def reset_parameters(self) -> None:
         """Initialise the projections.
@@ -389,15 +429,21 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         if self.return_layernorm_output:
             query, normed = query
         mixed = self.key_value(encoder_output, is_first_microbatch)
-        G, D = self.num_gqa_groups, self.kv_channels
+        (H, G), D = self._heads, self.kv_channels
         if self.qkv_weight_interleaved:
             key, value = mixed.unflatten(-1, (G, 2, D)).unbind(-2)
         else:
             key, value = mixed.unflatten(-1, (2, G, D)).unbind(-3)
-        return query.unflatten(-1, (self.num_attention_heads, D)), key, value, normed
+        return query.unflatten(-1, (H, D)), key, value, normed
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        """Query heads and key/value heads of this rank."""
+        core = self.core_attention
+        return core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
 
     def _split_qkv(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        H, G, D = self.num_attention_heads, self.num_gqa_groups, self.kv_channels
+        (H, G), D = self._heads, self.kv_channels
         if self.qkv_weight_interleaved:
             grouped = mixed.unflatten(-1, (G, H // G + 2, D))
             query, key, value = grouped.split([H // G, 1, 1], dim=-2)

@@ -154,8 +154,16 @@ def _partial_amax(matrix: _Matrix) -> Tensor:
 def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
-    """No hot path asks for that of blocks smaller than the whole."""
-    if tuple(block) != (-1, -1) or not has_kernel(prologue, inputs, dtype):
+    """No hot path asks for that of blocks smaller than a row or a column."""
+    block, known = tuple(block), has_kernel(prologue, inputs, dtype)
+    if known and block in ((1, -1), (-1, 1)):
+        shape, by_row = prologue_shape(prologue, inputs), block[0] == 1
+        found = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
+        _amax_rows_columns(
+            (prologue, inputs, dtype), found, 0, tile_for(prologue), by_row, not by_row
+        )
+        return found.view(torch.float32).view((-1, 1) if by_row else (1, -1))
+    if block != (-1, -1) or not known:
         x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
         return reference.amax(x, block)
     partial = _partial_amax((prologue, inputs, dtype))
@@ -203,21 +211,35 @@ def _scales_kernel(
     tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
 
 
-def _scales_of_rows(
-    matrix: _Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: Tile,
-    *, write: bool, transpose: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Scales of rows and of columns, and the encode factors of both."""
+def _amax_rows_columns(
+    matrix: _Matrix, amaxes: Tensor, rows: int, tile: Tile, write: bool, transpose: bool
+) -> None:
+    """Raise ``amaxes``, bit patterns of rows and then of columns, to those of a matrix."""
     prologue, inputs, _ = matrix
-    first, shape = inputs[0], prologue_shape(prologue, inputs)
+    shape = prologue_shape(prologue, inputs)
     if not prologue:
-        tile = _AMAX if first.element_size() == 2 else _AMAX_OF_FLOAT32
-    rows, columns = (round_up(size, align) for size in shape)
-    amaxes = first.new_zeros(rows + columns, dtype=torch.int32)
+        tile = _AMAX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
     tensors, constants = arguments_of(*matrix, tile)
     _amax_rows_columns_kernel[grid_of(shape, tile)](
         *tensors, amaxes, *shape, rows, WRITE=write, TRANSPOSE=transpose, **constants
     )
+
+
+def _scales_of_rows(
+    matrix: _Matrix, fp8_dtype: torch.dtype, rule: str, eps: float, align: int, tile: Tile,
+    *, write: bool, transpose: bool, given: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Scales of rows and of columns, and the encode factors of both.
+
+    ``given`` are the amaxes of the columns, if those alone are wanted.
+    """
+    first = matrix[1][0]
+    rows, columns = (round_up(size, align) for size in prologue_shape(*matrix[:2]))
+    amaxes = first.new_zeros(rows + columns, dtype=torch.int32)
+    if given is None:
+        _amax_rows_columns(matrix, amaxes, rows, tile, write, transpose)
+    else:
+        amaxes[rows:].view(torch.float32).copy_(given.view(-1))
     scale = first.new_empty((rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((columns, 1), dtype=torch.float32)
     _scales_kernel[(ceil_div(rows + columns, _SCALES),)](
@@ -510,6 +532,16 @@ def _cast_straight(
         assert given is not None, "the rule says so"
         _cast(matrix, q, given, block, rule, eps, slot)
         return q, None, None
+    if given is not None and block != (-1, -1):
+        scale, encode = (empty_scale(first, q.shape, block) for _ in range(2))
+        encode.copy_(given)
+        count = encode.numel()
+        _scales_kernel[(ceil_div(count, _SCALES),)](
+            encode.view(torch.int32), scale, scale, count, 0, eps,
+            LIMIT=largest(fp8_dtype), RULE=rule, SIZE=_SCALES,
+        )  # fmt: skip
+        _cast(matrix, q, encode, block, "encode", eps)
+        return q, scale, None
     if prologue and block == (1, -1):
         scale, _, encode = _scales_of_rows(
             matrix, fp8_dtype, rule, eps, align, tile_for(prologue), write=True, transpose=False
@@ -608,7 +640,7 @@ def _cast_words(
         scale = scale_t = None
     elif block == (1, -1):
         scale, scale_t, given = _scales_of_rows(
-            matrix, fp8_dtype, rule, eps, align, tile, write=write, transpose=True
+            matrix, fp8_dtype, rule, eps, align, tile, write=write, transpose=True, given=given
         )
     else:
         scale, scale_t = (first.new_empty((1, 1), dtype=torch.float32) for _ in range(2))
@@ -653,9 +685,10 @@ def cast(
     if not has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
         rest: Any = (straight, transposed, column_sum, given, slot)
         return reference.cast(*matrix, fp8_dtype, block, rule, eps, align, *rest)
-    if both or (transposed and prologue):
+    grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
+    if both or (transposed and (prologue or grid)):
         tiles = has_tiles if prologue else takes_tiles
-        if finds and tiles(first, dtype, block, align):
+        if finds and not grid and tiles(first, dtype, block, align):
             return cast_tiles(matrix, *how, write=straight, column_sum=column_sum)
         whole = block == (-1, -1) and rule != "decode"
         whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0

@@ -2,12 +2,13 @@
 
 Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``may_multiply``); all
 others are dequantized and multiplied in high precision. Blocks that cuBLASLt does not take are
-multiplied in ``block_gemm.py``.
+multiplied in ``hopper_gemm.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from torch.nn.functional import scaled_mm as torch_scaled_mm
 
 from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.block_gemm import multiply_blocks
 from float8lab.ops.kernels.dequantize import dequantize, transpose
+from float8lab.ops.kernels.hopper_gemm import multiply_tiles
 from float8lab.ops.reference import round_up
 
-__all__ = ["scaled_mm"]
+__all__ = ["scaled_mm", "scaled_mm_into"]
 
 _ALIGN = 16
 """What K, N and pointers must be divisible by; M too (at least by 4) where scales are per block."""
@@ -45,6 +46,39 @@ def scaled_mm(
 ) -> Tensor:
     if a.ndim == 3:
         return _each_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
+    return _product(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, fast_accum, None)
+
+
+def scaled_mm_into(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    fast_accum: bool,
+) -> None:
+    """Sizes that need padding, and outputs that need a pass after the product, are copied."""
+    y = _product(a, a_scale, a_block, b, b_scale, b_block, bias, out.dtype, fast_accum, out)
+    if y is not out:
+        out.copy_(y)
+
+
+def _product(
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    into: Tensor | None,
+) -> Tensor:
+    """Of two matrices: ``into``, if the product can be written there at once."""
     (M, K), N = a.shape, b.shape[0]
     if 0 in (M, N, K):
         out = a.new_zeros((M, N), dtype=out_dtype)
@@ -57,17 +91,20 @@ def scaled_mm(
     rows, columns = round_up(M, _ALIGN) if by_block else M, round_up(N, _ALIGN)
     a, b = _pad(a, rows, round_up(K, _ALIGN)), _pad(b, columns, round_up(K, _ALIGN))
     bias = _pad_bias(bias, columns)
+    if into is not None and not (into.shape == (rows, columns) and into.is_contiguous()):
+        into = None
     if by_block:
         # The products of every 128 of K are summed in float32, however fast.
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-        out = _multiply_blocks(a, a_scale, a_block, b, b_scale, b_block, wide)
+        into = into if wide == out_dtype else None
+        out = _multiply_blocks(a, a_scale, a_block, b, b_scale, b_block, wide, into)
         out = (out if bias is None else out.add_(bias)).to(out_dtype)
     elif a_scale.numel() == b_scale.numel() == 1:
         a_scale, b_scale = _per_tensor(a_scale), _per_tensor(b_scale)
-        out = _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
+        out = _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
     else:
         a_scale, b_scale = _per_row(a_scale, a_block, rows), _per_row(b_scale, b_block, columns)
-        out = _multiply_rows(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
+        out = _multiply_rows(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
     return out if out.shape == (M, N) else out[:M, :N].contiguous()
 
 
@@ -124,6 +161,7 @@ def _multiply(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Scales of one element each, or [M, 1] and [N, 1]."""
     epilogue = after = None
@@ -139,6 +177,7 @@ def _multiply(
         bias=epilogue,
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
+        **({} if into is None else {"out": into}),
     )
     return out if after is None else out.add_(after)
 
@@ -151,10 +190,11 @@ def _multiply_rows(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    into: Tensor | None,
 ) -> Tensor:
     """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
     if out_dtype == torch.bfloat16:
-        return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum)
+        return _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
     one = a_scale.new_ones(1)
     out = _multiply(a, one, b, one, None, torch.float32, fast_accum)
     out.mul_(a_scale).mul_(b_scale.t())
@@ -169,21 +209,25 @@ def _multiply_blocks(
     b_scale: Tensor,
     b_block: Sequence[int],
     out_dtype: torch.dtype,
+    into: Tensor | None,
 ) -> Tensor:
     """In bfloat16 or float32, by whoever has the product."""
     rows, columns = a.shape[0], b.shape[0]
     if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
         b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
-        return multiply_blocks(a, _each_row(a_scale, a_block, rows), b, b_scale, out_dtype)
-    return torch_scaled_mm(
-        a,
-        b.t(),
-        _per_block(a_scale, a_block, rows),
-        _SCALING_TYPE[tuple(a_block)],
-        _per_block(b_scale, b_block, columns),
-        _SCALING_TYPE[tuple(b_block)],
-        output_dtype=out_dtype,
-    )
+        mode = "rows" if b_scale.shape[0] == columns else "block"
+        y = a.new_empty((rows, columns), dtype=out_dtype) if into is None else into
+        return multiply_tiles(mode, a, _each_row(a_scale, a_block, rows), b, b_scale, None, y)
+    scales = _per_block(a_scale, a_block, rows), _per_block(b_scale, b_block, columns)
+    kinds = _SCALING_TYPE[tuple(a_block)], _SCALING_TYPE[tuple(b_block)]
+    if into is None:
+        return torch_scaled_mm(
+            a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype
+        )
+    # The function has no ``out``; no swizzle, no bias.
+    left: Any = [scales[0]], [kinds[0].value], []
+    right: Any = [scales[1]], [kinds[1].value], []
+    return torch.ops.aten._scaled_mm_v2.out(a, b.t(), *left, *right, None, out_dtype, out=into)
 
 
 # What cuBLASLt wants to see; each returns its input when that is it already.

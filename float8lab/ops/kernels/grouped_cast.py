@@ -300,7 +300,7 @@ def _column_factors(
 def _cast_groups_kernel(  # noqa: PLR0915
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     offs_ptr,  # [E] ends of groups, int32 or int64; None for a batch
-    given_ptr,  # fp32 encode factors: one, or one per matrix; PER_ROW: of all rows, then columns
+    given_ptr,  # fp32 encode factors: one, or one per matrix; PER_ROW: of rows, then columns
     slot_ptr,  # fp32: one, or one per matrix
     q_ptr,  # [ROWS, COLUMNS] fp8, or E of these
     q_t_ptr,  # [COLUMNS, ACROSS] fp8, or E of these
@@ -436,7 +436,7 @@ def _has_kernel(
     width = block[1]
     part = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
     square = offs is None and block == (128, 128)
-    known = block == (-1, -1) or (rule in SCALE_RULES and (block == (1, -1) or part or square))
+    known = block in ((-1, -1), (1, -1)) or (rule in SCALE_RULES and (part or square))
     return fits and known
 
 
@@ -493,7 +493,7 @@ def cast_groups(
         found, scale, scale_t, factors = _factors(matrix, where, fp8_dtype, rule, eps, given)
         amax = found if given is None else None
         given, given_stride = factors, len(batch)
-    elif per_row:
+    elif per_row and rule in SCALE_RULES:
         scale, scale_t, given = _scales_of_rows(
             matrix, where, (*batch, rows, columns), fp8_dtype, rule, eps,
             write=straight, transpose=transposed,
@@ -513,9 +513,11 @@ def cast_groups(
     narrow = _NARROW_OF_PROLOGUE if prologue else _NARROW
     tile = _TILE if blocks else narrow
     tensors, constants = arguments_of(*matrix, tile)
+    # Among the factors of rows and columns, of which a caller gives those that are wanted.
+    first_column = rows * (E if batch else 1) if straight or rule in SCALE_RULES else 0
     _cast_groups_kernel[(tiles * ceil_div(columns, tile.columns),)](
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *where[1:], rows, columns, across,
-        rows * (E if batch else 1), given_stride, *strides, eps,
+        first_column, given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
         SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=straight,
         TRANSPOSE=transposed, COLUMN_SUM=column_sum,

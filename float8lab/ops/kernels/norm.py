@@ -27,6 +27,7 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.norm import empty_stats
+from float8lab.ops.reference import as_matrix
 
 __all__ = ["norm", "norm_backward"]
 
@@ -173,6 +174,8 @@ def norm(
     mean, rstd = empty_stats(x, scale, center)
     y = x.new_empty(x.shape, dtype=dtype) if write else None
     amax = x.new_zeros((1, 1), dtype=torch.float32) if want_amax else None
+    if x.ndim != 2:
+        x = as_matrix(x)
     (M, K), scaled = x.shape, scale is not None
     scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
     chunk = min(next_power_of_2(K), _ROW_CHUNK)
@@ -250,14 +253,15 @@ def norm_backward(
     scale: Tensor | None = None,
     block: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    if not _has_kernel(x, dy.dtype) or x.shape[1] > _ROW_CHUNK:
+    if not _has_kernel(x, dy.dtype) or x.shape[-1] > _ROW_CHUNK:
         return reference.norm_backward(dy, x, weight, mean, rstd, center, dtype, scale, block)
-    M, K = x.shape
-    scaled = scale is not None
+    dx = x.new_empty(x.shape, dtype=dtype)
+    if x.ndim != 2:
+        dy, x = as_matrix(dy), as_matrix(x)
+    (M, K), scaled = x.shape, scale is not None
     scale, block = (x, (0, 0)) if scale is None else broadcast_scale(scale, block)
     tile = next_power_of_2(K)
     programs = min(M, _BACKWARD_PROGRAMS)
-    dx = x.new_empty(x.shape, dtype=dtype)
     dweight = x.new_empty((programs, K), dtype=torch.float32)
     dbias = torch.empty_like(dweight) if center else None
     _norm_backward_kernel[(programs,)](

@@ -26,7 +26,7 @@ from float8lab.ops.kernels._common import (
 )
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.reference import ACTIVATIONS, prologue_shape
+from float8lab.ops.reference import ACTIVATIONS, as_matrix, prologue_shape
 
 __all__ = [
     "arguments_of",
@@ -337,9 +337,9 @@ def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> b
 
     For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
     """
-    rows, columns = prologue_shape(prologue, inputs)
+    *rows, columns = prologue_shape(prologue, inputs)
     wide = torch.float64 in (dtype, *(one.dtype for one in inputs))
-    return rows > 0 and columns > 1 and not wide
+    return 0 not in rows and columns > 1 and not wide
 
 
 @launched
@@ -364,8 +364,10 @@ def _value_kernel(
 def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if not has_kernel(prologue, inputs, dtype):
         return reference.value_of(prologue, inputs, dtype)
+    y = inputs[0].new_empty(prologue_shape(prologue, inputs), dtype=dtype)
+    if inputs[0].ndim != 2:  # an activation's
+        inputs = [as_matrix(x) for x in inputs]
     shape = prologue_shape(prologue, inputs)
-    y = inputs[0].new_empty(shape, dtype=dtype)
     tile = tile_for(prologue)
     tensors, constants = arguments_of(prologue, inputs, dtype, tile)
     _value_kernel[grid_of(shape, tile)](*tensors, y, *shape, **constants)

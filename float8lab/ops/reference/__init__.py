@@ -21,7 +21,7 @@ from float8lab.ops.reference.cast import (
     scales_by_column,
     transpose,
 )
-from float8lab.ops.reference.gemm import scaled_mm
+from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
 from float8lab.ops.reference.grouped import (
     ALIGN,
     SPAN,
@@ -60,6 +60,7 @@ __all__ = [
     "round_up",
     "scale_from_amax",
     "scaled_mm",
+    "scaled_mm_into",
     "scales_by_column",
     "transpose",
     "update_scales_",

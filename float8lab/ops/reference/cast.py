@@ -225,7 +225,8 @@ def cast(
         transposed: its transpose is wanted.
         column_sum: the sums over its rows are wanted.
         given: factors or scales, one or one per block; for both orientations, the same transposed.
-            Where scales are found: the amax, ``[1, 1]``, if it is known and the block is the whole.
+            Where scales are found: the amaxes from which they are, one per block of the padded
+            result, if they are known. In both orientations, only if blocks are square.
         slot: one element, which becomes the larger of its content and the matrix's amax.
 
     Returns:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from float8lab.ops.reference.cast import dequantize, expand_scale
 
-__all__ = ["scaled_mm"]
+__all__ = ["scaled_mm", "scaled_mm_into"]
 
 
 def scaled_mm(
@@ -42,3 +42,18 @@ def scaled_mm(
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def scaled_mm_into(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_block: Sequence[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Sequence[int],
+    bias: Tensor | None,
+    fast_accum: bool,
+) -> None:
+    """``scaled_mm`` of matrices, written to the ``out`` [M, N] that is there."""
+    out.copy_(scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out.dtype, fast_accum))

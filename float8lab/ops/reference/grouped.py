@@ -116,7 +116,8 @@ def cast_groups(
         transposed: the transpose is wanted.
         column_sum: the sums over the rows of each group are wanted; not of a batch.
         given: the factor, or that of each matrix of a batch; where scales are found for the whole,
-            the amaxes, if they are known.
+            the amaxes, if they are known. Of rows, in one orientation alone and not of a transpose
+            in groups: the factor of each, those of the padding included.
         slot: as many elements; raised to the amax, unless there is no row.
 
     Returns:
@@ -166,7 +167,8 @@ def _cast_one(
     fp8_dtype, block, rule, eps = how
     if rule == "encode":
         assert given is not None, "the rule says so"
-        return encode(x, given, fp8_dtype, block), None, None
+        factor = given.view(-1, 1) if block == (1, -1) else given
+        return encode(x, factor, fp8_dtype, block), None, None
     whole = block == (-1, -1)
     known = given.view(1, 1) if whole and given is not None else None
     q, scale, found = quantize(x, fp8_dtype, block, rule, eps, 1, known)
@@ -197,19 +199,17 @@ def _cast_batch(
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().amax((1, 2)).float()))
     matrices = F.pad(x, (0, -K % ALIGN, 0, -N % ALIGN)).unbind() or [x.new_zeros(N, K)]
-    known = [None] * len(matrices) if given is None else given.reshape(-1, 1).unbind()
-    rows = [_cast_one(one, how, of) for one, of in zip(matrices, known, strict=True)]
-    columns = [_cast_one(one.t(), how, of) for one, of in zip(matrices, known, strict=True)]
-    results = [
-        torch.stack(of)[:E] if of[0] is not None else None
-        for of in (*zip(*rows, strict=True), *zip(*columns, strict=True))
-    ]
-    q, scale, amax, q_t, scale_t, _ = results
-    if not straight:
-        q = scale = None
-    if not transposed:
-        q_t = scale_t = None
-    return q, scale, amax, q_t, scale_t, None
+    known = [None] * len(matrices) if given is None else given.reshape(len(matrices), -1).unbind()
+
+    def cast(turned: bool) -> list[Tensor | None]:
+        pairs = zip(matrices, known, strict=True)
+        found = [_cast_one(one.t() if turned else one, how, of) for one, of in pairs]
+        parts: Any = zip(*found, strict=True)
+        return [torch.stack(of)[:E] if of[0] is not None else None for of in parts]
+
+    q, scale, amax = cast(False) if straight else (None, None, None)
+    q_t, scale_t, amax_t = cast(True) if transposed else (None, None, None)
+    return q, scale, amax_t if amax is None else amax, q_t, scale_t, None
 
 
 def grouped_mm(

@@ -1,10 +1,10 @@
-"""LayerNorm and RMSNorm, forward and backward.  M rows, K features.
+"""LayerNorm and RMSNorm, forward and backward.  K features.
 
 Statistics and all arithmetic are float32, whatever the inputs are (float64 for float64), and
-results are rounded once. The two norms differ in ``center``: LayerNorm subtracts the mean and has a
-bias, RMSNorm does neither. A zero-centered gamma is the caller's: it passes ``1 + gamma`` as
-``weight``. With a ``scale``, ``x`` is FP8 data in blocks of ``block`` and stands for values in
-``dtype``.
+results are rounded once. ``x`` and ``dy`` are ``[..., K]``, the statistics ``[...]``. The two norms
+differ in ``center``: LayerNorm subtracts the mean and has a bias, RMSNorm does neither. A
+zero-centered gamma is the caller's: it passes ``1 + gamma`` as ``weight``. With a ``scale``, ``x``
+is a matrix, FP8 data in blocks of ``block``, and stands for values in ``dtype``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from float8lab.ops.reference.cast import amax, dequantize
+from float8lab.ops.reference.cast import amax, as_matrix, dequantize
 from float8lab.ops.reference.prologue import apply_norm, widen
 
 __all__ = ["norm", "norm_backward"]
@@ -43,15 +43,20 @@ def norm(
     """
     if scale is not None:
         x = dequantize(x, scale, block, dtype)
+    shape = x.shape
+    if x.ndim != 2:
+        x = as_matrix(x)
     wide = widen(x)
     mean = _mean(wide) if center else None
     centered = wide if mean is None else wide - mean[:, None]
     rstd = (_mean(centered.square()) + eps).sqrt().reciprocal()
-    if not (write or want_amax):
-        return None, mean, rstd, None
-    y = apply_norm(x, rstd, weight, mean, bias).to(dtype)
-    found = amax(y, (-1, -1)) if want_amax else None
-    return y.contiguous() if write else None, mean, rstd, found
+    y = found = None
+    if write or want_amax:
+        y = apply_norm(x, rstd, weight, mean, bias).to(dtype)
+        found = amax(y, (-1, -1)) if want_amax else None
+        y = y.contiguous().view(shape) if write else None
+    mean = None if mean is None else mean.view(shape[:-1])
+    return y, mean, rstd.view(shape[:-1]), found
 
 
 def norm_backward(
@@ -68,8 +73,12 @@ def norm_backward(
     """Gradients of x (in ``dtype``), of the weight and of the bias (None unless ``center``)."""
     if scale is not None:
         x = dequantize(x, scale, block, dtype)
+    shape, rstd = x.shape, rstd.reshape(-1)
+    mean = mean.reshape(-1) if mean is not None and center else None
+    if x.ndim != 2:
+        dy, x = as_matrix(dy), as_matrix(x)
     wide, g = widen(x), widen(dy)
-    xhat = (wide if mean is None or not center else wide - mean[:, None]) * rstd[:, None]
+    xhat = (wide if mean is None else wide - mean[:, None]) * rstd[:, None]
     dweight = (g * xhat).sum(0)
     dbias = g.sum(0) if center else None
     g = g * weight.to(g.dtype)
@@ -77,4 +86,4 @@ def norm_backward(
     dx = g - xhat * along
     if center:
         dx = dx - _mean(g)[:, None]
-    return (dx * rstd[:, None]).to(dtype).contiguous(), dweight, dbias
+    return (dx * rstd[:, None]).to(dtype).contiguous().view(shape), dweight, dbias

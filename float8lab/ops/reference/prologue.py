@@ -8,6 +8,8 @@
 - an activation: from h [M, K], or [M, 2 K] if it gates;
 - an activation and ``"_backward"``: from h [M, K], dy [M, K], or [M, K / 2] if it gates.
 
+Of an activation that is written, not cast, the inputs may have any dimensions before the last.
+
 All arithmetic is float32 (float64 for float64), rounded once at the end. Functions that involve an
 exponential are written as ``x * sigmoid(g(x))``, as the kernels compute them; only the exponential
 itself may differ between devices, in its last bits.
@@ -111,12 +113,12 @@ def activate(name: str, h: Tensor) -> Tensor:
     if function == "clamped":
         a, b = _clamped_pairs(h)
         return _apply("qgelu", a) * (b + 1.0)
-    a, b = h.chunk(2, dim=1)
+    a, b = h.chunk(2, dim=-1)
     return _apply(function, a) * b
 
 
 def _clamped_pairs(h: Tensor) -> tuple[Tensor, Tensor]:
-    return h[:, ::2].clamp(max=_LIMIT), h[:, 1::2].clamp(-_LIMIT, _LIMIT)
+    return h[..., ::2].clamp(max=_LIMIT), h[..., 1::2].clamp(-_LIMIT, _LIMIT)
 
 
 def activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
@@ -127,12 +129,12 @@ def activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
     if function == "clamped":
         a, b = _clamped_pairs(h)
         da = dy * (b + 1.0) * _derivative("qgelu", a)
-        dh = torch.stack((da, dy * _apply("qgelu", a)), 2)
+        dh = torch.stack((da, dy * _apply("qgelu", a)), -1)
         beyond = h.abs() > _LIMIT
-        beyond[:, ::2] = h[:, ::2] > _LIMIT
+        beyond[..., ::2] = h[..., ::2] > _LIMIT
         return torch.where(beyond, 0.0, dh.view_as(h))
-    a, b = h.chunk(2, dim=1)
-    return torch.cat((dy * b * _derivative(function, a), dy * _apply(function, a)), dim=1)
+    a, b = h.chunk(2, dim=-1)
+    return torch.cat((dy * b * _derivative(function, a), dy * _apply(function, a)), dim=-1)
 
 
 def widen(x: Tensor) -> Tensor:
@@ -151,13 +153,13 @@ def apply_norm(
     return wide if bias is None else wide + bias.to(wide.dtype)
 
 
-def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Rows and columns of what a prologue gives."""
-    rows, columns = inputs[0].shape
+def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """The shape of what a prologue gives: rows and columns."""
+    *rows, columns = inputs[0].shape
     if prologue == "permute":
         return inputs[1].shape[0], columns
-    gathers = prologue and not prologue.endswith(("_norm", "_backward")) and is_gated(prologue)
-    return rows, columns // 2 if gathers else columns
+    gates = prologue and not prologue.endswith(("_norm", "_backward")) and is_gated(prologue)
+    return *rows, columns // 2 if gates else columns
 
 
 def value_of(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -570,7 +570,7 @@ CONSTRUCTIONS = {
         "attention_dropout must be a finite",
     ),
     "format": ({"qkv_format": "sb3hd"}, ValueError, "qkv_format must be one of"),
-    "tp": ({"tp_size": 2}, NotImplementedError, "tp_size must be 1; got 2"),
+    "tp": ({"tp_size": 3}, ValueError, "num_gqa_groups must be a multiple of the 3 tensor-par"),
     "backends": ({"backends": ("cudnn",)}, ValueError, "backends must be names"),
     "no backends": ({"backends": ()}, ValueError, "backends must be names"),
 }

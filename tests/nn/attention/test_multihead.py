@@ -368,7 +368,11 @@ def test_wrong_arguments_are_refused():
         ({"num_attention_heads": 5}, ValueError, "num_attention_heads must divide"),
         ({"return_layernorm_output": True}, ValueError, "return_layernorm_output must be False"),
         ({"fuse_wgrad_accumulation": True}, ValueError, "fuse_wgrad_accumulation must be False"),
-        ({"tp_size": 2}, NotImplementedError, "tp_size must be 1"),
+        (
+            {"tp_size": 4, "set_parallel_mode": True, "num_gqa_groups": 2},
+            ValueError,
+            "num_gqa_groups must be a multiple of the 4 tensor-parallel ranks; got 2",
+        ),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format must be one of"),
     ]
     for kwargs, error, message in cases:

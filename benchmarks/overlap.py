@@ -1,0 +1,171 @@
+"""Products beside the copies between GPUs that they need, and after or before collectives.
+
+    torchrun --nproc-per-node 2 -m benchmarks.overlap [--tokens 16384,4096] [--recipe current]
+
+The products of a Llama-3-8B layer, each rank with its part of the weight: of rows that are gathered
+(qkv, gate and up; dgrad of attention out and of down), and those whose rows are summed and
+scattered (the others). Time is of calls one after another, what the CPU needs to queue them
+included, on the slowest rank. A product that is not that of the collectives is not timed: bit by
+bit for two ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import common, report
+from benchmarks.models import LLAMA
+from benchmarks.recipes import RECIPES
+from benchmarks.report import Column, Row, Subject
+from float8lab.distributed.overlap import Window, gather_mm, mm_scatter
+from float8lab.ops import scaled_mm_op
+from float8lab.tensor.blocks import quantize_blocks
+
+__all__ = ["SUBJECT", "main", "rows"]
+
+SAME_DB = 50.0
+"""SQNR of sums that more than two ranks round in another order."""
+
+
+def products(ranks: int) -> dict[str, tuple[int, int, bool]]:
+    """N, K, and whether rows are gathered, by name."""
+    D, qkv, F = LLAMA.D, LLAMA.D + 2 * LLAMA.D // LLAMA.H * LLAMA.G, LLAMA.F
+    return {
+        "qkv": (qkv // ranks, D, True),
+        "gate and up": (2 * F // ranks, D, True),
+        "attention out, dgrad": (D // ranks, D, True),
+        "down, dgrad": (F // ranks, D, True),
+        "attention out": (D, D // ranks, False),
+        "down": (D, F // ranks, False),
+        "qkv, dgrad": (D, qkv // ranks, False),
+        "gate and up, dgrad": (D, 2 * F // ranks, False),
+    }
+
+
+def _operand(rows: int, K: int, spec: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(rows, K, generator=generator, device=generator.device).bfloat16()
+    q, scale, _ = quantize_blocks(x, spec)
+    return q, scale.t().contiguous().t() if spec.block[0] == 1 and spec.block[1] > 1 else scale
+
+
+def _steps(
+    M: int, sizes: tuple[int, int, bool], name: str, device: torch.device
+) -> dict[str, Callable[[], Tensor]]:
+    """The product alone, with collectives, and overlapped."""
+    (N, K, gathers), plan = sizes, RECIPES[name]().linear
+    group: Any = dist.group.WORLD
+    left, right, fast = plan.fprop if plan.fprop is not None else (plan.x, plan.w, False)
+    generator = torch.Generator(device).manual_seed(0)
+    b = _operand(N, K, right, generator)
+    if not gathers:
+        generator.manual_seed(1 + dist.get_rank())
+    a = _operand(M, K, left, generator)
+    whole = [*a, *b]
+    mine = whole
+    if gathers:
+        rows = M // group.size()
+        here = slice(group.rank() * rows, (group.rank() + 1) * rows)
+        scale = a[1]
+        if left.block[0] == 1:
+            scale = scale[here].contiguous()
+            scale = scale.t().contiguous().t() if left.block[1] > 1 else scale
+        mine = [a[0][here].contiguous(), scale, *b]
+    blocks, how = (left.block, right.block), (torch.bfloat16, fast, group.group_name)
+    op: Any = gather_mm if gathers else mm_scatter
+
+    def alone() -> Tensor:
+        y: Tensor = scaled_mm_op(
+            *whole[:2], blocks[0], *whole[2:], blocks[1], None, torch.bfloat16, fast
+        )
+        return y
+
+    def overlapped() -> Tensor:
+        y: Tensor = op(mine, *blocks, *how, [], *[False] * gathers)[0]
+        return y
+
+    def collective() -> Tensor:
+        seen = Window.of_groups.get(group)
+        Window.of_groups[group] = None  # as where ranks do not see each other's memory
+        y = overlapped()
+        Window.of_groups[group] = seen
+        return y
+
+    return {"alone": alone, "overlapped": overlapped, "collective": collective}
+
+
+def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """A row for each product, case by case."""
+    ranks = dist.get_world_size()
+    for M in map(int, options.tokens.split(",")):
+        for recipe in options.recipe or SUBJECT.recipes:
+            case = f"{ranks} ranks, {M} tokens, {recipe}"
+            for name, sizes in products(ranks).items():
+                steps = _steps(M, sizes, recipe, device)
+                y, want = steps["overlapped"](), steps["collective"]()
+                db = common.sqnr(y, want)
+                floor = float("inf") if ranks == 2 else SAME_DB
+                worst = torch.tensor(min(db, 1e9) if db >= floor else -1.0, device=device)
+                dist.all_reduce(worst, op=dist.ReduceOp.MIN)
+                if worst.item() < 0:
+                    yield Row(case, name, refusal=f"wrong: {db:.1f} dB")
+                    continue
+                yield Row(case, name, values={
+                    f"{key} ms": _slowest(step, device) for key, step in steps.items()
+                })  # fmt: skip
+
+
+def _slowest(step: Callable[[], Tensor], device: torch.device) -> float:
+    """Milliseconds of a call on the slowest rank."""
+    many = {"warm_up": 3, "samples": 5, "calls": 10}
+    few = {"warm_up": 1, "samples": 1, "calls": 1}
+    dist.barrier()
+    timing = common.time_wall(step, **(many if device.type == "cuda" else few))
+    slowest = torch.tensor(timing.median, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def _speed_up(row: Row, base: Row | None) -> str | None:
+    if "overlapped ms" not in row.values:
+        return None
+    return f"{row.values['collective ms'] / row.values['overlapped ms']:.2f}"
+
+
+SUBJECT = Subject(
+    "overlap",
+    "Products beside communication",
+    __doc__,
+    (
+        Column("product", cell=lambda row, base: row.name, always=True),
+        Column("alone ms", 3),
+        Column("collective ms", 3),
+        Column("overlapped ms", 3),
+        Column("x collective", cell=_speed_up),
+    ),
+    lambda setting, options: (),  # by torchrun only: see main
+    recipes=("current", "rowwise", "block"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print markdown tables on rank 0."""
+    parser = common.new_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", default="16384,4096", help="comma-separated")
+    parser.add_argument("--recipe", action="append", choices=RECIPES)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    options = parser.parse_args(argv)
+    device = common.start_ranks(options.device)
+    complete = report.tell(SUBJECT, rows(options, device), options, rank=dist.get_rank())
+    dist.destroy_process_group()
+    return int(not complete)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

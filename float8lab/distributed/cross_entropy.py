@@ -1,0 +1,173 @@
+"""Cross entropy of logits whose vocabulary is sharded over ranks.  M tokens, V words, R ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8lab.arguments import (
+    PARAMETER_DTYPES,
+    check_flags,
+    check_group,
+    check_number,
+    check_size,
+    check_tensor,
+    shown,
+)
+from float8lab.ops import cross_entropy_backward_op, cross_entropy_statistics_op
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.differentiation import Float8Function, once_differentiable
+
+__all__ = ["parallel_cross_entropy"]
+
+_TARGETS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer Engine's
+    inp: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: Any = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+    z_loss_weight: float = 0.0,
+    *,
+    return_log_sum_exp: bool = False,
+) -> Any:
+    """Compute the cross entropy of each token, from logits of which each rank has a part.
+
+    The numbers are those of ``torch.nn.functional.cross_entropy`` of the whole logits in float32,
+    within the order of sums, on every rank. Two all-reduces carry four numbers a token. What is
+    saved for backward is the logits themselves; no other tensor of their size is made but their
+    gradient.
+
+    Args:
+        inp: ``[..., V / R]``: the columns of this rank, equally many on each, in the order of the
+            ranks. float32, bfloat16, float16 or float64.
+        target: ``[...]`` integers: the words, from 0 to V - 1, the same on all ranks. Any other
+            number but ``ignore_idx`` makes the token's loss NaN.
+        label_smoothing: share of the target's probability that all words get, from 0 to 1.
+        reduce_loss: return the mean over the tokens that are not ignored.
+        dist_process_group: over which the vocabulary is sharded; None: this rank has all of it.
+        ignore_idx: target of tokens whose loss and gradient are 0.
+        is_cg_capturable: no effect: a CUDA graph may always hold the call.
+        z_loss_weight: this times the square of the logarithm of the sum of a token's exponentials
+            is added to its loss.
+        return_log_sum_exp: return these logarithms, too.
+
+    Returns:
+        ``[...]`` in float32, float64 for float64; a scalar with ``reduce_loss``, NaN if all tokens
+        are ignored. With ``return_log_sum_exp`` a tuple of that and ``[...]``, which has no
+        gradient, and is 0 for tokens that are ignored.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together, or a number out of range.
+
+    Source: label smoothing, arXiv:1512.00567; the added square, arXiv:2202.08906.
+
+    >>> logits, target = torch.tensor([[0.0, 0.0], [2.0, 1.0]]), torch.tensor([1, -100])
+    >>> float8lab.parallel_cross_entropy(logits, target)
+    tensor([0.6931, 0.0000])
+    """
+    check_tensor("inp", inp)
+    if inp.dtype not in PARAMETER_DTYPES:
+        raise TypeError(f"inp must be a floating-point tensor; got {shown(inp)}. Convert it.")
+    if not inp.ndim:
+        raise ValueError("inp must have words as its last dimension; got a scalar. Reshape it.")
+    check_tensor("target", target)
+    if target.dtype not in _TARGETS:
+        raise TypeError(f"target must hold integers; got {shown(target)}. Pass each token's word.")
+    if target.shape != inp.shape[:-1]:
+        raise ValueError(
+            f"target must have the shape of inp without its last dimension, "
+            f"{tuple(inp.shape[:-1])}; got {tuple(target.shape)}. Reshape it."
+        )
+    smoothing = check_number("label_smoothing", label_smoothing, minimum=0, maximum=1)
+    z_loss = check_number("z_loss_weight", z_loss_weight, minimum=0)
+    check_flags(
+        reduce_loss=reduce_loss,
+        is_cg_capturable=is_cg_capturable,
+        return_log_sum_exp=return_log_sum_exp,
+    )
+    check_group("dist_process_group", dist_process_group)
+    check_size("ignore_idx", ignore_idx, minimum=-(2**63))
+    group, rank, ranks = dist_process_group, 0, 1
+    if group is not None:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise ValueError(
+                "dist_process_group must have this process among its ranks; got another group. "
+                "Pass the group that this rank's part of the vocabulary belongs to."
+            )
+    how = _How(group if ranks > 1 else None, rank, ranks, ignore_idx, smoothing, z_loss)
+    x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
+    words = x.shape[-1]
+    loss, log_sum = _CrossEntropy.run(x.reshape(-1, words), target.reshape(-1), how)
+    loss = loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss.view(target.shape)
+    return (loss, log_sum.view(target.shape)) if return_log_sum_exp else loss
+
+
+def _all_reduced(x: Tensor, operation: str, group: Any) -> Tensor:
+    ops = torch.ops._c10d_functional
+    result: Tensor = ops.wait_tensor(ops.all_reduce(x, operation, group.group_name))
+    return result
+
+
+@dataclass(frozen=True)
+class _How:
+    """The arguments that are no tensors."""
+
+    group: Any
+    """None for one rank."""
+    rank: int
+    ranks: int
+    ignored: int
+    smoothing: float
+    z_loss: float
+
+
+class _CrossEntropy(Float8Function):
+    """Losses and logarithms of the sums of exponentials, ``[M]`` each."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+        words = logits.shape[1]
+        V = words * how.ranks
+        place = target.long() - how.rank * words
+        largest, total, found, plain = cross_entropy_statistics_op(logits, place)
+        if how.group is not None:
+            local = largest
+            largest = _all_reduced(local, "max", how.group)
+            # A shard that has nothing above -inf adds 0, even if no other has.
+            part = torch.where(total == 0, 0.0, total * (local - largest).exp())
+            total, found, plain = _all_reduced(torch.stack([part, found, plain]), "sum", how.group)
+        log_sum = largest + total.log()
+        loss = log_sum - found
+        if how.smoothing:
+            loss = (1 - how.smoothing) * loss + how.smoothing * (log_sum - plain / V)
+        if how.z_loss:
+            loss = loss + how.z_loss * log_sum.square()
+        known = (target >= 0) & (target < V)
+        used = target != how.ignored
+        loss = torch.where(used, torch.where(known, loss, torch.nan), 0.0)
+        log_sum = torch.where(used, log_sum, 0.0)
+        ctx.save_for_backward(logits, place, log_sum, known, used)
+        ctx.mark_non_differentiable(log_sum)
+        ctx.how, ctx.words = how, V
+        return loss, log_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor, _: None) -> tuple[Any, ...]:
+        how, (logits, place, log_sum, known, used) = ctx.how, ctx.saved_tensors
+        grad = torch.where(used, torch.where(known, dloss.to(log_sum.dtype), torch.nan), 0.0)
+        factor = grad * (1 + 2 * how.z_loss * log_sum) if how.z_loss else grad
+        smoothed = grad * how.smoothing
+        factors = torch.stack([log_sum, factor, grad - smoothed, smoothed / ctx.words])
+        return cross_entropy_backward_op(logits, place, factors), None, None

@@ -1,0 +1,137 @@
+"""Styles of torch's ``parallelize_module`` under which activations are gathered in FP8.
+
+torch's own ``ColwiseParallel`` and ``RowwiseParallel`` run a converted layer's GEMMs in FP8, too,
+but move activations between ranks in high precision. These have torchao's names and arguments. The
+layer gathers what it multiplies, after it has cast it: one byte an element, and scales. A layer
+that stays in high precision gathers that.
+
+Importing this file imports DTensor, which takes as long as all of float8lab; ``import float8lab``
+does not import it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+
+from float8lab.arguments import check_instance, shown
+
+__all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """``ColwiseParallel`` whose input, where it is a shard of tokens, is gathered in FP8.
+
+    Arguments are those of ``ColwiseParallel``: ``input_layouts``, the placement of an input that is
+    a plain tensor, by default ``Replicate()``; ``output_layouts``, that of the output, by default
+    ``Shard(-1)``; ``use_local_output``, whether it is a plain tensor.
+
+    Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> Float8ColwiseParallel(input_layouts=Shard(1)).input_layouts
+    (Shard(dim=1),)
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
+    ) -> Any:
+        return _placed(inputs[0], device_mesh, input_layouts)
+
+
+class Float8RowwiseParallel(RowwiseParallel):
+    """``RowwiseParallel`` that, with tokens as shards in its output, gathers its gradient in FP8.
+
+    Arguments are those of ``RowwiseParallel``: ``input_layouts``, the placement of an input that is
+    a plain tensor, by default ``Shard(-1)``; ``output_layouts``, that of the output, by default
+    ``Replicate()``; ``use_local_output``, whether it is a plain tensor.
+
+    Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> Float8RowwiseParallel(output_layouts=Shard(1)).output_layouts
+    (Shard(dim=1),)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            told: Any = module
+            (told.output_layout,) = self.output_layouts  # which float8lab.Linear reads
+        return super()._apply(module, device_mesh)
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """``PrepareModuleInput`` that leaves gathering tokens to the layers, which do it in FP8.
+
+    Where an input is to be replicated and is a shard of a dimension, the module gets the shards, as
+    a DTensor. With ``use_local_output`` it gets plain whole tensors, gathered in high precision.
+
+    Args:
+        input_layouts: placements of positional inputs, as for ``PrepareModuleInput``.
+        desired_input_layouts: the placements that they are to have.
+        input_kwarg_layouts: placements of inputs by keyword.
+        desired_input_kwarg_layouts: the placements that they are to have.
+        use_local_output: whether the module gets plain tensors.
+        float8_dtype: accepted; each layer casts by its own recipe.
+        fwd_config_submodule_fqn: accepted.
+
+    Raises:
+        TypeError: an argument of another type.
+
+    Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> how = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    >>> PrepareFloat8ModuleInput(**how).desired_input_layouts
+    (Replicate(),)
+    """
+
+    def __init__(  # torchao's signature
+        self,
+        *,
+        input_layouts: Any = None,
+        desired_input_layouts: Any = None,
+        input_kwarg_layouts: Any = None,
+        desired_input_kwarg_layouts: Any = None,
+        use_local_output: bool = False,
+        float8_dtype: torch.dtype = torch.float8_e4m3fn,
+        fwd_config_submodule_fqn: str | None = None,
+    ) -> None:
+        if float8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise TypeError(
+                "float8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got "
+                f"{shown(float8_dtype)}. Leave it out: the layers' recipes choose."
+            )
+        check_instance(
+            "fwd_config_submodule_fqn", fwd_config_submodule_fqn, str, "a name", optional=True
+        )
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _prepare_input_arg(
+        self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any
+    ) -> Any:
+        leaves = desired_layout is not None and desired_layout.is_replicate()
+        if input_layout is None or not leaves or self.use_local_output:
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        return _placed(input, mesh, (input_layout,))
+
+
+def _placed(x: Any, mesh: Any, placements: Any) -> Any:
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, placements, run_check=False)

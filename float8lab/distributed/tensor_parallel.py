@@ -1,0 +1,664 @@
+"""Tensor and sequence parallelism: a GEMM of which every rank of a group has a part.
+
+M tokens, N out features, K in features, R ranks; ``y = x @ weight.T``.
+
+A *shard* is a rank's part of a *whole* tensor, along one dimension; the whole is what one rank
+alone would have. *Column parallel*: the weight is a shard of its rows, ``[N / R, K]``; so are y and
+its gradient, of their columns. *Row parallel*: the weight is a shard of its columns,
+``[N, K / R]``, and so is x; each rank's product is a *partial* sum. With *sequence parallelism*
+whatever lies outside such a pair of layers, x of the first and y of the second, is a shard of the
+rows: it is gathered where it enters the pair and summed to shards where it leaves. Without, it is a
+*replica*, the same on all ranks, and the sums are too.
+
+Rows are shards by the rule of ``torch.chunk``, of the first dimension of the layer's input: all
+ranks have ``ceil(size / R)``, but the last of them fewer, or none. Features divide by R.
+
+What travels is bytes: FP8 data as uint8, and scales. All collectives are functional ones, so gloo
+and NCCL, eager mode and compiled graphs take one path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from float8lab.distributed.overlap import (
+    gather_mm,
+    is_worth_it,
+    mm_scatter,
+    sees_others,
+)
+from float8lab.formats import Float8Spec
+from float8lab.ops import amax_op, as_matrix, scaled_mm_op
+from float8lab.ops.reference import ALIGN, scales_by_column
+from float8lab.recipes.reduction import channel
+from float8lab.tensor.differentiation import Float8Function
+
+__all__ = [
+    "NoGroup",
+    "Rows",
+    "StoredShard",
+    "TensorParallel",
+    "gathered_mm",
+    "mm_reduced",
+    "shared_amaxes",
+    "spread_mm",
+]
+
+
+class Rows(NamedTuple):
+    """The rows of a whole matrix, and how they are shared out."""
+
+    lead: int
+    """The first dimension of the tensor whose rows they are."""
+    chunk: int
+    """How much of it a rank has, unless it is among the last."""
+    inner: int
+    """Rows for each index of that dimension."""
+    outer: int = 1
+    """How often the dimension runs, where it is not the first: a rank has as many runs of rows."""
+
+    @property
+    def total(self) -> int:
+        """How many there are on all ranks."""
+        return self.lead * self.inner * self.outer
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """The first row of a rank, and how many it has; of each run."""
+        start = min(self.lead, self.chunk * rank)
+        return start * self.inner, min(self.chunk, self.lead - start) * self.inner
+
+    def are_cut(self, size: int) -> bool:
+        """Whether a block of ``size`` rows lies on several ranks; -1 is all rows."""
+        runs = self.outer > 1 and self.lead * self.inner % size != 0
+        cut = runs or self.chunk * self.inner % size != 0
+        return size == -1 or (self.chunk < self.lead and cut)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How the GEMMs of a layer are spread over the ranks of a group."""
+
+    group: Any
+    """The process group."""
+    mode: str
+    """``"column"`` or ``"row"``: of what the weight is a shard; ``"heads"`` of attention, whose
+    operands are shards of their heads."""
+    sequence_parallel: bool = False
+    """Whether the rows outside a pair of layers are shards."""
+    keep_gathered: bool = False
+    """Keep what was gathered for wgrad, in place of gathering it again in backward."""
+    overlap: bool | None = None
+    """Whether products run beside communication; None: where that was measured to pay."""
+    casts_only: bool = False
+    """Ranks share scales and nothing else: the caller sends tokens, and adds sums up."""
+    pieces: tuple[int, ...] = ()
+    """The sizes of what a shard consists of, where the weight is several behind each other."""
+    partial: bool = False
+    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
+    name: str = ""
+    """By which functional collectives know the group. This and the following are found."""
+    size: int = 0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.group.group_name)
+        object.__setattr__(self, "size", dist.get_world_size(self.group))
+        object.__setattr__(self, "rank", dist.get_rank(self.group))
+
+    def __deepcopy__(self, memo: Any) -> TensorParallel:
+        return self  # a group has no copies
+
+    def sharded(self, index: int) -> int | None:
+        """The dimension along which x, the weight or dy (0, 1, 2) is a shard; None: it is none."""
+        if self.mode == "heads":
+            return 1
+        rows = 0 if self.sequence_parallel else None
+        return ((rows, 0, 1) if self.mode == "column" else (1, 1, rows))[index]
+
+    def overlaps(
+        self,
+        rows: Rows | None,
+        a: Tensor,
+        b: Tensor,
+        block: Sequence[int],
+        *,
+        arrives: bool,
+    ) -> bool:
+        """Whether the product of ``a``, of that ``block``, and ``b`` runs beside communication.
+
+        ``arrives``: ``a`` is a shard of the rows, which is gathered; else the result is scattered.
+        """
+        if self.overlap is False or rows is None or not sees_others(self.group, a):
+            return False
+        here = rows.chunk * rows.inner
+        fits = here * self.size == rows.total and here % ALIGN == 0
+        fits = fits and a.shape[0] == (here if arrives else rows.total)
+        sizes = rows.total, b.shape[0], a.shape[1]
+        return fits and (self.overlap is True or is_worth_it(*sizes, block))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the rows that enter, and the gradients of those, are shards."""
+        return self.sequence_parallel and self.mode == "column"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the rows that were gathered in forward are kept for wgrad."""
+        return self.keep_gathered and self.gathers
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the rows that leave are shards."""
+        return self.sequence_parallel and self.mode == "row"
+
+    def rows_of(self, x: Tensor) -> Rows | None:
+        """The rows of the whole input of a call, ``[..., K]``; None without sequence parallelism.
+
+        Where the input is a shard, ranks tell each other their sizes, through memory of the CPU. A
+        compiled graph takes all shards to be as large as its own.
+
+        Raises:
+            ValueError: on all ranks, if the shards do not fit together.
+        """
+        if not self.sequence_parallel:
+            return None
+        if x.ndim < 2:
+            raise ValueError(
+                f"inp must have a first dimension that ranks share under sequence_parallel; got "
+                f"shape {tuple(x.shape)}. Pass [tokens, ..., features]."
+            )
+        lead, *middle, _ = x.shape
+        inner = 1
+        for size in middle:
+            inner *= size
+        if self.mode == "row":
+            return Rows(lead, -(-lead // self.size), inner)
+        if torch.compiler.is_compiling():
+            return Rows(lead * self.size, lead, inner)
+        return self._agreed(lead, inner, x.shape[-1])
+
+    def _agreed(self, lead: int, inner: int, features: int) -> Rows:
+        mine = torch.tensor([[lead, inner, features]])
+        ops, host = torch.ops._c10d_functional, channel(self.group).host_name(self.group)
+        leads, *rest = (
+            ops.wait_tensor(ops.all_gather_into_tensor(mine, self.size, host)).t().tolist()
+        )
+        whole, chunk = sum(leads), -(-sum(leads) // self.size)
+        expected = [min(chunk, max(0, whole - chunk * rank)) for rank in range(self.size)]
+        if leads != expected or any(len(set(sizes)) > 1 for sizes in rest):
+            raise ValueError(
+                "inp must be a shard of one tensor on each tensor-parallel rank, by the rule of "
+                f"torch.chunk along its first dimension, under sequence_parallel; got first "
+                f"dimensions {leads}, rows for each {rest[0]} and features {rest[1]}. Split the "
+                f"{whole} into {expected}."
+            )
+        return Rows(whole, chunk, inner)
+
+    def shape_of_output(self, shape: Sequence[int], rows: Rows | None, features: int) -> Any:
+        """The shape of a layer's output from that of its input."""
+        if rows is None:
+            return (*shape[:-1], features)
+        if self.mode == "column":
+            return (rows.lead, *shape[1:-1], features)
+        start = min(rows.lead, rows.chunk * self.rank)
+        return (min(rows.chunk, rows.lead - start), *shape[1:-1], features)
+
+    # Features that lie on blocks of several ranks.
+
+    def places(self, length: int) -> list[tuple[int, int]]:
+        """Where in the whole the pieces of a shard of features begin, and how many they have."""
+        found, offset = [], 0
+        for size in self.pieces or (length,):
+            found.append((offset + self.rank * size, size))
+            offset += size * self.size
+        return found
+
+    def are_cut(self, length: int, edge: int) -> bool:
+        """Whether the shards' features begin or end inside blocks of ``edge``, on any rank."""
+        return edge > 1 and any(size % edge != 0 for size in self.pieces or (length,))
+
+    def spaced(self, x: Tensor, dim: int, edge: int) -> Tensor:
+        """A shard of features with zeros where others of its blocks are, so that blocks fit."""
+        length = x.shape[dim]
+        if not self.are_cut(length, edge):
+            return x
+        parts = []
+        sizes = self.pieces or (length,)
+        for (start, size), part in zip(self.places(length), x.split(sizes, dim), strict=True):
+            before = start % edge
+            after = -(before + size) % edge
+            parts.append(F.pad(part, (0, 0) * (x.ndim - 1 - dim) + (before, after)))
+        return torch.cat(parts, dim)
+
+    def spaced_size(self, length: int, edge: int) -> int:
+        """How many features ``spaced`` gives."""
+        if not self.are_cut(length, edge):
+            return length
+        return sum(-(-(start % edge + size) // edge) * edge for start, size in self.places(length))
+
+    def cropped(self, y: Tensor, dim: int, length: int, edge: int) -> Tensor:
+        """A shard of features without what ``spaced`` has put there."""
+        if not self.are_cut(length, edge):
+            return y
+        parts, at = [], 0
+        for start, size in self.places(length):
+            parts.append(y.narrow(dim, at + start % edge, size))
+            at += -(-(start % edge + size) // edge) * edge
+        return torch.cat(parts, dim)
+
+    def shared_amaxes(
+        self, grid: Tensor, size: int, dim: int, places: Sequence[tuple[int, int]], total: int
+    ) -> tuple[Tensor, Tensor]:
+        """The amaxes of a shard's blocks over all ranks that have a part of them; of all blocks.
+
+        Args:
+            grid: of this rank's parts, ``[rows, columns]`` of blocks.
+            size: of a block along ``dim``; -1 is the whole dimension.
+            dim: the one of which a rank has a shard.
+            places: where in the whole its pieces begin, and how many elements they have.
+            total: elements of the whole.
+        """
+        if size == -1:
+            whole = self.largest(grid)
+            return whole, whole
+        count, at, runs, parts = -(-total // size), 0, [], []
+        for start, length in places:
+            first, blocks = start // size, -(-(start % size + length) // size)
+            pad = (first, count - first - blocks)
+            part = grid.narrow(dim, at, blocks)
+            parts.append(F.pad(part, pad if dim == 1 else (0, 0, *pad)))
+            runs.append((first, blocks))
+            at += blocks
+        # A rank's own pieces can share a block, too.
+        whole = self.largest(parts[0] if len(parts) == 1 else torch.stack(parts).amax(0))
+        mine = [whole.narrow(dim, first, blocks) for first, blocks in runs]
+        return mine[0] if len(mine) == 1 else torch.cat(mine, dim), whole
+
+    # Collectives.
+
+    def largest(self, amax: Tensor) -> Tensor:
+        """The maximum over ranks of amaxes, infinite where one of them is NaN."""
+        ops = torch.ops._c10d_functional
+        # A maximum over ranks need not keep NaN; to a scale infinity is the same.
+        amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        found: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", self.name))
+        return found
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, on each of them."""
+        ops = torch.ops._c10d_functional
+        found: Tensor = ops.wait_tensor(ops.all_reduce(partial.contiguous(), "sum", self.name))
+        return found
+
+    def scattered(self, partial: Tensor, rows: Rows) -> Tensor:
+        """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
+        ops, size = torch.ops._c10d_functional, rows.chunk * rows.inner
+        whole, outer = size * self.size, rows.outer
+        if partial.shape[0] != whole * outer:
+            runs = partial.unflatten(0, (outer, rows.lead * rows.inner))
+            partial = F.pad(runs, (0, 0, 0, whole - runs.shape[1])).flatten(0, 1)
+        if outer > 1:
+            partial = partial.unflatten(0, (outer, self.size, size)).transpose(0, 1).flatten(0, 2)
+        found: Tensor = ops.wait_tensor(
+            ops.reduce_scatter_tensor(partial.contiguous(), "sum", self.size, self.name)
+        )
+        count = rows.of(self.rank)[1]
+        if count == size:
+            return found
+        return found.unflatten(0, (outer, size))[:, :count].flatten(0, 1)
+
+    def gathered(self, shard: Tensor, rows: Rows, dim: int = 0) -> Tensor:
+        """The whole of a matrix that is cut along its rows, or columns, as ``rows`` says."""
+        ops = torch.ops._c10d_functional
+        raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
+        size, total = rows.chunk * rows.inner, rows.total
+        if rows.outer > 1:
+            return self._gathered_runs(raw, rows, dim).view(shard.dtype)
+        if raw.shape[dim] > size:
+            raw = raw.narrow(dim, 0, size)
+        elif raw.shape[dim] < size:
+            short = size - raw.shape[dim]
+            raw = F.pad(raw, _after(short, dim))
+        whole: Tensor = ops.wait_tensor(
+            ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
+        )
+        if dim == 1:
+            whole = _side_by_side(whole.unflatten(0, (self.size, -1)))
+        if whole.shape[dim] != total:
+            whole = whole.narrow(dim, 0, total)
+        return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
+
+    def _gathered_runs(self, raw: Tensor, rows: Rows, dim: int) -> Tensor:
+        """``gathered`` where a rank's rows are several runs of the whole's."""
+        ops, outer, size = torch.ops._c10d_functional, rows.outer, rows.chunk * rows.inner
+        count = rows.of(self.rank)[1]
+        runs = raw.narrow(dim, 0, outer * count).unflatten(dim, (outer, count))
+        if count != size:
+            runs = F.pad(runs, (0, 0) * (1 - dim) + (0, size - count))
+        every = ops.wait_tensor(
+            ops.all_gather_into_tensor(runs.contiguous(), self.size, self.name)
+        ).unflatten(0, (self.size, runs.shape[0]))
+        every = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)  # of each run, all ranks'
+        whole: Tensor = every.narrow(dim + 1, 0, rows.lead * rows.inner).flatten(dim, dim + 1)
+        return whole.contiguous()
+
+    def gathered_operand(
+        self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """FP8 data and scales of the whole operand, padded; ``dim`` of it are tokens."""
+        whole, size, short = self.gathered(q, rows, dim), block[dim], -rows.total % ALIGN
+        if short:
+            whole = F.pad(whole.view(torch.uint8), _after(short, dim)).view(q.dtype)
+        if size == -1:
+            return whole.contiguous(), scale
+        if not rows.are_cut(size):  # else all ranks know the scales of all
+            run, mine = rows.lead * rows.inner, rows.chunk * rows.inner
+            blocks = Rows(-(-run // size), -(-mine // size), 1, rows.outer)
+            scale = self.gathered(scale, blocks, dim)
+        short = -(-whole.shape[dim] // size) - scale.shape[dim]
+        if short:
+            scale = F.pad(scale, _after(short, dim), value=1.0)
+        if scales_by_column(block):
+            scale = scale.t().contiguous().t()
+        return whole.contiguous(), scale
+
+    # For GEMMs in high precision.
+
+    def entered(self, x: Tensor, rows: Rows | None, *, backward: bool = False) -> Tensor:
+        """The matrix that a GEMM takes, from the input; or, in backward, from dy."""
+        here = self.scatters if backward else self.gathers
+        if not here:
+            return x
+        assert rows is not None, "under sequence parallelism"
+        return self.gathered(x, rows)
+
+    def left(self, y: Tensor, rows: Rows | None, *, backward: bool = False) -> Tensor:
+        """The output, from a GEMM's; or, in backward, dx."""
+        if (self.mode == "row") == backward or self.partial:
+            return y
+        return self.summed(y) if rows is None else self.scattered(y, rows)
+
+    def added(self, bias: Tensor | None) -> Tensor | None:
+        """The bias as this rank's product has it: of partial sums one rank's does."""
+        return None if self.mode == "row" and self.rank else bias
+
+    def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
+        """``entered`` of a layer's input, differentiable."""
+        if self.mode == "row":
+            return x
+        found: Tensor = _Moved.run(x, self, rows, True)
+        return found
+
+    def gather(self, x: Tensor, rows: Rows) -> Tensor:
+        """All tokens of a tensor of which each rank has some, differentiable."""
+        found: Tensor = _Moved.run(x, self, rows, True)
+        return found
+
+    def leave(self, y: Tensor, rows: Rows | None) -> Tensor:
+        """``left`` of a layer's output, differentiable."""
+        if self.mode == "column":
+            return y
+        found: Tensor = _Moved.run(y, self, rows, False)
+        return found
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None) -> Tensor:
+        """A layer in high precision, differentiable, of an input that has entered."""
+        if self.mode == "column":
+            return F.linear(x, weight, bias)
+        y = self.leave(F.linear(x, weight), rows)
+        return y if bias is None else y + bias
+
+
+class NoGroup:
+    """Stands for the ranks of a module that has yet to be given their group."""
+
+    group = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"tp_group must be set before the first call of a module for {self.size} "
+            "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
+        )
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
+
+    parallel: TensorParallel
+    dim: int
+
+    def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
+        """Raise unless each block that has a size lies on one rank."""
+        size, ranks = spec.block[self.dim], self.parallel.size
+        if self.parallel.are_cut(shape[self.dim], size):
+            raise ValueError(
+                f"{name} must give each of {ranks} ranks whole blocks of {size} to store them in "
+                f"FP8; got {shape[self.dim]} for each. Choose another size, another recipe, or "
+                "weights in high precision."
+            )
+
+    def amaxes(self, value: Tensor, spec: Float8Spec) -> Tensor | None:
+        """The amaxes over all ranks of a weight's blocks; None if each lies on one rank."""
+        return shared_amaxes([(self, value, spec)])[0]
+
+
+def shared_amaxes(
+    weights: Sequence[tuple[StoredShard, Tensor, Float8Spec]],
+) -> list[Tensor | None]:
+    """The amaxes of each weight, ``StoredShard.amaxes``: one all-reduce for each group."""
+    found: list[Tensor | None] = [None] * len(weights)
+    groups: dict[TensorParallel, list[int]] = {}
+    for i, (shard, value, spec) in enumerate(weights):
+        if spec.block[shard.dim] == -1:
+            found[i] = amax_op("", (value,), value.dtype, spec.block)
+            groups.setdefault(shard.parallel, []).append(i)
+    for parallel, places in groups.items():
+        local: Any = [found[i] for i in places]
+        every = parallel.largest(torch.cat([amax.reshape(-1) for amax in local]))
+        parts = every.split([amax.numel() for amax in local])
+        for i, amax, part in zip(places, local, parts, strict=True):
+            found[i] = part.view(amax.shape)
+    return found
+
+
+def _side_by_side(parts: Tensor) -> Tensor:
+    """``[R, rows, columns]`` as ``[rows, R * columns]``."""
+    dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
+    if not torch.compiler.is_compiling():  # bytes one by one take four times as long
+        parts = parts.view(torch.int64 if nbytes % 8 == 0 and nbytes else torch.uint8)
+    return parts.transpose(0, 1).flatten(1).view(dtype)
+
+
+def _after(count: int, dim: int) -> tuple[int, ...]:
+    """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
+    return (0, 0, 0, count) if dim == 0 else (0, count)
+
+
+class _Moved(Float8Function):
+    """What one side of a layer does to rows; the gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, rows: Any, enters: bool) -> Tensor:
+        ctx.how = parallel, rows, enters
+        ctx.shape = x.shape
+        if not enters:
+            y = parallel.left(as_matrix(x), rows)
+        elif rows is None:
+            return x.view_as(x)
+        else:
+            y = parallel.entered(as_matrix(x), rows)
+        return y.view(parallel.shape_of_output(x.shape, rows, x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        parallel, rows, enters = ctx.how
+        move = parallel.left if enters else parallel.entered
+        dx = move(as_matrix(dy), rows, backward=True)
+        return dx.reshape(ctx.shape), None, None, None
+
+
+# The products of FP8 operands that communicate. What overlaps the two belongs here.
+
+Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+
+
+class Product(NamedTuple):
+    """How two FP8 operands are multiplied, and what the result is like."""
+
+    a_block: Sequence[int]
+    b_block: Sequence[int]
+    fast_accum: bool
+    shape: tuple[int, int]
+    """Of this rank's product, before it is summed."""
+    dtype: torch.dtype
+    keep: bool = False
+    """Whether the left operand is wanted, as multiplied."""
+
+
+class Shards:
+    """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
+
+    It is gathered beside a product where one runs that has time for it, else on demand.
+    """
+
+    __slots__ = ("block", "operand", "parallel", "rows", "whole")
+
+    def __init__(
+        self, parallel: TensorParallel, rows: Rows, operand: Operand, block: Sequence[int]
+    ) -> None:
+        """Take this rank's part."""
+        self.parallel, self.rows, self.operand, self.block = parallel, rows, operand, block
+        self.whole: Operand | None = None
+
+    def gathered(self) -> Operand:
+        """The operand of all tokens."""
+        if self.whole is None:
+            args = *self.operand, self.block, self.rows
+            self.whole = self.parallel.gathered_operand(*args, 1)
+        return self.whole
+
+    def leave(self) -> list[Tensor]:
+        """What is to be gathered: FP8 data, and scales unless all ranks have those of all."""
+        q, scale = self.operand
+        size = self.block[1]
+        cut = size == -1 or self.rows.are_cut(size)
+        return [q.contiguous(), *[scale.t().contiguous()] * (not cut)]
+
+    def arrive(self, data: Tensor, scales: Tensor | None) -> None:
+        """Take ``[R, *shape]`` of that."""
+        raw, scale = _side_by_side(data), self.operand[1]
+        if scales is not None and scales.numel():
+            scale = scales.flatten(0, 1).t()
+            scale = scale if scales_by_column(self.block) else scale.contiguous()
+        self.whole = raw, scale
+
+
+def spread_mm(
+    parallel: TensorParallel,
+    rows: Rows | None,
+    operands: tuple[Operand, Operand],
+    product: Product,
+    bias: Tensor | None = None,
+    *,
+    backward: bool = False,
+    beside: Shards | None = None,
+) -> tuple[Tensor, Operand]:
+    """A layer's fprop, ``x @ weight.T + bias``, or its dgrad, and the left operand as multiplied.
+
+    Args:
+        parallel: how the layer is spread.
+        rows: of the layer's tokens, under sequence parallelism.
+        operands: x or dy, as this rank has it, and the weight, or its transpose.
+        product: of these.
+        bias: of as many features as the weight has rows.
+        backward: whether this is dgrad.
+        beside: what else may be gathered meanwhile.
+    """
+    if parallel.scatters if backward else parallel.gathers:
+        assert rows is not None, "under sequence parallelism"
+        return gathered_mm(parallel, rows, operands, product, bias, beside)
+    if (parallel.mode == "column") == backward:
+        return mm_reduced(parallel, rows, operands, product, bias, beside), operands[0]
+    return _mm(operands, product, bias), operands[0]
+
+
+def gathered_mm(
+    parallel: TensorParallel,
+    rows: Rows,
+    operands: tuple[Operand, Operand],
+    product: Product,
+    bias: Tensor | None,
+    beside: Shards | None,
+) -> tuple[Tensor, Operand]:
+    """``whole @ b.T + bias`` of an operand ``a`` that is a shard of the whole's rows; the whole."""
+    a, b = operands
+    if parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=True):
+        args = _overlapping(parallel, operands, product, bias, beside)
+        y, q, scale, *gathered = gather_mm(*args, product.keep)
+        if beside is not None:
+            beside.arrive(*gathered)
+        return _cropped(y, product.shape), (q, scale) if product.keep else a
+    whole = parallel.gathered_operand(*a, product.a_block, rows, 0)
+    return _mm((whole, b), product, bias), whole
+
+
+def mm_reduced(
+    parallel: TensorParallel,
+    rows: Rows | None,
+    operands: tuple[Operand, Operand],
+    product: Product,
+    bias: Tensor | None,
+    beside: Shards | None,
+) -> Tensor:
+    """The sum over ranks of ``a @ b.T + bias``; of that this rank's ``rows``, or all."""
+    a, b = operands
+    scatters = rows is not None and not parallel.partial
+    if scatters and parallel.overlaps(rows, a[0], b[0], product.a_block, arrives=False):
+        assert rows is not None, "under sequence parallelism"
+        args = _overlapping(parallel, operands, product, bias, beside)
+        y, *gathered = mm_scatter(*args)
+        if beside is not None:
+            beside.arrive(*gathered)
+        return _cropped(y, (rows.of(parallel.rank)[1], product.shape[1]))
+    y = _mm(operands, product, bias)
+    if parallel.partial:
+        return y
+    return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
+
+
+def _overlapping(
+    parallel: TensorParallel,
+    operands: tuple[Operand, Operand],
+    product: Product,
+    bias: Tensor | None,
+    beside: Shards | None,
+) -> tuple[Any, ...]:
+    """The arguments of an op that overlaps."""
+    a, b = operands
+    listed = [*a, *b, *([] if bias is None else [bias])]
+    blocks, also = product[:2], [] if beside is None else beside.leave()
+    return listed, *blocks, product.dtype, product.fast_accum, parallel.name, also
+
+
+def _mm(operands: tuple[Operand, Operand], product: Product, bias: Tensor | None) -> Tensor:
+    (a, b), (a_block, b_block, fast_accum, shape, dtype, _) = operands, product
+    return _cropped(scaled_mm_op(*a, a_block, *b, b_block, bias, dtype, fast_accum), shape)
+
+
+def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:
+    if torch.compiler.is_compiling() or y.shape != shape:
+        y = y[: shape[0], : shape[1]]
+    return y.contiguous()

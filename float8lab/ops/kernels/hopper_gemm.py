@@ -1,0 +1,544 @@
+"""``y = a @ b.T`` of FP8 on Hopper's tensor cores: matrices, groups of rows, or groups of the sum.
+
+M rows of a, N rows of b, K contraction, E groups. A program takes tiles of 128 x 256 of y, one
+after the other. Where there are groups, the rows that a tile has, and of which group, are looked up
+in a plan that a small kernel makes of the ends of the groups (``grouped_gemm.py``), so the host
+knows none of it. A warp loads 128 of the contraction at a time through a ring of buffers; two
+groups of four warps have half of the tile each.
+
+- "fast" leaves the sums to the tensor cores, 64 x 256 a group;
+- "precise" adds the products of every 128 to sums in float32, 64 x 128 at a time, a quarter;
+- "block" and "rows" scale these products, of 1x128 blocks by 128x128 or 1x128 ones, where they are
+  added, while the other group's quarter runs.
+
+A thread has two rows but 32 columns of a quarter. So where each row of b has a scale, reading these
+is what costs: the quarters of a group are below each other then, and their scales come from shared
+memory once for both. Else they are side by side.
+
+The last tile of a group ends where the group ends: such rows are stored by themselves, all others
+by the copy engine. Rows that belong to nobody are a group without a contraction, so they are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from float8lab.ops.kernels._common import ceil_div, multiprocessors
+from float8lab.ops.kernels._copy_engine import async_load, async_store
+from float8lab.ops.kernels._launch import launched
+
+__all__ = [
+    "CONFIGS",
+    "DENSE",
+    "GROUPED_ROWS",
+    "GROUPED_SUMS",
+    "STEP",
+    "Config",
+    "multiply_tiles",
+    "place",
+    "store_part",
+]
+
+_ROWS = 128
+_COLUMNS = 256
+HALF = gl.constexpr(64)
+"""Rows that a group of warps multiplies at a time: those of one tensor core instruction."""
+PART = gl.constexpr(128)
+"""Columns that a group of warps multiplies at a time; as many as a 128x128 block has."""
+STEP = gl.constexpr(128)
+"""Of the contraction, at a time: a block."""
+DENSE = gl.constexpr(0)
+"""There are no groups."""
+GROUPED_ROWS = gl.constexpr(1)
+"""Each group of a's rows has a matrix b of its own."""
+GROUPED_SUMS = gl.constexpr(2)
+"""Each group of the contraction gives a product of its own."""
+
+
+class Config(NamedTuple):
+    """How a mode runs."""
+
+    stages: int
+    """Of the ring of buffers."""
+    band: int = 16
+    """Rows of tiles that are worked on together."""
+    registers: tuple[int, int] = (240, 24)
+    """Of a thread that multiplies, and of one that loads."""
+
+
+CONFIGS = {
+    ("fast", 2): Config(stages=3),
+    ("precise", 2): Config(stages=4),
+    ("precise", 4): Config(stages=3),
+    ("block", 2): Config(stages=4),
+    ("block", 4): Config(stages=3),
+    ("rows", 2): Config(stages=4),
+    ("rows", 4): Config(stages=3),
+}
+"""By mode, and bytes of an element of the output, which shares the memory of the ring."""
+
+
+@gluon.jit
+def place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
+    """Row and column of a tile: down ``BAND`` rows of tiles, then the next column of tiles."""
+    band = tile // (BAND * tiles_n)
+    first = band * BAND
+    height = gl.minimum(tiles_m - first, BAND)
+    inside = tile - band * BAND * tiles_n
+    return first + inside % height, inside // height
+
+
+@gluon.jit
+def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
+    """Where a tile's operands and its part of y are.
+
+    Returns its group; row and first step of a; row and column of b; its steps; its row in y, how
+    many rows of the group are left there, and its column.
+    """
+    tiles_m, tiles_n, steps, _, _, E, M, _, b_rows, b_columns = where
+    m, n = place(tile, tiles_m, tiles_n, BAND)
+    column = n * 2 * PART
+    if GROUPS == DENSE:
+        group = m * 0
+        row = m * 2 * HALF
+        first = group
+        b_row = column
+        b_column = group
+        y_row = row
+        left = M - row
+    elif GROUPS == GROUPED_SUMS:
+        down = gl.cdiv(M, 2 * HALF)
+        group = m // down
+        row = (m - group * down) * 2 * HALF
+        first = gl.load(plan_ptr + 4 * group)
+        steps = gl.load(plan_ptr + 4 * group + 1)
+        b_row = column
+        b_column = first * STEP
+        y_row = group * M + row
+        left = M - row
+    else:
+        at = plan_ptr + 4 * (E + 1 + m)
+        group = gl.load(at)
+        row = gl.load(at + 1)
+        left = gl.load(at + 2) - row
+        steps = gl.where(group < E, steps, 0)
+        group = gl.minimum(group, E - 1)
+        first = group * 0
+        b_row = group * b_rows + column
+        b_column = group * b_columns
+        y_row = row
+    return group, row, first, b_row, b_column, steps, y_row, left, column
+
+
+# The roles.
+
+
+@gluon.jit
+def _product(
+    a_tile, b_tile, part, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
+):
+    """To the registers of ``part``, whose values do not count."""
+    a = a_tile.slice(HALF * (quarter if B_BY_ROW else group), HALF)
+    b = b_tile.slice(PART * (group if B_BY_ROW else quarter), PART).permute((1, 0))
+    return warpgroup_mma(a, b, part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_part(sums, part, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: gl.constexpr = True):
+    """``b_scale``, of each column, only if ``B_BY_ROW``; else ``a_scale`` is times b's."""
+    # As volatile assembly, because LLVM moves its own behind the next product, whose results would
+    # then be there at the same time, and spill.
+    if not SCALED:
+        sums = gl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, $2;",
+            "=f,f,f",
+            [part, sums],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    elif B_BY_ROW:
+        a_scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
+        b_scale, _ = gl.broadcast(gl.expand_dims(b_scale, 0), part)
+        sums = gl.inline_asm_elementwise(
+            """{
+                .reg .f32 scaled;
+                mul.rn.f32 scaled, $1, $3;
+                fma.rn.f32 $0, scaled, $2, $4;
+            }""",
+            "=f,f,f,f,f",
+            [part, a_scale, b_scale, sums],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        scale, _ = gl.broadcast(gl.expand_dims(a_scale, 1), part)
+        sums = gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [part, scale, sums],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    return sums
+
+
+@gluon.jit
+def store_part(sums, y_desc, y_tile, row, column):
+    """64 rows; the store before it has to have read the buffer."""
+    tma.store_wait(0)
+    y_tile.store(sums.to(y_desc.dtype))
+    fence_async_shared()
+    async_store(y_desc, [row, column], y_tile)
+
+
+@gluon.jit
+def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """The loading warp."""
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, where, plan_ptr = arguments
+    tiles_m, tiles_n, _, first_tile, programs, _, _, _, _, _ = where
+    count = 0
+    for tile in range(first_tile, tiles_m * tiles_n, programs):
+        _group, row, first, b_row, b_column, steps, _y_row, _left, _column = _find(
+            tile, where, plan_ptr, BAND, GROUPS
+        )
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            async_load(a_desc, [row, (first + step) * STEP], bar, a_tiles.index(stage))
+            async_load(b_desc, [b_row, b_column + step * STEP], bar, b_tiles.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _store(sums, y_desc, y_ptr, y_tile, row, column, left, N, GROUPS: gl.constexpr):
+    """64 rows of y, of which ``left`` are the group's."""
+    if GROUPS == DENSE:
+        store_part(sums, y_desc, y_tile, row, column)  # which leaves out what is not there
+    elif left >= HALF:
+        store_part(sums, y_desc, y_tile, row, column)
+    elif left > 0:
+        rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
+        columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
+        offsets = (row + rows).to(gl.int64)[:, None] * N + columns[None, :]
+        mask = (rows < left)[:, None] & (columns < N)[None, :]
+        gl.store(y_ptr + offsets, sums.to(y_desc.dtype), mask=mask)
+
+
+@gluon.jit
+def _scale(sums, scales, group, row, column, M, N):
+    """The sums of a part times the scales of its rows and columns, which span the contraction."""
+    a_scale_ptr, b_scale_ptr, a_stride, _, b_stride, b_row_stride, a_row_stride, _, _ = scales
+    rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout)) + row
+    columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
+    rows = gl.minimum(rows, M - 1)
+    columns = gl.minimum(columns, N - 1)
+    a_scale = gl.load(a_scale_ptr + (group * a_stride + rows * a_row_stride))
+    b_scale = gl.load(b_scale_ptr + (group * b_stride + columns * b_row_stride))
+    return sums * a_scale[:, None] * b_scale[None, :]
+
+
+@gluon.jit
+def _add_bias(sums, scales, group, column, steps, N):
+    """The sums of a part plus the biases of its columns; not in rows that belong to nobody."""
+    _, _, _, _, _, _, _, bias_ptr, _ = scales
+    columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
+    columns = gl.minimum(columns, N - 1)
+    bias = gl.load(bias_ptr + (group * N + columns)).to(gl.float32)
+    return sums + gl.where(steps > 0, bias, 0.0)[None, :]
+
+
+@gluon.jit
+def _multiply_fast(
+    arguments, number: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """A group of warps, where the tensor cores sum."""
+    a_tiles, b_tiles, y_tiles, _, full, empty, where, plan_ptr, y_desc, y_ptr, scales = arguments
+    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = where
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 32])
+    count = 0
+    last = tiles_m * tiles_n - 1
+    group, row, _first, _b_row, _b_column, steps, y_row, left, column = _find(
+        gl.minimum(first_tile, last), where, plan_ptr, BAND, GROUPS
+    )
+    for tile in range(first_tile, tiles_m * tiles_n, programs):
+        sums = gl.zeros([HALF, 2 * PART], gl.float32, LAYOUT)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            a = a_tiles.index(stage).slice(HALF * number, HALF)
+            b = b_tiles.index(stage).permute((1, 0))
+            sums = warpgroup_mma(a, b, sums, is_async=True)
+            sums = warpgroup_mma_wait(1, (sums,))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            count += 1
+        sums = warpgroup_mma_wait(0, (sums,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+        below = HALF * number
+        sums = _scale(sums, scales, group, row + below, column, M, N)
+        ahead = gl.minimum(tile + programs, last)
+        if BIAS:
+            sums = _add_bias(sums, scales, group, column, steps, N)
+        else:  # the next tile's place arrives while this one is stored; with a bias it would spill
+            following = _find(ahead, where, plan_ptr, BAND, GROUPS)
+        _store(
+            sums,
+            y_desc,
+            y_ptr,
+            y_tiles.index(number),
+            y_row + below,
+            column,
+            left - below,
+            N,
+            GROUPS,
+        )
+        if BIAS:
+            following = _find(ahead, where, plan_ptr, BAND, GROUPS)
+        group, row, _first, _b_row, _b_column, steps, y_row, left, column = following
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _multiply_parts(  # noqa: PLR0915
+    arguments, number: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, BIAS: gl.constexpr, BLOCK: gl.constexpr, B_BY_ROW: gl.constexpr,
+):  # fmt: skip
+    """A group of warps, 64 x 128 at a time."""
+    (
+        a_tiles, b_tiles, y_tiles, b_scales, full, empty, where, plan_ptr, y_desc, y_ptr, scales,
+    ) = arguments  # fmt: skip
+    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = where
+    a_scale_ptr, b_scale_ptr, _, a_step, b_stride, b_row_stride, _, _, b_step = scales
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, PART, gl.BlockedLayout([1], [32], [4], [0]))
+    # Of its two quarters, which are below each other or side by side.
+    row0: gl.constexpr = 0 if B_BY_ROW else HALF * number
+    row1: gl.constexpr = HALF if B_BY_ROW else HALF * number
+    column0: gl.constexpr = PART * number if B_BY_ROW else 0
+    column1: gl.constexpr = PART * number if B_BY_ROW else PART
+    part = gl.zeros([HALF, PART], gl.float32, LAYOUT)
+    count = 0
+    last = tiles_m * tiles_n - 1
+    group, row, first, _b_row, _b_column, steps, y_row, left, column = _find(
+        gl.minimum(first_tile, last), where, plan_ptr, BAND, GROUPS
+    )
+    for tile in range(first_tile, tiles_m * tiles_n, programs):
+        sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
+        sums1 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
+        # The last of a group without steps may be beyond all scales: it reads the one before.
+        begin = gl.maximum(gl.minimum(first, first + steps - 1), 0)
+        if BLOCK:
+            a_scales = a_scale_ptr + begin * a_step
+            b_scales_ptr = b_scale_ptr + (group * b_stride + begin * b_step)
+            a0 = gl.minimum(row + row0 + rows, M - 1)
+            next_a0 = gl.load(a_scales + a0)
+            if B_BY_ROW:
+                a1 = gl.minimum(row + row1 + rows, M - 1)
+                next_a1 = gl.load(a_scales + a1)
+                b0 = gl.minimum(column + column0 + columns, N - 1) * b_row_stride
+            else:
+                edge = (N - 1) // PART
+                b0 = gl.minimum(column // PART, edge) * b_row_stride
+                b1 = gl.minimum(column // PART + 1, edge) * b_row_stride
+                next_b1 = gl.load(b_scales_ptr + b1)
+            next_b0 = gl.load(b_scales_ptr + b0)
+        for step in range(steps):
+            stage = count % STAGES
+            scale0 = 0.0
+            scale1 = 0.0
+            b_scale = 0.0
+            if BLOCK:
+                # The next step's arrive while the tensor cores work; after the last nobody looks.
+                ahead = gl.minimum(step + 1, steps - 1)
+                b_scale = next_b0
+                if B_BY_ROW:
+                    scale0 = next_a0
+                    scale1 = next_a1
+                    next_a1 = gl.load(a_scales + (ahead * a_step + a1))
+                else:
+                    scale0 = next_a0 * next_b0
+                    scale1 = next_a0 * next_b1
+                    next_b1 = gl.load(b_scales_ptr + (ahead * b_step + b1))
+                next_a0 = gl.load(a_scales + (ahead * a_step + a0))
+                next_b0 = gl.load(b_scales_ptr + (ahead * b_step + b0))
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 0, number, B_BY_ROW)
+            if B_BY_ROW:
+                b_scales.index(number).store(b_scale)
+                b_scale = b_scales.index(number).load(gl.SliceLayout(0, LAYOUT))
+            part = warpgroup_mma_wait(0, (part,))
+            sums0 = _add_part(sums0, part, scale0, b_scale, B_BY_ROW, BLOCK)
+            part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 1, number, B_BY_ROW)
+            part = warpgroup_mma_wait(0, (part,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            sums1 = _add_part(sums1, part, scale1, b_scale, B_BY_ROW, BLOCK)
+            count += 1
+        # The next tile's place arrives while this one is stored.
+        following = _find(gl.minimum(tile + programs, last), where, plan_ptr, BAND, GROUPS)
+        if not BLOCK:
+            sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N)
+            sums1 = _scale(sums1, scales, group, row + row1, column + column1, M, N)
+        if BIAS:
+            sums0 = _add_bias(sums0, scales, group, column + column0, steps, N)
+            sums1 = _add_bias(sums1, scales, group, column + column1, steps, N)
+        y_tile = y_tiles.index(number)
+        _store(sums0, y_desc, y_ptr, y_tile, y_row + row0, column + column0, left - row0, N, GROUPS)
+        _store(sums1, y_desc, y_ptr, y_tile, y_row + row1, column + column1, left - row1, N, GROUPS)
+        group, row, first, _b_row, _b_column, steps, y_row, left, column = following
+    tma.store_wait(0)
+
+
+@launched(language=gluon)
+def _multiply_tiles_kernel(
+    a_desc,  # [M, K] fp8, in tiles of [128, 128]; or [M, L] where the contraction is in groups
+    b_desc,  # [E N, K], or [N, E K], fp8, in tiles of [256, 128]; or [N, L]
+    y_desc,  # [M, N], or [E M, N], in tiles of [64, 128] or, where fast, [64, 256]
+    y_ptr,
+    a_scale_ptr,  # fp32: by group and row; with BLOCK [M, ceil K / 128] with stride (1, a_step)
+    b_scale_ptr,  # fp32: by group and row, and with BLOCK by step
+    bias_ptr,  # [E, N], if BIAS
+    plan_ptr,  # [E + 1 + tiles, 4] int32, see grouped_gemm.py; unless DENSE
+    M, N, K, E, b_rows, b_columns,
+    a_stride, a_row_stride, a_step, b_stride, b_row_stride, b_step,
+    MODE: gl.constexpr, GROUPS: gl.constexpr, BIAS: gl.constexpr, BAND: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = a_desc.block_shape[0]
+    COLUMNS: gl.constexpr = b_desc.block_shape[0]
+    WIDTH: gl.constexpr = y_desc.block_shape[1]
+    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, ROWS, STEP], a_desc.layout)
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, COLUMNS, STEP], b_desc.layout)
+    y_tiles = gl.allocate_shared_memory(y_desc.dtype, [2, HALF, WIDTH], y_desc.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    b_scales = gl.allocate_shared_memory(gl.float32, [2, PART], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)  # both groups of warps
+    fence_async_shared()
+
+    tiles_n = gl.cdiv(N, COLUMNS)
+    if GROUPS == GROUPED_ROWS:  # noqa: SIM108
+        tiles_m = gl.load(plan_ptr + 4 * E)
+    else:
+        tiles_m = E * gl.cdiv(M, ROWS)
+    steps = gl.cdiv(K, STEP)
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    where = (tiles_m, tiles_n, steps, first, programs, E, M, N, b_rows, b_columns)
+    scales = (
+        a_scale_ptr, b_scale_ptr, a_stride, a_step, b_stride, b_row_stride, a_row_stride,
+        bias_ptr, b_step,
+    )  # fmt: skip
+    loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, where, plan_ptr)
+    sums = (
+        a_tiles, b_tiles, y_tiles, b_scales, full, empty, where, plan_ptr, y_desc, y_ptr, scales,
+    )  # fmt: skip
+    REGISTERS: gl.constexpr = [CONSUMER_REGISTERS, PRODUCER_REGISTERS]
+    if MODE == "fast":
+        gl.warp_specialize(
+            [
+                (_multiply_fast, (sums, 0, BAND, STAGES, GROUPS, BIAS)),
+                (_multiply_fast, (sums, 1, BAND, STAGES, GROUPS, BIAS)),
+                (_load_tiles, (loads, BAND, STAGES, GROUPS)),
+            ],
+            [4, 1],
+            REGISTERS,
+        )
+    else:
+        BLOCK: gl.constexpr = MODE != "precise"
+        BY_ROW: gl.constexpr = MODE == "rows"
+        gl.warp_specialize(
+            [
+                (_multiply_parts, (sums, 0, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
+                (_multiply_parts, (sums, 1, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
+                (_load_tiles, (loads, BAND, STAGES, GROUPS)),
+            ],
+            [4, 1],
+            REGISTERS,
+        )
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2
+    )
+    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+
+
+def multiply_tiles(
+    mode: str,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    groups: int = 0,
+    plan: Tensor | None = None,
+    E: int = 1,
+    b_place: tuple[int, int] = (0, 0),
+    config: Config | None = None,
+) -> Tensor:
+    """Launch the kernel.
+
+    Args:
+        mode: see above.
+        a: ``[M, K]``, contiguous and aligned.
+        a_scale: by group, row and step, where there are several.
+        b: ``[N, K]``, of all groups below each other or side by side; contiguous and aligned.
+        b_scale: the same of b.
+        bias: ``[E, N]``.
+        y: the result.
+        groups: ``DENSE``, ``GROUPED_ROWS`` or ``GROUPED_SUMS``.
+        plan: of the groups.
+        E: groups.
+        b_place: rows, and columns, from the matrix of one group to the next's.
+        config: in place of the one in the table.
+    """
+    config = config or CONFIGS[mode, y.element_size()]
+    (M, K), N = a.shape, y.shape[-1]
+    down = E * ceil_div(M, _ROWS)
+    if plan is not None and groups == GROUPED_ROWS.value:
+        down = plan.shape[0] - E - 1
+    programs = min(multiprocessors(a.device), down * ceil_div(N, _COLUMNS))
+    a_stride, a_row, a_step, b_stride, b_row, b_step = *_strides(a_scale), *_strides(b_scale)
+    _multiply_tiles_kernel[(programs,)](
+        _descriptor(a, _ROWS, 128), _descriptor(b, _COLUMNS, 128),
+        _descriptor(y.view(-1, N), 64, 256 if mode == "fast" else 128), y,
+        a_scale, b_scale, bias, plan, M, N, K, E, *b_place,
+        a_stride, a_row, a_step, b_stride, b_row, b_step,
+        MODE=mode, GROUPS=groups, BIAS=bias is not None, BAND=config.band,
+        STAGES=config.stages, CONSUMER_REGISTERS=config.registers[0],
+        PRODUCER_REGISTERS=config.registers[1], num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return y
+
+
+def _strides(scale: Tensor) -> tuple[int, int, int]:
+    """From group to group, row to row, step to step; 0 where there is one."""
+    if scale.ndim < 3:
+        by_row = scale.stride(0) if scale.ndim == 2 and scale.shape[0] > 1 else 0
+        by_step = scale.stride(1) if scale.ndim == 2 and scale.shape[1] > 1 else 0
+        return 0, by_row, by_step
+    sizes = zip(scale.shape, scale.stride(), strict=True)
+    return tuple(stride if size > 1 else 0 for size, stride in sizes)  # type: ignore[return-value]

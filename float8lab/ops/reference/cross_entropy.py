@@ -1,0 +1,62 @@
+"""Cross entropy of logits whose vocabulary is sharded, in plain PyTorch.  M tokens, V logits here.
+
+Statistics of each row are computed from the logits here, and combined over the shards by whoever
+knows them; the gradient then needs the logits here and numbers of each row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["cross_entropy_backward", "cross_entropy_statistics"]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
+    """Reduce each row to what the loss needs of it.
+
+    Args:
+        logits: ``[M, V]``, any float.
+        target: ``[M]`` integers: the column of a row's target; below 0, or V and more, is not here.
+
+    Returns:
+        ``[4, M]``, float32, or float64 for float64: the largest logit of each row, the sum of
+        ``exp(logit - largest)``, the target's logit, 0 if it is not here, and the sum of the
+        logits. A row without a logit above -inf has sum 0.
+    """
+    x, V = _wide(logits), logits.shape[1]
+    largest = x.amax(1) if V else x.new_full(x.shape[:1], -torch.inf)
+    finite = torch.where(largest == -torch.inf, 0.0, largest)
+    total = (x - finite[:, None]).exp().sum(1)
+    here = (target >= 0) & (target < V)
+    if V:
+        place = torch.where(here, target, 0).long()
+        found = torch.where(here, x.gather(1, place[:, None]).squeeze(1), 0.0)
+    else:
+        found = torch.zeros_like(total)
+    return torch.stack([largest, total, found, x.sum(1)])
+
+
+def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
+    """The gradient of the logits.
+
+    Args:
+        logits: ``[M, V]``, as ``cross_entropy_statistics`` took them.
+        target: ``[M]``, as that took them.
+        factors: ``[4, M]``, float32, or float64 for float64: the logarithm of the sum of the
+            exponentials of a row's logits, over all shards; a factor of the softmax; what is
+            subtracted at the target, and everywhere. A row whose factor is 0 has no softmax.
+
+    Returns:
+        ``[M, V]`` in the dtype of ``logits``.
+    """
+    x, V = _wide(logits), logits.shape[1]
+    log_sum, factor, at_target, everywhere = (one[:, None] for one in factors)
+    softmax = torch.where(factor == 0, 0.0, factor * (x - log_sum).exp())
+    is_target = torch.arange(V, device=x.device) == target[:, None]
+    dlogits = softmax - torch.where(is_target, at_target, 0.0) - everywhere
+    return dlogits.to(logits.dtype)

@@ -1,0 +1,147 @@
+"""DTensors as arguments of ops: each rank runs the op on its shards, as the declaration says.
+
+A declaration's ``sharding`` names, for one dimension of a device mesh, placements under which every
+rank can do its part alone. Under none of them, a rank needs the whole tensors and computes it all.
+So an op gathers no more than the least that one of these choices needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["Placing", "Rule", "takes_dtensors"]
+
+Placing = int | str | None
+"""A placement: ``Shard`` of that dimension, ``Partial`` of that reduction, or ``Replicate``."""
+
+Rule = Callable[[Any], Iterable[tuple[Sequence[Placing], Mapping[str, Placing]]]]
+"""From the arguments to placements of the results, and of arguments by name or replicated."""
+
+
+def takes_dtensors(
+    dtensor: Any,
+    overload: Any,
+    defaults: Mapping[str, Any],
+    outputs: Callable[..., Any],
+    rule: Rule | None,
+    mutates: Sequence[str],
+    library: Any,
+) -> None:
+    """Have calls of an op with DTensors run on their shards.
+
+    Args:
+        dtensor: the module ``torch.distributed.tensor``, which takes long to import.
+        overload: the op.
+        defaults: its arguments in their order, None for those that have to be given.
+        outputs: allocates its results, given the arguments by name.
+        rule: the declaration's ``sharding``.
+        mutates: the arguments that it writes, which must not be tensors here.
+        library: that has the op.
+    """
+
+    def call(cls: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
+        if any(isinstance(given.get(name), Tensor) for name in mutates):
+            raise NotImplementedError(
+                f"{', '.join(mutates)} must be None where {op} gets a DTensor; got a tensor that "
+                "it would write. Call it on local tensors."
+            )
+        with torch.no_grad():
+            return _call(dtensor, overload, given, outputs, rule)
+
+    torch.library.register_torch_dispatch(overload, dtensor.DTensor, call, lib=library)
+
+
+def _call(
+    dtensor: Any,
+    overload: Any,
+    given: Mapping[str, Any],
+    outputs: Callable[..., Any],
+    rule: Rule | None,
+) -> Any:
+    mesh = next(x.device_mesh for _, x in _tensors(given) if isinstance(x, dtensor.DTensor))
+    whole = _map(given, lambda _, x: torch.empty_strided(
+        x.shape, x.stride(), dtype=x.dtype, device="meta"
+    ))  # fmt: skip
+    results = outputs(*whole.values())
+    single = not isinstance(results, tuple)
+    if single:
+        results = (results,)
+    ways: list[tuple[Sequence[Placing], Mapping[str, Placing]]] = [((None,) * len(results), {})]
+    ways += rule(SimpleNamespace(**whole)) if rule is not None else ()
+
+    def placement(placing: Placing, x: Tensor) -> Any:
+        # A result that was not wanted is empty and of one dimension, here and as an argument.
+        if placing is None or (type(placing) is int and placing >= x.ndim):
+            return dtensor.Replicate()
+        if isinstance(placing, str):
+            return dtensor.Partial(placing)
+        return dtensor.Shard(placing)
+
+    def before(x: Tensor) -> Sequence[Any]:
+        if isinstance(x, dtensor.DTensor):
+            return x.placements
+        if isinstance(x, Parameter):
+            raise ValueError(
+                f"parameters must be DTensors where {overload} gets a DTensor; got a plain one of "
+                f"shape {tuple(x.shape)}. Parallelize its module, as with SequenceParallel."
+            )
+        return [dtensor.Replicate()] * mesh.ndim  # the same on all ranks
+
+    def bytes_moved(axis: int, way: tuple[Any, Mapping[str, Placing]]) -> int:
+        moved = 0
+        for name, x in _tensors(given):
+            now, wanted = before(x)[axis], placement(way[1].get(name), x)
+            if now != wanted and not now.is_replicate():
+                moved += x.numel() * x.itemsize
+        return moved
+
+    chosen = [min(ways, key=lambda way: bytes_moved(axis, way)) for axis in range(mesh.ndim)]
+
+    def local(name: str, x: Tensor) -> Tensor:
+        wanted = [placement(way[1].get(name), x) for way in chosen]
+        if not isinstance(x, dtensor.DTensor):
+            if all(one.is_replicate() for one in wanted):
+                return x
+            x = dtensor.DTensor.from_local(x, mesh, before(x), run_check=False)
+        there: Any = x
+        if tuple(wanted) != tuple(there.placements):
+            there = there.redistribute(mesh, wanted)
+        shard: Tensor = there.to_local()
+        return shard
+
+    mine = overload(*_map(given, local).values())
+    made = []
+    for i, (result, shard) in enumerate(zip(results, (mine,) if single else mine, strict=True)):
+        placements = [placement(way[0][i], shard) for way in chosen]
+        made.append(
+            dtensor.DTensor.from_local(
+                shard, mesh, placements, run_check=False, shape=result.shape, stride=result.stride()
+            )
+        )
+    return made[0] if single else tuple(made)
+
+
+def _tensors(given: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
+    """The tensors among arguments, and in lists there, with the argument's name."""
+    for name, value in given.items():
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(x, Tensor):
+                yield name, x
+
+
+def _map(given: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """``given`` with each tensor replaced by what ``function`` makes of it."""
+
+    def change(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [change(name, x) for x in value]
+        return function(name, value) if isinstance(value, Tensor) else value
+
+    return {name: change(name, value) for name, value in given.items()}

@@ -1,0 +1,61 @@
+"""The tensor parallel benchmark, on two processes of a CPU and tiny."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks import overlap, tensor_parallel
+from benchmarks.models import LayerSize
+from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+
+
+def check_products_overlap(ranks: Ranks) -> None:
+    options = argparse.Namespace(tokens="64", recipe=["block"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "LLAMA", LayerSize(D=256, H=4, G=2, F=512, batch=1, sequence=64))
+        found = list(overlap.rows(options, ranks.device))
+    assert len(found) == 8
+    assert all(row.refusal is None and len(row.values) == 3 for row in found)
+
+
+def check_all_candidates_are_right_and_measured(ranks: Ranks) -> None:
+    size = LayerSize(D=256, H=4, G=2, F=512, batch=2, sequence=32)
+    options = argparse.Namespace(
+        recipe=["current"],
+        only="",
+        seed=0,
+        seconds=0.01,
+        rounds=1,
+        eager=True,
+        one_thread=True,
+    )
+    rows = list(tensor_parallel.rows(size, options, ranks.device))
+    assert {row.name: row.refusal for row in rows if row.refusal is not None} == {}
+    assert sum(row.baseline for row in rows) == 1
+    assert all(row.values["sustained ms"] > 0 for row in rows)
+    times = [row.ms for row in rows]
+    assert ranks.gather(times) == [times] * ranks.world  # the slowest rank's
+    gathered = {row.name: row.values["gathered x bf16"] for row in rows}
+    assert gathered.pop("DTensor, bfloat16, eager") == 1
+    assert gathered["TransformerLayer, current"] < gathered["TransformerLayer, bfloat16"]
+
+
+def test_communication_is_exposed_where_nothing_else_runs():
+    alone, beside, behind = (0.0, 2.0, True), (3.0, 6.0, True), (3.0, 5.0, False)
+    assert tensor_parallel.exposed_ms([alone, beside, behind]) == 3.0
+    assert tensor_parallel.exposed_ms([(0.0, 9.0, False), beside]) == 0.0
+    names = ["ncclDevKernel_AllGather_RING_LL", "Memcpy PtoP (Device -> Device)", "barrier_kernel"]
+    assert all(tensor_parallel.COMMUNICATION.search(name) for name in names)
+    assert not tensor_parallel.COMMUNICATION.search("nvjet_qqtst_128x256_128x4_1x2_h_TNT")
+
+
+outcome = ranks_fixture(__name__, 2)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+    outcome(name)

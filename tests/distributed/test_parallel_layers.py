@@ -1,0 +1,529 @@
+"""Attention and transformer layers spread over tensor-parallel ranks, against one rank."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import float8lab
+from float8lab import nn as fnn
+from float8lab import recipes
+from float8lab.distributed import reduce_sequence_parallel_gradients
+from float8lab.nn.attention.fp8 import AttentionPrecision
+from float8lab.nn.precision import precisions
+from float8lab.nn.sharding import shards_of
+from float8lab.ops import dequantize_op
+from float8lab.recipes.region import PROCESS
+from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
+
+H, G, D = 8, 4, 8  # query heads, key/value heads, channels of a head
+HIDDEN = 64
+DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+ALL = [*RECIPES, DELAYED]
+
+
+def of_rank(x: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's part of the first dimension, by the rule of torch.chunk."""
+    chunk = -(-x.shape[0] // ranks.world)
+    return x[ranks.rank * chunk : (ranks.rank + 1) * chunk]
+
+
+class Gemms:
+    """What the GEMMs of a model multiply, dequantized: by layer, GEMM and side."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {
+            id(p): f"{path}.{own}" for path, m in model.named_modules() for own, p in precisions(m)
+        }
+        self.seen: dict[tuple[str, str], list[Tensor]] = {}
+
+    def saw_cast(self, x: Any, operand: Any, spec: Any, index: int, call: Any) -> None:
+        if isinstance(call.precision, AttentionPrecision):
+            self.seen[self.names[id(call.precision)], "qkv"[index]] = [operand[1]]
+
+    def saw_gemm(self, kind: str, call: Any, a: Any, b: Any) -> None:
+        plan = getattr(call.plan, kind)
+        if plan is not None:
+            self.seen[self.names[id(call.precision)], kind] = [
+                decoded(q, scale.float(), spec.block)
+                for (q, scale), spec in ((a, plan.left), (b, plan.right))
+            ]
+
+
+def decoded(q: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """A matrix, or a batch of them, dequantized."""
+    if q.ndim == 2:
+        return dequantize_op(q, scale, block, torch.float32)
+    return torch.stack([decoded(*one, block) for one in zip(q, scale, strict=True)])
+
+
+@contextmanager
+def watched(model: nn.Module) -> Any:
+    gemms = Gemms(model)
+    PROCESS.observer = gemms
+    try:
+        yield gemms
+    finally:
+        PROCESS.observer = None
+
+
+def inputs_of(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Filled by each forward: the tensors that the layers with GEMMs, and attention, are given."""
+    found: dict[str, list[Tensor]] = {}
+    kinds = (fnn.Linear, fnn.LayerNormLinear, fnn.DotProductAttention)
+    for path, module in model.named_modules():
+        if isinstance(module, kinds):
+
+            def note(_: Any, args: Any, path: str = path) -> None:
+                found[path] = [x.detach() for x in args[:3] if isinstance(x, Tensor)]
+
+            module.register_forward_pre_hook(note)
+    return found
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(parts, dim)
+
+
+def compare_operands(
+    ranks: Ranks, spread: nn.Module, alone: nn.Module, inputs: dict[str, list[Tensor]],
+    gemms: Gemms, recipe: Any,
+) -> None:  # fmt: skip
+    """The operands of the forward are those of one rank's layer, given the same input."""
+    for path, tensors in inputs.items():
+        layer: Any = spread.get_submodule(path)
+        one = copy.deepcopy(alone.get_submodule(path))
+        if isinstance(layer, fnn.DotProductAttention):
+            if not recipe.fp8_dpa:
+                continue
+            whole = [joined(ranks.gather(x), -2) for x in tensors]
+            with watched(one) as wanted, float8lab.autocast(recipe=recipe):
+                one(*whole)
+            for name in "qkv":
+                (scale,) = gemms.seen[f"{path}.", name]
+                assert torch.equal(scale, wanted.seen[".", name][0]), (path, name)
+            continue
+        row = layer.parallel_mode == "row"
+        x = tensors[0]
+        if row:
+            x = joined(ranks.gather(x), -1)
+        elif layer.sequence_parallel:
+            x = joined(ranks.gather(x), 0)
+        with watched(one) as wanted, float8lab.autocast(recipe=recipe):
+            one(x)
+        got = gemms.seen[f"{path}.", "fprop"]
+        a, b = wanted.seen[".", "fprop"]
+        N, K = one.out_features, one.in_features
+        weights = [p for n, p in one.named_parameters() if n.endswith("weight") and p.ndim == 2]
+        pieces = layer._joined or tuple(len(w) for w in weights)
+        shard = fnn.sharding.Shard(-1 if row else -2, ranks.rank, ranks.world, pieces)
+        want_a, want_b = a[: x.numel() // K, :K], shard.of(b[:N, :K])
+        if row:
+            want_a = want_a.chunk(ranks.world, 1)[ranks.rank]
+        for side, mine, want in (("left", got[0], want_a), ("right", got[1], want_b)):
+            if row or side == "right":  # without the room in blocks that lie on several ranks
+                dim = int(row)
+                mine = layer._fp8.parallel.cropped(mine, dim, want.shape[dim], recipe.linear.edge)
+            same = torch.equal(mine[: want.shape[0], : want.shape[1]], want)
+            assert same, (path, side, recipe)
+
+
+def run(layer: Any, x: Tensor, how: dict[str, Any], recipe: Any) -> list[Tensor]:
+    """Output, and gradients of the inputs: tensors of ``how`` with a gradient are inputs, too."""
+    leaves = [x.detach().clone().requires_grad_()]
+    given = dict(how)
+    if "encoder_output" in how:
+        given["encoder_output"] = how["encoder_output"].detach().clone().requires_grad_()
+        leaves.append(given["encoder_output"])
+    context: Any = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)
+    with context:
+        y = layer(leaves[0], **given)
+    layer.zero_grad()
+    (y * (y * 3).cos().detach()).sum().backward()
+    return [y.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]  # they have one
+
+
+def close(got: Tensor, want: Tensor, high: Tensor | None, size: Tensor, what: Any) -> None:
+    """Within the order of sums; where that turns a code, a tenth of the error of FP8 itself.
+
+    ``size`` is a norm beside which roundings are small: a key's bias has no gradient but these.
+    """
+    assert got.shape == want.shape, what
+    error = 0.0 if high is None else 0.1 * (want - high).norm()
+    rounding = 32 * torch.finfo(want.dtype).eps * torch.maximum(want.norm(), size)
+    assert (got - want).norm() <= error + rounding, what
+
+
+def compare(
+    ranks: Ranks, make: Callable[..., Any], x: Tensor, how: dict[str, Any], recipe: Any, *,
+    sequence_parallel: bool, steps: int = 1, operands: bool = True,
+) -> None:  # fmt: skip
+    """Train a few steps on all ranks together and alone."""
+
+    def build(**options: Any) -> Any:
+        torch.manual_seed(3)
+        return make(**options).to(ranks.device)
+
+    alone, fresh, high = build(), build(), build()
+    spread = build(
+        tp_group=dist.group.WORLD, set_parallel_mode=True, sequence_parallel=sequence_parallel
+    )
+    state = fnn.shard_state_dict(spread, alone.state_dict())
+    for name, value in spread.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    whole = fnn.whole_state_dict(spread)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, whole[name]), name
+    shards, inputs = shards_of(spread), inputs_of(spread)
+
+    def part(t: Tensor) -> Tensor:
+        return of_rank(t, ranks) if sequence_parallel else t
+
+    mine = {n: part(v) if n == "encoder_output" else v for n, v in how.items()}
+    for step in range(steps):
+        with watched(spread) as gemms:
+            got = run(spread, part(x), mine, recipe)
+        reduce_sequence_parallel_gradients(spread)
+        want = run(alone, x, how, recipe)
+        reference = run(high, x, how, None) if recipe is not None else [None] * len(want)
+        for number, (one, other, h) in enumerate(zip(got, want, reference, strict=True)):
+            zero = torch.zeros((), device=x.device)
+            close(one, part(other), None if h is None else part(h), zero, (step, number))
+        if operands and not step and recipe is not None:
+            compare_operands(ranks, spread, fresh, inputs, gemms, recipe)
+        size = max(p.grad.norm() for p in alone.parameters())
+        wanted, exact = (dict(m.named_parameters()) for m in (alone, high))
+        for name, p in spread.named_parameters():
+            grads = [wanted[name].grad, exact[name].grad if recipe is not None else None]
+            grads = [shards[name].of(g) if g is not None and name in shards else g for g in grads]
+            close(p.grad, *grads, size, (step, name))  # type: ignore[arg-type]
+            with torch.no_grad():
+                p.sub_(grads[0], alpha=1e-3)  # type: ignore[arg-type]
+                for model in (wanted, exact):
+                    model[name].sub_(wanted[name].grad, alpha=1e-3)
+
+
+def attention(**options: Any) -> Callable[..., Any]:
+    how = {"num_gqa_groups": G, "attention_dropout": 0.0, "device": "cpu", **options}
+    return lambda **more: float8lab.MultiheadAttention(HIDDEN, H, **{**how, **more})
+
+
+def check_attention(ranks: Ranks) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(7, 2, HIDDEN).to(ranks.device), torch.randn(5, 2, HIDDEN).to(ranks.device)
+    angles = float8lab.RotaryPositionEmbedding(D)(7).to(ranks.device)
+    current = recipes.Float8CurrentScaling()
+    for recipe in (None, current, DELAYED):
+        compare(
+            ranks, attention(), x, {"rotary_pos_emb": angles}, recipe, sequence_parallel=True,
+            steps=3 if recipe is DELAYED else 1,
+        )  # fmt: skip
+    apart = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
+    for sequence_parallel, more in ((False, {"fuse_qkv_params": True}), (True, apart)):
+        compare(ranks, attention(**more), x, {}, current, sequence_parallel=sequence_parallel)
+        cross = attention(attention_type="cross", attn_mask_type="no_mask", **more)
+        how = {"encoder_output": y}
+        compare(ranks, cross, x, how, current, sequence_parallel=not sequence_parallel)
+    for tokens in (1, 0):
+        compare(ranks, attention(), x[:tokens], {}, current, sequence_parallel=True)
+
+
+def check_fp8_attention(ranks: Ranks) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(7, 2, HIDDEN).to(ranks.device)
+    for recipe in (
+        recipes.Float8CurrentScaling(fp8_dpa=True),
+        recipes.DelayedScaling(amax_history_len=4, fp8_dpa=True),
+    ):
+        compare(ranks, attention(), x, {}, recipe, sequence_parallel=True, steps=3)
+
+
+def transformer(ffn: int = 96, **options: Any) -> Callable[..., Any]:
+    how = {
+        "num_gqa_groups": G, "attention_dropout": 0.0, "hidden_dropout": 0.0, "device": "cpu",
+        **options,
+    }  # fmt: skip
+    return lambda **more: float8lab.TransformerLayer(HIDDEN, ffn, H, **{**how, **more})
+
+
+LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+
+
+def check_transformer_layer(ranks: Ranks) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(7, 2, HIDDEN).to(ranks.device), torch.randn(5, 2, HIDDEN).to(ranks.device)
+    angles = {"rotary_pos_emb": float8lab.RotaryPositionEmbedding(D)(7).to(ranks.device)}
+    for recipe in (None, *ALL):
+        compare(
+            ranks, transformer(**LLAMA), x, angles, recipe, sequence_parallel=True,
+            steps=3 if recipe is DELAYED else 1,
+        )  # fmt: skip
+    current = recipes.Float8CurrentScaling()
+    decoder = {
+        "layer_type": "decoder", "apply_residual_connection_post_layernorm": True,
+        "fuse_qkv_params": True, "qkv_weight_interleaved": False,
+    }  # fmt: skip
+    for sequence_parallel, more, how in (
+        (False, {"fuse_qkv_params": True, "parallel_attention_mlp": True}, {}),
+        (True, {"output_layernorm": True, "activation": "reglu"}, {}),
+        (False, LLAMA, angles),
+        (True, decoder, {"encoder_output": y}),
+    ):
+        compare(ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel)
+
+
+def check_formats_and_masks(ranks: Ranks) -> None:
+    """The first dimension is spread, be it that of batches or tokens; masks are of the whole."""
+    torch.manual_seed(1)
+    current = recipes.Float8CurrentScaling()
+    x, y = torch.randn(3, 6, HIDDEN).to(ranks.device), torch.randn(3, 4, HIDDEN).to(ranks.device)
+    layer = transformer(attn_input_format="bshd", self_attn_mask_type="padding_causal")
+    padding = torch.zeros(3, 1, 1, 6, dtype=torch.bool, device=ranks.device)
+    padding[1, ..., 4:] = True
+    compare(ranks, layer, x, {"attention_mask": padding}, current, sequence_parallel=True)
+    packed = transformer(attn_input_format="thd", self_attn_mask_type="padding_causal")
+    ends = torch.tensor([0, 4, 4, 9], device=ranks.device)
+    compare(
+        ranks, packed, x.flatten(0, 1)[:9], {"cu_seqlens_q": ends}, current, sequence_parallel=True
+    )
+    decoder = transformer(layer_type="decoder", enc_dec_attn_mask_type="padding")
+    mask = (padding, padding[..., :4])
+    how = {"encoder_output": y.transpose(0, 1), "enc_dec_attn_mask": mask}
+    compare(ranks, decoder, x.transpose(0, 1), how, current, sequence_parallel=True)
+    biased = {"core_attention_bias_type": "alibi"}
+    compare(ranks, transformer(), x, biased, current, sequence_parallel=True)
+
+
+def check_recomputation_and_random_numbers(ranks: Ranks) -> None:
+    """Checkpoints repeat the layer; dropout differs on ranks' heads, and not on replicas."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 2, HIDDEN).to(ranks.device)
+    how = {"attention_dropout": 0.5, "hidden_dropout": 0.25, "drop_path_rate": 0.25}
+    for sequence_parallel in (False, True):
+        tracker = float8lab.CudaRNGStatesTracker(ranks.device)
+        tracker.add("model-parallel-rng", 11 + ranks.rank)
+        torch.manual_seed(3)
+        layer = transformer(get_rng_state_tracker=lambda t=tracker: t, **how)(
+            tp_group=dist.group.WORLD, set_parallel_mode=True, sequence_parallel=sequence_parallel
+        ).to(ranks.device)
+        streams, results = tracker.get_states(), []
+        for mode in ("plain", "checkpoint", "core", "spread"):
+            if mode == "spread" and sequence_parallel:
+                continue
+            tracker.set_states(streams)
+            torch.manual_seed(5)
+            leaf = (of_rank(x, ranks) if sequence_parallel else x).clone().requires_grad_()
+            outer = tracker.fork() if sequence_parallel else nullcontext()
+            with outer, float8lab.autocast(recipe=DELAYED):
+                if mode in ("plain", "core"):
+                    y = layer(leaf, checkpoint_core_attention=mode == "core")
+                else:
+                    y = float8lab.checkpoint(
+                        layer, leaf, get_rng_state_tracker=lambda t=tracker: t,
+                        distribute_saved_activations=mode == "spread", tp_group=dist.group.WORLD,
+                    )  # fmt: skip
+            layer.zero_grad()
+            y.square().sum().backward()
+            results.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
+            for slots in layer.modules():
+                for _, precision in precisions(slots):
+                    precision.slots.clear()  # every run begins anew
+        for other in results[1:]:
+            for one, two in zip(results[0], other, strict=True):
+                assert torch.equal(one, two)
+        if not sequence_parallel:
+            ranks.assert_same(results[0][0])
+            ranks.assert_same(results[0][1])
+        else:  # a sample is left out by all ranks, or by none
+            layer.eval()
+            torch.manual_seed(ranks.rank)
+            layer.train()
+            layer.hidden_dropout = layer.self_attention.core_attention.attention_dropout = 0.0
+            y = layer(of_rank(x, ranks))
+            out = (y == of_rank(x, ranks)).all(0).all(-1)  # both blocks were left out
+            ranks.assert_same(out)
+
+
+def check_the_group_comes_later(ranks: Ranks) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 2, HIDDEN).to(ranks.device)
+    make = transformer(**LLAMA)
+    torch.manual_seed(3)
+    alone = make()
+    layer = make(tp_size=ranks.world, set_parallel_mode=True)
+    with pytest.raises(RuntimeError, match=r"tp_group must be set before the first call"):
+        layer(x)
+    with pytest.raises(RuntimeError, match="must have tensor-parallel groups"):
+        fnn.whole_state_dict(layer)
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, ranks.world, 2)]
+    if ranks.world > 2:
+        with pytest.raises(ValueError, match=f"tp_group must have the {ranks.world} ranks"):
+            layer.set_tensor_parallel_group(pairs[ranks.rank // 2])
+    layer.set_tensor_parallel_group(dist.group.WORLD)
+    layer.load_state_dict(fnn.shard_state_dict(layer, alone.state_dict()))
+    layer = copy.deepcopy(layer)
+    current = recipes.Float8CurrentScaling()
+    with float8lab.autocast(recipe=current):
+        y, want = layer(x), alone(x)
+    high = alone(x)
+    close(y, want, high, want.norm(), "later")
+    assert {m.tp_group for m in layer.modules() if hasattr(m, "tp_group")} == {dist.group.WORLD}
+    # Without the mode every rank has all of the layer, whatever the group.
+    whole = make(tp_group=dist.group.WORLD)
+    whole.load_state_dict(alone.state_dict())
+    assert torch.equal(whole(x), high)
+
+
+def check_compiled(ranks: Ranks) -> None:
+    """Collectives are in the graph; the numbers are those of eager mode."""
+    torch.manual_seed(1)
+    x = of_rank(torch.randn(ranks.world, 2, HIDDEN).to(ranks.device), ranks)
+    layers: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        layers.append(
+            attention(input_layernorm=True, fuse_qkv_params=True)(
+                tp_group=dist.group.WORLD, set_parallel_mode=True, sequence_parallel=True
+            ).to(ranks.device)
+        )
+    current = recipes.Float8CurrentScaling()
+    compiled = torch.compile(layers[1], fullgraph=True, backend="aot_eager")
+    for one, other in zip(
+        run(layers[0], x, {}, current), run(compiled, x, {}, current), strict=True
+    ):
+        assert torch.equal(one, other)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def check_stored_weights(ranks: Ranks) -> None:
+    """A rank's part of a weight that is stored in FP8 has the bytes of the whole."""
+    torch.manual_seed(1)
+    x = torch.randn(5, 2, HIDDEN).to(ranks.device)
+    group = {"tp_group": dist.group.WORLD}
+    sizes = (3, HIDDEN, 32 * ranks.world)
+    for recipe in (DELAYED, *RECIPES[:2], RECIPES[3]):
+        made = []
+        for more, mode in (
+            ({}, {}),
+            ({**group, "set_parallel_mode": True}, {"parallel_mode": "column"}),
+        ):
+            torch.manual_seed(3)
+            with float8lab.fp8_model_init(recipe=recipe):
+                layer = transformer(ffn=128, activation="swiglu", kv_channels=32)(**more)
+                experts = float8lab.GroupedLinear(
+                    *sizes, device="cpu", **mode, **(group if mode else {})
+                )
+            made.append(nn.ModuleList([layer, experts]).to(ranks.device))
+        alone, spread = made
+        shards, values = shards_of(spread), dict(alone.named_parameters())
+        for name, p in spread.named_parameters():
+            both = [t.dequantize() if hasattr(t, "dequantize") else t for t in (p, values[name])]
+            assert torch.equal(both[0], shards[name].of(both[1]) if name in shards else both[1]), (
+                name
+            )
+        with float8lab.autocast(recipe=recipe):
+            got, want = spread[0](x), alone[0](x)
+            y, whole = spread[1](x, [4, 3, 3]), alone[1](x, [4, 3, 3])
+        close(got, want, alone[0](x), want.norm(), recipe)
+        assert (
+            y - whole.chunk(ranks.world, -1)[ranks.rank]
+        ).abs().max() <= 1e-5 * whole.abs().max()
+        with pytest.raises(NotImplementedError, match=r"model must have plain .* a Float8Tensor"):
+            fnn.whole_state_dict(spread)
+    with float8lab.fp8_model_init(), pytest.raises(NotImplementedError, match=r"^single_grouped_w"):
+        float8lab.GroupedLinear(
+            *sizes, single_grouped_weight=True, parallel_mode="column", device="cpu", **group
+        )
+
+
+def check_grouped_linear(ranks: Ranks) -> None:
+    """What ranks have of the experts' features; tokens are sent, and sums made, by others."""
+    splits = torch.tensor([3, 0, 4], device=ranks.device)
+    for recipe, mode, features in itertools.product(
+        (None, *ALL), ("column", "row"), (ranks.world * 24, ranks.world * 128)
+    ):
+        if features % 128 == 0 and (recipe is None or recipe.linear.edge == 1):
+            continue  # blocks alone can lie on several ranks
+        torch.manual_seed(1)
+        sizes = {"column": (40, features), "row": (features, 40)}[mode]
+        x, dy = (torch.randn(9, n).to(ranks.device) for n in sizes)
+        layers: list[Any] = []
+        for more in ({}, {"tp_group": dist.group.WORLD, "parallel_mode": mode}):
+            torch.manual_seed(3)
+            layers.append(float8lab.GroupedLinear(3, *sizes, device=ranks.device, **more))
+        alone, spread = layers
+        state = fnn.shard_state_dict(spread, alone.state_dict())
+        assert all(torch.equal(v, state[n]) for n, v in spread.state_dict().items())
+
+        def part(t: Tensor, wanted: bool) -> Tensor:
+            return t.chunk(ranks.world, -1)[ranks.rank] if wanted else t
+
+        column = mode == "column"
+        results, seen = [], []
+        for step in range(3 if recipe is DELAYED else 1):
+            for layer, inp, grad in (
+                (alone, x, dy), (spread, part(x, not column), part(dy, column)),
+            ):  # fmt: skip
+                leaf = (inp * (step + 1)).detach().requires_grad_()
+                context = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)
+                layer.zero_grad()
+                with watched(layer) as gemms, context:
+                    y = layer(leaf, splits)
+                y.backward(grad)
+                results.append(
+                    [y.detach(), leaf.grad, {n: p.grad for n, p in layer.named_parameters()}]
+                )
+                seen.append(gemms)
+            (y, dx, grads), (my_y, my_dx, my_grads) = results[-2:]
+            pairs = [
+                (part(y, True) if column else y, my_y if column else summed(my_y)),
+                (dx if column else part(dx, True), summed(my_dx) if column else my_dx),
+            ]
+            shards = shards_of(spread)
+            for name, grad in grads.items():
+                pairs.append((shards[name].of(grad) if name in shards else grad, my_grads[name]))
+            for number, (want, got) in enumerate(pairs):
+                bound = 32 * torch.finfo(want.dtype).eps * want.norm()
+                assert (got - want).norm() <= bound, (recipe, mode, features, step, number)
+            if recipe is None:
+                continue
+            edge, parallel = recipe.linear.edge, spread._fp8.parallel
+            assert parallel is not None
+            a, b = seen[-2].seen[".", "fprop"]
+            mine_a, mine_b = seen[-1].seen[".", "fprop"]
+            if not column:
+                mine_a = parallel.cropped(mine_a, 1, 0, edge)
+            for e in range(3):
+                mine = parallel.cropped(mine_b[e], 1 - column, 0, edge)
+                want = (
+                    part(b[e, : sizes[1], : sizes[0]].mT, True).mT
+                    if column
+                    else part(b[e, : sizes[1], : sizes[0]], True)
+                )
+                assert torch.equal(mine[: want.shape[0], : want.shape[1]], want), (recipe, mode, e)
+            want = part(a[:, : sizes[0]], not column)
+            assert torch.equal(mine_a[:, : want.shape[1]], want), (recipe, mode)
+
+
+def summed(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+outcome = ranks_fixture(__name__, 2, 4)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+    outcome(name)

@@ -1,0 +1,355 @@
+"""Tensor parallelism of plain models by torch's parallelize_module."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import float8lab
+from float8lab.distributed import ModelState
+from float8lab.distributed.styles import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from float8lab.recipes.region import PROCESS
+from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
+from tests.distributed.test_tensor_parallel import (
+    DIMENSIONS,
+    assert_summed_alike,
+    part_of,
+    values_of,
+)
+
+RECIPES: list[Recipe] = [
+    Float8CurrentScaling(power_of_2_scale=True),
+    DelayedScaling(power_of_2_scale=True),
+    Float8RowwiseScaling(power_of_2_scale=True),
+    Float8BlockScaling(power_of_2_scale=True),
+    MXFP8BlockScaling(),
+]
+"""Their scales are powers of two, so integers stay exact."""
+WIDTH, HIDDEN = 64, 128
+TOKENS_AS_SHARDS = Shard(1)
+COLUMN = ("q", "k", "up", "gate")
+
+
+class Block(nn.Module):
+    """Layers in pairs that share an input, and others that sum over ranks.
+
+    With weights and inputs that are small integers all sums are exact in any order, so that ranks
+    must have the very numbers of one rank.
+    """
+
+    def __init__(self, recipe: Recipe | None) -> None:
+        super().__init__()
+        sizes = dict.fromkeys(("q", "k", "out"), (WIDTH, WIDTH))
+        sizes |= dict.fromkeys(("up", "gate"), (WIDTH, HIDDEN)) | {"down": (HIDDEN, WIDTH)}
+        generator = torch.Generator().manual_seed(1)
+        for name, size in sizes.items():
+            layer = nn.Linear(*size, bias=name != "k")
+            for parameter in layer.parameters():
+                parameter.data = integers(parameter.shape, generator)
+            self.add_module(name, layer)
+        if recipe is not None:
+            float8lab.convert_to_float8(self, recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self.q(x).relu() + self.k(x))
+        return x + self.down(self.gate(x).relu() + self.up(x))
+
+
+def integers(shape: Any, generator: torch.Generator) -> Tensor:
+    """Mostly -1, 0, 1, and a few larger ones: parts of a tensor differ in their amaxes."""
+    values = torch.randint(-1, 2, tuple(shape), generator=generator).float()
+    large = torch.rand(tuple(shape), generator=generator) < 2 / max(values.numel(), 1)
+    return values + large * 9
+
+
+def plan_of(kind: str) -> dict[str, Any]:
+    """A plan of parallelize_module: with whole tokens, or shards gathered in one way or another."""
+    if kind == "tensor":
+        styles = {"out": RowwiseParallel(), "down": RowwiseParallel()}
+        return styles | dict.fromkeys(COLUMN, ColwiseParallel())
+    rows: Any = {"output_layouts": TOKENS_AS_SHARDS, "use_local_output": False}
+    if kind == "sequence":
+        columns, row = ColwiseParallel(input_layouts=TOKENS_AS_SHARDS), RowwiseParallel(**rows)
+    else:
+        columns, row = Float8ColwiseParallel(), Float8RowwiseParallel(**rows)
+    return dict.fromkeys(COLUMN, columns) | {"out": row, "down": row}
+
+
+class Operands:
+    """Keeps what every GEMM multiplies, and how: by the layer's name, the GEMM's, and the side."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, str, str], list[tuple[Any, Any]]] = {}
+
+    def saw_cast(self, *args: Any) -> None:
+        pass
+
+    def saw_gemm(self, kind: str, call: Any, *operands: Any) -> None:
+        """Keep the operands."""
+        for side, operand in zip(("left", "right"), operands, strict=True):
+            key = call.precision.name, kind, side
+            self.seen.setdefault(key, []).append((operand, call))
+
+
+@contextmanager
+def operands_kept() -> Any:
+    kept = PROCESS.observer = Operands()
+    try:
+        yield kept
+    finally:
+        PROCESS.observer = None
+
+
+def assert_operands_of_one_rank(
+    ranks: Ranks, here: Operands, alone: Operands, model: Any, tokens: int
+) -> None:
+    assert here.seen.keys() == alone.seen.keys()
+    for (name, kind, side), found in here.seen.items():
+        layer, axes = getattr(model, name), DIMENSIONS[kind][side == "right"]
+        sizes = {"M": tokens, "N": layer.weight.shape[0], "K": layer.weight.shape[1]}
+        for (mine, call), (whole, _) in zip(found, alone.seen[name, kind, side], strict=True):
+            block = getattr(call.recipe.linear.gemms()[kind], side).block
+            cut = "N" if call.parallel.mode == "column" else "K"
+            for x, y in zip(values_of(mine, block), values_of(whole, block), strict=True):
+                for dim, axis in enumerate(axes):
+                    y = y.narrow(dim, 0, sizes[axis])  # without padding
+                    if axis == cut:
+                        y = part_of(y, dim, ranks)
+                        x = call.parallel.cropped(x, dim, y.shape[dim], call.plan.edge)
+                assert torch.equal(x[: y.shape[0], : y.shape[1]], y), (name, kind, side)
+
+
+def run(model: nn.Module, x: Any) -> list[Tensor]:
+    """The output, and the gradients of the input and of parameters, whole."""
+    model.zero_grad()
+    inp = x.detach().clone().requires_grad_()
+    y = model(inp)
+    y.backward(y.detach().sign())
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    return [whole(t) for t in (y, inp.grad, *gradients)]
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def parallelized(mesh: Any, kind: str, recipe: Recipe, *, converted_first: bool = True) -> Any:
+    model = Block(recipe if converted_first else None)
+    parallelize_module(model, mesh, plan_of(kind))
+    return model if converted_first else float8lab.convert_to_float8(model, recipe)
+
+
+def inputs(mesh: Any, kind: str, *shape: int) -> tuple[Tensor, Any]:
+    x = integers((*shape, WIDTH), torch.Generator().manual_seed(shape[1]))
+    return x, x if kind == "tensor" else distribute_tensor(x, mesh, [TOKENS_AS_SHARDS])
+
+
+def assert_as_alone(ranks: Ranks, model: Any, alone: Any, kind: str, *shapes: Any) -> None:
+    for shape in shapes:
+        x, mine = inputs(ranks.mesh(), kind, *shape)
+        with operands_kept() as expected:
+            results = run(alone, x)
+        with operands_kept() as here:
+            got = run(model, mine)
+        assert_operands_of_one_rank(ranks, here, expected, model, shape[0] * shape[1])
+        for one, other in zip(got, results, strict=True):
+            assert torch.equal(one, other)
+
+
+def check_operands_and_results(ranks: Ranks) -> None:
+    for recipe in RECIPES:
+        alone, mesh = Block(recipe), ranks.mesh()
+        model = parallelized(mesh, "float8", recipe)
+        # Several runs of tokens, in unequal and empty shards; blocks that shards cut, and do not.
+        shapes = [(2, 16), (3, 5), (1, 1)]
+        shapes += [(1, 150), (2, 512)] * isinstance(recipe, Float8BlockScaling)
+        assert_as_alone(ranks, model, alone, "float8", *shapes)
+    for kind in ("tensor", "sequence"):
+        for recipe in (RECIPES[0], RECIPES[-1]):
+            model = parallelized(mesh, kind, recipe, converted_first=False)
+            assert float8lab.conversion_report(model).converted
+            assert_as_alone(ranks, model, Block(recipe), kind, (3, 5))
+
+
+def check_what_travels(ranks: Ranks) -> None:
+    moved = {}
+    for kind in ("sequence", "float8"):
+        model = parallelized(ranks.mesh(), kind, RECIPES[0])
+        x, mine = inputs(ranks.mesh(), kind, 1, 64)
+        with Collectives() as collectives:
+            model(mine)
+        gathers = collectives.of("all_gather")
+        moved[kind] = sum(size * dtype.itemsize for dtype, size in gathers)
+        assert {dtype for dtype, _ in gathers} == {torch.uint8 if kind == "float8" else x.dtype}
+    assert moved["float8"] * x.itemsize == moved["sequence"]
+
+
+def check_compiled(ranks: Ranks) -> None:
+    for kind, recipe in (("float8", RECIPES[0]), ("tensor", RECIPES[1])):
+        model, alone = parallelized(ranks.mesh(), kind, recipe), Block(recipe)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            x, mine = inputs(ranks.mesh(), kind, 2, 8)
+            for one, other in zip(run(compiled, mine), run(alone, x), strict=True):
+                assert torch.equal(one, other)
+        torch.compiler.reset()
+
+
+def check_fsdp_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
+    mesh = ranks.mesh(2, ranks.world // 2, names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    for recipe in RECIPES[:1]:
+        for kind in ("tensor", "float8"):
+            alone = Block(recipe)
+            model = parallelized(tp, kind, recipe)
+            fully_shard(model, mesh=dp)
+            parts = [inputs(tp, kind, 2, 8 + 2 * i) for i in range(dp.size())]
+            expected = [run(alone, x) for x, _ in parts]
+            _, mine = parts[dp.get_local_rank()]
+            with Collectives() as collectives:
+                got = run(model, mine)
+            for one, other in zip(got[:2], expected[dp.get_local_rank()], strict=False):
+                assert torch.equal(one, other)
+            for one, *others in zip(got[2:], *(e[2:] for e in expected), strict=True):
+                assert torch.equal(one, sum(others) / len(others))
+            assert {dtype for dtype, _ in collectives.of("allgather")} == {torch.uint8}
+
+
+def check_weights_stored_in_fp8(ranks: Ranks) -> None:
+    for recipe in (RECIPES[0], RECIPES[2], RECIPES[4]):
+        alone = float8lab.convert_to_float8(Block(None), recipe, freeze_weights=True)
+        model = copy.deepcopy(alone)
+        if isinstance(recipe, MXFP8BlockScaling):
+            with pytest.raises(ValueError, match="weight must give each of 4 ranks whole blocks"):
+                parallelize_module(model, ranks.mesh(), plan_of("float8"))
+            return
+        parallelize_module(model, ranks.mesh(), plan_of("float8"))
+        assert_as_alone(ranks, model, alone, "float8", (2, 16))
+
+
+def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
+    """Of weights in high precision, and stored in FP8."""
+
+    def build(shape: tuple[int, int], seed: int, recipe: Recipe, stored: bool) -> Block:
+        mesh = ranks.mesh(*shape, names=("dp", "tp"))
+        model = Block(None)
+        for parameter in model.parameters():
+            parameter.data.add_(seed)
+        float8lab.convert_to_float8(model, recipe, freeze_weights=stored)
+        parallelize_module(model, mesh["tp"], plan_of("float8"))
+        return fully_shard(model, mesh=mesh["dp"])
+
+    def content(model: nn.Module) -> Any:
+        return {name: whole(value) for name, value in ModelState(model).state_dict().items()}
+
+    half = ranks.world // 2
+    for i, (recipe, stored) in enumerate(
+        ((RECIPES[0], False), (RECIPES[0], True), (RECIPES[2], True))
+    ):
+        alone = float8lab.convert_to_float8(Block(None), recipe, freeze_weights=stored)
+        expected, path = content(alone), ranks.tmp_path / str(i)
+        dcp.save({"model": ModelState(build((half, 2), 0, recipe, stored))}, checkpoint_id=path)
+        for shape in ((ranks.world, 1), (1, ranks.world), (2, half)):
+            model = build(shape, 1, recipe, stored)
+            dcp.load({"model": ModelState(model)}, checkpoint_id=path)
+            loaded = content(model)
+            assert loaded.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(loaded[name], value), (recipe, stored, shape, name)
+        tp = ranks.mesh(2, half, names=("dp", "tp"))["tp"]
+        x, mine = inputs(tp, "float8", 2, 8)
+        assert torch.equal(whole(model(mine)), alone(x))
+
+
+def check_loss_over_a_sharded_vocabulary(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    alone = float8lab.convert_to_float8(nn.Sequential(nn.Linear(WIDTH, 96)), RECIPES[0])
+    model = copy.deepcopy(alone)
+    style = Float8ColwiseParallel(use_local_output=False)
+    parallelize_module(model, ranks.mesh(), {"0": style})
+    x, mine = inputs(ranks.mesh(), "float8", 2, 8)
+    target = torch.randint(96, (16,))
+    expected = nn.functional.cross_entropy(alone(x).flatten(0, 1), target)
+    expected.backward()
+    with loss_parallel():
+        loss = nn.functional.cross_entropy(model(mine).flatten(0, 1), target)
+        loss.backward()
+    torch.testing.assert_close(whole(loss), expected)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        # Its gradient is cast: where another order of sums falls on the other side of a tie.
+        error = (whole(one.grad) - other.grad).abs().max()
+        assert error <= torch.finfo(torch.float8_e5m2).eps * other.grad.abs().max()
+
+
+class Normed(nn.Sequential):
+    """A norm before a block; the residual connections are the block's."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(nn.RMSNorm(WIDTH, eps=1e-5), Block(recipe))
+        nn.init.normal_(self[0].weight)
+        float8lab.nn.convert_norms(self)
+
+
+def check_norms_and_prepared_inputs(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    alone = Normed(RECIPES[0])
+    model, mesh = copy.deepcopy(alone), ranks.mesh()
+    inner = {f"1.{name}": style for name, style in plan_of("float8").items()}
+    prepared = PrepareFloat8ModuleInput(
+        input_layouts=(TOKENS_AS_SHARDS,), desired_input_layouts=(Replicate(),)
+    )
+    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": prepared, **inner})
+    x = torch.randn(2, 8, WIDTH)
+    mine = part_of(x, 1, ranks).clone().requires_grad_()
+    x.requires_grad_()
+    expected, got = alone(x), model(mine)
+    assert tuple(got.placements) == (TOKENS_AS_SHARDS,)
+    assert torch.equal(got.full_tensor(), expected)
+    expected.sum().backward()
+    got.sum().backward()
+    tokens = x.shape[0] * x.shape[1]  # over which a gradient of the norm is summed
+    assert_summed_alike(mine.grad, part_of(x.grad, 1, ranks), ranks, tokens, "x")
+    for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert_summed_alike(whole(one.grad), other.grad, ranks, tokens, name)
+    local = PrepareFloat8ModuleInput(
+        input_layouts=TOKENS_AS_SHARDS, desired_input_layouts=Replicate(), use_local_output=True
+    )
+    echo = parallelize_module(nn.Sequential(nn.Identity()), mesh, {"0": local})
+    assert torch.equal(echo(part_of(x.detach(), 1, ranks)), x)
+
+
+outcome = ranks_fixture(__name__, 4)
+
+
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_ranks(outcome: Callable[[str], None], name: str):
+    outcome(name)

@@ -1,0 +1,204 @@
+"""Pipelines of torch.distributed.pipelining: each operand has the bytes of a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import float8lab
+from float8lab.nn.precision import precisions
+from float8lab.recipes import DelayedScaling
+from float8lab.recipes.region import PROCESS, in_backward
+from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+
+RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max", power_of_2_scale=False)
+WIDTH, TOKENS, MICROBATCHES, STEPS = 32, 6, 4, 2
+CHECKPOINTS: list[Any] = [
+    None,
+    float8lab.checkpoint,
+    partial(torch_checkpoint, use_reentrant=True),
+    partial(torch_checkpoint, use_reentrant=False),
+]
+
+
+class Stage(nn.Module):
+    """Three FP8 GEMMs; ``region`` makes each call one of delayed scaling."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH, device=device))
+        self.inner = nn.Sequential(
+            float8lab.Linear(WIDTH, WIDTH, device=device),
+            float8lab.LayerNormMLP(WIDTH, 2 * WIDTH, device=device),
+        )
+        self.checkpoint: Any = None
+        self.region: Any = nullcontext
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain  # reentrant checkpoints need an argument that requires gradients
+        with self.region():
+            return self.inner(x) if self.checkpoint is None else self.checkpoint(self.inner, x)
+
+
+class Gemms:
+    """An observer: the operands' bytes of every GEMM, in order, by layer, kind and repetition."""
+
+    def __init__(self, stages: dict[int, Stage]) -> None:
+        self.names = {
+            precision: (index, name, part)
+            for index, stage in stages.items()
+            for name, module in stage.named_modules()
+            for part, precision in precisions(module)
+        }
+        self.seen: dict[Any, list[bytes]] = defaultdict(list)
+
+    def saw_cast(self, *_: Any) -> None:
+        pass
+
+    def saw_gemm(self, kind: str, call: Any, a: Any, b: Any) -> None:
+        key = (*self.names[call.precision], kind, kind == "fprop" and in_backward())
+        parts = [part.detach().cpu().contiguous().view(torch.uint8) for part in (*a, *b)]
+        self.seen[key].append(b"".join(part.numpy().tobytes() for part in parts))
+
+    def __enter__(self) -> Gemms:
+        PROCESS.observer = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        PROCESS.observer = None
+
+
+class Run:
+    """A pipeline over all ranks and, on each of them, the plain loop with all of its stages."""
+
+    def __init__(
+        self, ranks: Ranks, schedule: str, checkpoint: Any, region: Any = nullcontext
+    ) -> None:
+        each = 2 if "Interleaved" in schedule else 1
+        count = each * ranks.world
+        torch.manual_seed(0)
+        self.ranks = ranks
+        self.whole = {index: Stage(ranks.device) for index in range(count)}
+        own = range(ranks.rank, count, ranks.world)
+        self.mine = {index: copy.deepcopy(self.whole[index]) for index in own}
+        for stage in (*self.whole.values(), *self.mine.values()):
+            stage.checkpoint, stage.region = checkpoint, region
+        # Without these torch runs a stage once on uninitialised memory to learn its shapes.
+        like = torch.zeros(1, TOKENS, WIDTH, device=ranks.device)
+        stages = [
+            PipelineStage(
+                stage, index, count, ranks.device,
+                input_args=like.clone().requires_grad_(index > 0),
+                output_args=like.clone().requires_grad_(),
+            )
+            for index, stage in self.mine.items()
+        ]  # fmt: skip
+        kind = get_schedule_class(schedule)
+        self.schedule = kind(stages if each > 1 else stages[0], MICROBATCHES, loss_fn=F.mse_loss)
+
+    def data(self, step: int) -> tuple[Tensor, Tensor]:
+        """Microbatches of very different sizes: the scale of another one shows."""
+        generator = torch.Generator().manual_seed(step)
+        x, target = torch.randn(2, MICROBATCHES, TOKENS, WIDTH, generator=generator)
+        sizes = torch.tensor([1.0, 0.01, 100.0, 3.0]).roll(step)
+        return (x * sizes[:, None, None]).to(self.ranks.device), target.to(self.ranks.device)
+
+    def step(self, index: int, region: AbstractContextManager[Any]) -> dict[Any, list[bytes]]:
+        x, target = self.data(index)
+        with Gemms(self.mine) as gemms, region:
+            self.schedule.step(*([x] if self.ranks.rank == 0 else []), target=target)
+        return gemms.seen
+
+    def plain_step(self, index: int, region: AbstractContextManager[Any]) -> dict[Any, list[bytes]]:
+        with Gemms(self.whole) as gemms, region:
+            for x, target in zip(*(part.split(1) for part in self.data(index)), strict=True):
+                for stage in self.whole.values():
+                    x = stage(x)
+                F.mse_loss(x, target).backward()
+        return gemms.seen
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for stage in self.mine.values() for p in stage.parameters()]
+
+    def plain_gradients(self) -> list[Tensor]:
+        """Of the stages that this rank has, a mean over microbatches as the schedule's."""
+        mine = (p for index in self.mine for p in self.whole[index].parameters())
+        return [p.grad / MICROBATCHES for p in mine]
+
+    def zero_grad(self) -> None:
+        for stage in (*self.whole.values(), *self.mine.values()):
+            stage.zero_grad()
+
+
+def group_of_one(ranks: Ranks) -> Any:
+    """The ranks that have a stage in common: without data parallelism each rank alone."""
+    return [dist.new_group([rank]) for rank in range(ranks.world)][ranks.rank]
+
+
+def check_a_region_around_the_step(ranks: Ranks) -> None:
+    """The scales of the step are those of gradient accumulation, whatever the order."""
+    group = group_of_one(ranks)
+
+    def region() -> float8lab.autocast:
+        return float8lab.autocast(recipe=RECIPE, amax_reduction_group=group)
+
+    for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"):
+        halves = "ZeroBubble" in schedule  # its backward is in halves, each of which runs the whole
+        for checkpoint in CHECKPOINTS[:3] if not halves else CHECKPOINTS[::3]:
+            run = Run(ranks, schedule, checkpoint)
+            for step in range(STEPS):
+                got, expected = run.step(step, region()), run.plain_step(step, region())
+                assert got
+                for key, operands in got.items():
+                    if halves:
+                        assert set(operands) == set(expected[key]), (schedule, key)
+                    else:
+                        assert operands == expected[key], (schedule, checkpoint, key)
+                for a, b in zip(run.gradients(), run.plain_gradients(), strict=True):
+                    assert torch.equal(a, b)
+                run.zero_grad()
+
+
+def check_a_region_for_each_microbatch(ranks: Ranks) -> None:
+    """Forwards as in a plain loop, and each recomputation has the scales of its forward."""
+    region = partial(float8lab.autocast, recipe=RECIPE, amax_reduction_group=group_of_one(ranks))
+    without: list[Any] = []
+    for checkpoint in CHECKPOINTS:
+        run = Run(ranks, "1F1B", checkpoint, region)
+        for step in range(STEPS):
+            got, expected = run.step(step, nullcontext()), run.plain_step(step, nullcontext())
+            gradients = run.gradients()
+            if checkpoint is None:
+                without.append((got, gradients))
+            kept, kept_gradients = without[step]
+            for (*layer, kind, again), operands in got.items():
+                if kind == "fprop" and not again:
+                    assert operands == expected[(*layer, kind, False)], (step, layer)
+                if again and checkpoint is not None:
+                    assert set(operands) == set(got[(*layer, kind, False)]), (checkpoint, layer)
+                elif not again:
+                    assert operands == kept[(*layer, kind, False)], (checkpoint, layer, kind)
+            for a, b in zip(gradients, kept_gradients, strict=True):
+                assert torch.equal(a, b)
+            run.zero_grad()
+
+
+outcome = ranks_fixture(__name__, 2)
+
+
+def test_on_two_processes(outcome: Any) -> None:
+    # One test, for else each worker of pytest-xdist would start processes of its own.
+    for name in check_names(sys.modules[__name__]):
+        outcome(name)

@@ -1,0 +1,72 @@
+"""The Megatron-style example: four ranks train as one does, and go on from each other's files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron_style
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ["--steps", "4", "--batch", "4", "--micro", "1"]
+
+
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", printed)]
+
+
+def on_ranks(count: int, *args: str) -> list[float]:
+    program = [str(ROOT / "examples" / "megatron_style.py"), *STEPS, *args]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", str(count), *program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return losses(done.stdout)
+
+
+@pytest.fixture
+def on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> object:
+    """Run it in this process, the only one."""
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
+
+    def run(*args: str) -> list[float]:
+        assert megatron_style.main(["--tp", "1", "--pp", "1", *STEPS, *args]) == 0
+        return losses(capsys.readouterr().out)
+
+    return run
+
+
+def far(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def test_four_ranks_train_as_one(tmp_path: Path, on_one) -> None:
+    folder = str(tmp_path / "saved")
+    whole = on_ranks(4, "--save", folder, "--save-at", "2")
+    assert len(whole) == 4
+    assert on_ranks(4, "--resume", folder, "--recompute") == whole[2:]
+    one, high = on_one(), on_one("--recipe", "none")
+    fp8 = far(one, high)  # what FP8 changes
+    assert 0 < fp8 < 0.1 * one[0]
+    assert far(whole, one) < fp8 / 4  # what another order of sums changes
+    assert far(whole[2:3], on_one("--resume", folder)[:1]) < fp8 / 100  # before any update
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus() -> None:
+    found = on_ranks(2, "--device", "cuda", "--pp", "1")
+    assert found[-1] < found[0]

@@ -1,0 +1,44 @@
+"""The Ray example: a killed worker, and a run that goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra 'ray'")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder: Path, *args: str) -> str:
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--storage", str(folder), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), **quiet},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check(folder: Path, *args: str) -> None:
+    printed = run(folder, *args)
+    again = [int(step) for step in re.findall(r"step +(\d+) .*again", printed)]
+    assert again == [3, 4]  # from the checkpoint after step 2 to the worker's end before step 5
+    assert "4 records of repeated steps, 0 of them with other bytes" in printed
+
+
+def test_a_killed_worker_resumes_bit_for_bit(tmp_path: Path) -> None:
+    check(tmp_path, "--batch", "1")
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus(tmp_path: Path) -> None:
+    check(tmp_path, "--device", "cuda", "--preset", "small")
