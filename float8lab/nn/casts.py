@@ -446,7 +446,7 @@ def known_input(
     spec, transposed = specs
     if spec is None and transposed is None:
         return None, None, None
-    if torch.compiler.is_compiling() or call.shards is not None:
+    if torch.compiler.is_compiling():
         return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
     node, key = None if alone or inp is None else inp.grad_fn, None
@@ -454,9 +454,12 @@ def known_input(
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
         key = (spec, transposed, call.plan.epsilon, inp._version, node._sequence_nr(), stream)
+        key = (*key, call.shards, call.rows)
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None
+    if call.shards is not None:
+        return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], key
     by = call.known[X] or call.scale(X, x) if call.plan.delayed else None
     return by, None, key
 

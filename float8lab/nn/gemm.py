@@ -269,7 +269,14 @@ def _spread_mm(
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
     blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
     product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
-    y, whole = spread_mm(parallel, rows, (a, b), product, bias, backward=backward, beside=beside)
+    # What was gathered of an operand is kept with it: several layers may have the operand.
+    shared: Any = None if torch.compiler.is_compiling() else a[0]
+    whole = getattr(shared, "_whole", None)
+    y, whole = spread_mm(
+        parallel, rows, (a, b), product, bias, backward=backward, beside=beside, whole=whole
+    )
+    if shared is not None and whole is not None and whole[0] is not shared:
+        shared._whole = whole
     return parallel.cropped(y, 1, features, edge), whole
 
 
@@ -607,7 +614,13 @@ def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand
     """An operand of wgrad, whose columns are the tokens, of all ranks."""
     assert call.parallel is not None, "of a layer that is spread"
     assert call.rows is not None, "under sequence parallelism"
-    return call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    shared: Any = q
+    whole: Operand | None = getattr(shared, "_whole", None)
+    if whole is None or torch.compiler.is_compiling():
+        whole = call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    if not torch.compiler.is_compiling():
+        shared._whole = whole
+    return whole
 
 
 def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:

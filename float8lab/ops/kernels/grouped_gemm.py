@@ -32,6 +32,9 @@ from float8lab.ops.reference import ALIGN, SPAN
 __all__ = ["grouped_mm"]
 
 
+# The launchers.
+
+
 def mode_of(
     a: Tensor, a_block: tuple[int, ...], b: Tensor, b_block: tuple[int, ...],
     out_dtype: torch.dtype, fast_accum: bool,
