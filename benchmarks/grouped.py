@@ -231,7 +231,16 @@ def _ways(operands: tuple[Any, ...], *, tune: bool) -> Iterator[tuple[str, Calla
         stages = base.stages + change.get("stages", 0)
         config = base._replace(stages=stages, band=change.get("band", base.band))
         run = partial(
-            kernels.multiply_groups, mode, a, a_scale, b, b_scale, bias, offs, dtype, config
+            kernels.multiply_groups,
+            mode,
+            a,
+            a_scale,
+            b,
+            b_scale,
+            bias,
+            offs,
+            dtype,
+            config=config,
         )
         yield f" ({mode}, {label})", run
 

@@ -301,6 +301,7 @@ def rows(size: LayerSize, options: argparse.Namespace, device: torch.device) -> 
     x, dy = size.input(device, torch.Generator(device).manual_seed(options.seed))
     right = _shard(_results(plain, x, dy, PLAIN, steps=1), rank, ranks)
     case = f"{ranks} ranks, {size.describe()}, sequence parallel"
+    case += ", one thread" if options.one_thread else ""
     steps: dict[str, Callable[[], object]] = {}
     found: list[Row] = []
     made = candidates(size, options.recipe or SUBJECT.recipes, mesh, plain, (x, dy, right))
@@ -433,13 +434,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of a candidate's turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument(
+        "--one-thread", action="store_true", help="run backward in the thread that calls it"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args(argv)
     device = common.start_ranks(options.device)
     size = LayerSize(
         options.dim, options.heads, options.groups, options.ffn, options.batch, options.sequence
     )
-    complete = report.tell(SUBJECT, rows(size, options, device), options, rank=dist.get_rank())
+    with torch.autograd.set_multithreading_enabled(not options.one_thread):
+        found = rows(size, options, device)
+        complete = report.tell(SUBJECT, found, options, rank=dist.get_rank())
     dist.destroy_process_group()
     return int(not complete)
 

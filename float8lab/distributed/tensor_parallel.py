@@ -477,9 +477,9 @@ def shared_amaxes(
 def _side_by_side(parts: Tensor) -> Tensor:
     """``[R, rows, columns]`` as ``[rows, R * columns]``."""
     dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
-    if not torch.compiler.is_compiling():  # bytes one by one take four times as long
-        parts = parts.view(torch.int64 if nbytes % 8 == 0 and nbytes else torch.uint8)
-    return parts.transpose(0, 1).flatten(1).view(dtype)
+    if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
+        parts = parts.view(torch.int64)  # bytes one by one take four times as long
+    return parts.transpose(0, 1).flatten(1).contiguous().view(dtype)
 
 
 def _after(count: int, dim: int) -> tuple[int, ...]:
@@ -575,6 +575,7 @@ def spread_mm(
     *,
     backward: bool = False,
     beside: Shards | None = None,
+    whole: Operand | None = None,
 ) -> tuple[Tensor, Operand]:
     """A layer's fprop, ``x @ weight.T + bias``, or its dgrad, and the left operand as multiplied.
 
@@ -586,7 +587,10 @@ def spread_mm(
         bias: of as many features as the weight has rows.
         backward: whether this is dgrad.
         beside: what else may be gathered meanwhile.
+        whole: what was gathered of the left operand before, if anything was.
     """
+    if whole is not None:
+        return _mm((whole, operands[1]), product, bias), whole
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
         return gathered_mm(parallel, rows, operands, product, bias, beside)

@@ -237,8 +237,9 @@ def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
             columns = slots.tensors()
             del columns["scale"], columns["encode"]
             yield sum(counted.add_view(t) for t in columns.values())
-        if precision.weight_cast is not None:
-            yield counted.add(precision.weight_cast.q) + counted.add(precision.weight_cast.scale)
+        if (kept := precision.weight_cast) is not None:
+            tensors = [kept.q, kept.scale, *(t for operand in kept.turned for t in operand)]
+            yield sum(map(counted.add, tensors))
 
 
 def _add_optimizer(

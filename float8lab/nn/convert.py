@@ -478,7 +478,7 @@ def _choose_all_gather(model: nn.Module, plans: Sequence[_LayerPlan], wanted: bo
     late = 0
     for plan in plans:
         layer: Any = plan.layer
-        if plan.recipe is not None and isinstance(layer, Linear):
+        if plan.recipe is not None and isinstance(layer, (Linear, GroupedLinear)):
             weight = layer._parameters.get("weight")
             others = users.get(id(weight), [])
             agree = all(recipes.get(id(other)) == plan.recipe for other, _ in others)

@@ -247,8 +247,9 @@ class _Linear(Float8Function):
         local, w = x.to_local(), weight.to_local()
         b = None if bias is None else bias.to_local()
         y, saved = forward(
-            as_matrix(local), w, b, call, needs=ctx.needs_input_grad[:2], dtype=output_dtype(local)
-        )
+            as_matrix(local), w, b, call,
+            needs=ctx.needs_input_grad[:2], dtype=output_dtype(local), inp=x,
+        )  # fmt: skip
         ctx.save_for_backward(*saved)
         ctx.call, ctx.layout, ctx.mesh = call, layout, x.device_mesh
         ctx.wholes = x.shape, weight.shape, None if bias is None else bias.shape

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from float8lab.nn.gemm import PARTS, Gradient, backward, forward, output_dtype
 from float8lab.nn.precision import Call
-from float8lab.ops import Source, gather_rows_op, scatter_rows_op
+from float8lab.ops import Ends, Source, gather_rows_op, scatter_rows_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["Layer", "expert_mlp"]
@@ -88,21 +88,22 @@ class _ExpertMlp(Float8Function):
     ) -> Tensor:
         dtype, needs = output_dtype(x), ctx.needs_input_grad
         needs_dh, needs_dw2 = any(needs[:3]), needs[3]
+        ends = Ends.of(offs, how.rows)
         source: Tensor | Source = x
         token: Tensor | None = None
         if row_map is not None:
             token = _tokens_of_rows(row_map, how.rows)
             source = Source("permute", [x, token], dtype)
         h, saved1 = forward(
-            source, fc1_weight, fc1_bias, how.fc1, needs=needs[:2], dtype=dtype, offs=offs
+            source, fc1_weight, fc1_bias, how.fc1, needs=needs[:2], dtype=dtype, ends=ends
         )
         y, saved2 = forward(
             Source(how.activation, [h], dtype), fc2_weight, fc2_bias, how.fc2,
-            needs=(needs_dh, needs_dw2), dtype=dtype, offs=offs,
+            needs=(needs_dh, needs_dw2), dtype=dtype, ends=ends,
         )  # fmt: skip
         tokens = (None, None) if row_map is None or not needs[1] else (x, token)
         ctx.save_for_backward(
-            offs, row_map, *tokens, h if needs_dh or needs_dw2 else None, *saved1, *saved2
+            *ends, row_map, *tokens, h if needs_dh or needs_dw2 else None, *saved1, *saved2
         )
         ctx.how, ctx.dtype = how, dtype
         ctx.shapes = (how.rows, *fc1_weight.shape[1:]), (how.rows, *fc2_weight.shape[1:])
@@ -115,11 +116,12 @@ class _ExpertMlp(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        offs, row_map, x, token, h, *rest = ctx.saved_tensors
+        offs, plan, row_map, x, token, h, *rest = ctx.saved_tensors
+        ends = Ends(offs, plan)
         saved1, saved2 = tuple(rest[:PARTS]), tuple(rest[PARTS:])
         how, needs = ctx.how, ctx.needs_input_grad
         wanted = (any(needs[:3]), needs[3], needs[4])
-        gradient = Gradient(dy, how.fc2, needs=wanted, offs=offs)
+        gradient = Gradient(dy, how.fc2, needs=wanted, ends=ends)
         da, dw2, db2 = backward(
             gradient, Source(how.activation, [] if h is None else [h], ctx.dtype), saved2, how.fc2,
             needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1],
@@ -128,7 +130,7 @@ class _ExpertMlp(Float8Function):
             return None, None, None, dw2, db2, None, None, None
         wanted = needs[:3]
         dh = Source(f"{how.activation}_backward", [h, da], ctx.dtype)
-        gradient = Gradient(dh, how.fc1, needs=wanted, offs=offs)
+        gradient = Gradient(dh, how.fc1, needs=wanted, ends=ends)
         # The largest tensors of the layer, of which the GEMMs need the cast alone.
         del h, da, dh, saved2, rest
         if not torch.compiler.is_compiling():

@@ -31,7 +31,7 @@ from float8lab.nn.linear import (
     store_in_fp8,
 )
 from float8lab.nn.precision import Call, Precision, place_precisions
-from float8lab.ops import Groups, as_matrix
+from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import check_probs, gather_rows, routed, scatter_rows
 
@@ -118,7 +118,7 @@ class ExpertsBase(nn.Module):
         if call is None:
             weight = plain_weight(self, weight, first_microbatch)
             precision.calibrate(
-                Groups.of(x.detach(), offs),
+                Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
             )
         y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)

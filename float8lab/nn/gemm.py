@@ -4,7 +4,7 @@ What is cast, what is saved, what is computed again, fprop, dgrad and wgrad are 
 else; the autograd functions of all modules are compositions of ``forward`` and ``backward``.
 Between the ops travel plain tensors.
 
-With ``offs``, the ends of experts' rows, it is the linear layers of a mixture of experts: each row
+With ``ends``, the ends of experts' rows, it is the linear layers of a mixture of experts: each row
 is multiplied by its own expert's weight, ``[E, N, K]``.
 
 The input of a GEMM is a matrix, or a ``Source``: a norm or an activation that is computed while it
@@ -34,6 +34,7 @@ from float8lab.nn.casts import (
     cast,
     cast_by,
     forget_cast,
+    kept_transpose,
     known_input,
     known_weight,
     lives_on,
@@ -44,7 +45,15 @@ from float8lab.nn.casts import (
     show_input,
 )
 from float8lab.nn.precision import DY, Call, W, X
-from float8lab.ops import Groups, Source, as_matrix, grouped_mm_op, scaled_mm_op, transpose_op
+from float8lab.ops import (
+    Ends,
+    Groups,
+    Source,
+    as_matrix,
+    grouped_mm_op,
+    scaled_mm_op,
+    transpose_op,
+)
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import GemmPlan, Recipe
@@ -90,7 +99,7 @@ def forward(
     dtype: torch.dtype,
     inp: Tensor | None = None,
     again: bool = False,
-    offs: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> tuple[Tensor, Saved]:
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
@@ -104,7 +113,7 @@ def forward(
         inp: with a matrix, the layer's input that it is; with a source, its values if they are
             written anyway.
         again: of a source: save what ``forward_again`` needs, too.
-        offs: ends of the experts' rows, ``[E]``; then weight and bias are those of E experts, and
+        ends: of the experts' rows; then weight and bias are those of E experts, and
             rows beyond the last end give zeros.
     """
     (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
@@ -114,7 +123,7 @@ def forward(
     keep_w = square and any(use is not None and use.right == plan.w for use in uses)
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
     value: Matrix = inp if source and inp is not None else x
-    value = value if offs is None else Groups.of(x, offs)
+    value = value if ends is None else Groups.of(x, ends)
     specs: Specs = plan.x if plan.fprop or keep_x else None, None
     if not source:
         specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
@@ -157,7 +166,7 @@ def forward(
     if keep_w:
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
         lean = source and isinstance(weight, nn.Parameter)
-        if offs is not None:
+        if ends is not None:
             lean = source and x.prologue != "permute"  # type: ignore[union-attr]  # a source
         # Without an amax, nothing tells the bytes of a block that lies on several ranks.
         lean = lean and (spread is None or w_factor is not None)
@@ -219,7 +228,7 @@ def _product(
             bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
         operands = x8, x_scale, left.block, w8, w_scale, right.block, bias
         if isinstance(x, Groups):
-            y = grouped_mm_op(*operands, x.offs, dtype, fast_accum)
+            y = grouped_mm_op(*operands, x.offs, dtype, fast_accum, x.plan)
             shape = y.shape[0], features
         else:
             y = scaled_mm_op(*operands, dtype, fast_accum)
@@ -260,7 +269,14 @@ def _spread_mm(
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
     blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
     product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
-    y, whole = spread_mm(parallel, rows, (a, b), product, bias, backward=backward, beside=beside)
+    # What was gathered of an operand is kept with it: several layers may have the operand.
+    shared: Any = None if torch.compiler.is_compiling() else a[0]
+    whole = getattr(shared, "_whole", None)
+    y, whole = spread_mm(
+        parallel, rows, (a, b), product, bias, backward=backward, beside=beside, whole=whole
+    )
+    if shared is not None and whole is not None and whole[0] is not shared:
+        shared._whole = whole
     return parallel.cropped(y, 1, features, edge), whole
 
 
@@ -320,9 +336,9 @@ def forward_again(
 class Gradient:
     """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
 
-    __slots__ = ("high", "offs", "q", "q_t", "total", "turns")
+    __slots__ = ("ends", "high", "q", "q_t", "total", "turns")
 
-    offs: Tensor | None
+    ends: Ends | None
     """Ends of experts' rows, if they are in groups."""
     high: Tensor | None
     q: Operand | None
@@ -340,7 +356,7 @@ class Gradient:
         call: Call,
         *,
         needs: tuple[bool, bool, bool],
-        offs: Tensor | None = None,
+        ends: Ends | None = None,
     ) -> None:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
@@ -350,16 +366,16 @@ class Gradient:
             dx and (dw or not needs_dw) and (needs_dw or not needs_db)
         ):
             dy = dy.value()  # something wants it written
-        self.high, self.offs = None if isinstance(dy, Source) else dy, offs
+        self.high, self.ends = None if isinstance(dy, Source) else dy, ends
         self.q = self.q_t = self.total = None
         self.turns = False
         if not (dx or dw):
             return
-        total = needs_db and (offs is not None or (dx is not None and dw is not None))
+        total = needs_db and (ends is not None or (dx is not None and dw is not None))
         if call.parallel is not None and call.parallel.scatters and dx == dw:
             self.turns = plan.dy.block == (-1, -1)
             dw = None if self.turns else dw
-        x: Matrix = dy if offs is None else Groups.of(dy, offs)
+        x: Matrix = dy if ends is None else Groups.of(dy, ends)
         q, scale, _, q_t, scale_t, sums = cast(x, dx, DY, call, transposed=dw, column_sum=total)
         if dx:
             self.q = q, scale
@@ -369,7 +385,7 @@ class Gradient:
             self.total = sums
         if call.watched and dx:
             show_cast(x, (q, scale), dx, DY, call)
-        elif call.watched and dw and offs is None:
+        elif call.watched and dw and ends is None:
             show_cast(dy.t(), (q_t, scale_t), dw, DY, call)  # type: ignore[union-attr]
 
 
@@ -397,14 +413,13 @@ def backward(
         dtypes: of the gradients.
     """
     (M, N, K), fused = shape, call.fused_weight
-    groups = () if dy.offs is None else (dy.offs,)
+    groups = () if dy.ends is None else (dy.ends,)
     parts: Any = saved
     kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
     dx = dw = db = None
     on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
-    parallel = call.parallel
-    plans = on_gpu and not call.watched and parallel is None
-    watching, spread = call if call.watched else None, None if parallel is None else call
+    watching, spread = call if call.watched else None, None if call.parallel is None else call
+    plans = on_gpu and watching is None and spread is None
     for_wgrad: Any = None
     if spread is not None and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
         for_wgrad = _operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
@@ -413,6 +428,8 @@ def backward(
         high, w_t = None if w8 is not None and dy.q else weight, None
         if dy.q and (torch.compiler.is_compiling() or w_scale is None or spread is not None):
             high, by, w_t = _weight_transposed(high, w8, by, call, event=dy.q[1])
+        elif dy.ends is not None and w8 is not None and call.first_microbatch is not None:
+            w_t = kept_transpose(w8, w_scale, call)
         elif isinstance(high, Float8Tensor):
             high = plain(high, dy.high)
         if spread is not None:
@@ -443,13 +460,13 @@ def backward(
         total = dy.total
         if total is None:
             assert dy.high is not None, "written"
-            if dy.offs is None:
+            if dy.ends is None:
                 total = dy.high.sum(0, dtype=torch.float32)
             else:
                 # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in
                 # rows of their own, which torch takes whatever the number of tokens.
                 ones = dy.high.new_ones((M, 8)).t()
-                total = _multiply_groups(dy.high.t(), ones, dy.offs, dy.high.dtype)[..., 0]
+                total = _multiply_groups(dy.high.t(), ones, dy.ends.offs, dy.high.dtype)[..., 0]
         db = total.to(dtypes[2])
     return dx, dw, db
 
@@ -491,7 +508,7 @@ def _dgrad(
     shape: tuple[int, int],
     dtype: torch.dtype,
     watching: Call | None,
-    offs: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> Tensor:
     """``dy @ weight``, of the FP8 weight, its transpose, or the weight in high precision.
 
@@ -502,32 +519,29 @@ def _dgrad(
         assert weight is not None, "kept for this"
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
-        if offs is not None:
-            return _multiply_groups(dy, weight.to(dy.dtype).mT, offs, dtype)
+        if ends is not None:
+            return _multiply_groups(dy, weight.to(dy.dtype).mT, ends.offs, dtype)
         return (dy @ weight.to(dy.dtype)).to(dtype)
     assert plan.dgrad is not None, "cast for it"
     left, right, fast_accum = plan.dgrad
-    if w_t is None and turns:
+    if w_t is None and w8 is not None:
         assert by is not None, "saved by the forward"
         scale = by[0].scale
-        if w8 is None:
-            assert weight is not None, "kept for this"
-            w8, scale, *_ = cast_by(weight, plan.w, None, plan, by)
         # A delayed scale is of shape [1].
         w_t = transpose_op(w8, 1, None), scale if scale.ndim == 1 else scale.mT
     elif w_t is None:
         assert weight is not None, "kept for this"
         w_t = cast_by(weight, None, right, plan, by)[3:5]
     if watching is not None:
-        if not turns and not plan.fprop and offs is None:  # else the forward has cast it
+        if not turns and not plan.fprop and ends is None:  # else the forward has cast it
             assert weight is not None, "cast just now"
             show_cast(weight.t(), w_t, right, W, watching, only_in_backward=True)
         show_gemm("dgrad", watching, dy, w_t)
     operands = *dy, left.block, *w_t, right.block, None
-    if offs is None:
+    if ends is None:
         dx = scaled_mm_op(*operands, dtype, fast_accum)
     else:
-        dx = grouped_mm_op(*operands, offs, dtype, fast_accum)
+        dx = grouped_mm_op(*operands, ends.offs, dtype, fast_accum, ends.plan)
     if torch.compiler.is_compiling() or dx.shape != shape:
         dx = dx[: shape[0], : shape[1]]
     return dx
@@ -600,7 +614,13 @@ def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand
     """An operand of wgrad, whose columns are the tokens, of all ranks."""
     assert call.parallel is not None, "of a layer that is spread"
     assert call.rows is not None, "under sequence parallelism"
-    return call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    shared: Any = q
+    whole: Operand | None = getattr(shared, "_whole", None)
+    if whole is None or torch.compiler.is_compiling():
+        whole = call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
+    if not torch.compiler.is_compiling():
+        shared._whole = whole
+    return whole
 
 
 def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:
@@ -657,7 +677,7 @@ def _wgrad(
     shape: tuple[int, int],
     dtype: torch.dtype,
     watching: Call | None,
-    offs: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> Tensor:
     """``dy.T @ x``, of dy in high precision or of its transpose in FP8.
 
@@ -669,8 +689,8 @@ def _wgrad(
         assert high is not None, "kept for this"
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
-        if offs is not None:
-            return _multiply_groups(dy.t(), high.to(dy.dtype).t(), offs, dtype)
+        if ends is not None:
+            return _multiply_groups(dy.t(), high.to(dy.dtype).t(), ends.offs, dtype)
         return (dy.t() @ high.to(dy.dtype)).to(dtype)
     assert plan.wgrad is not None, "cast for it"
     left, right, fast_accum = plan.wgrad
@@ -678,15 +698,15 @@ def _wgrad(
         assert kept is not None, "kept for this"
         x_t = kept, factors.scale.float()
     else:
-        source = x if offs is None else Groups.of(x, offs)
+        source = x if ends is None else Groups.of(x, ends)
         x_t = cast_by(source, None, right, plan, (factors, None))[3:5]
     if watching is not None:
         show_gemm("wgrad", watching, dy, x_t)
     operands = *dy, left.block, *x_t, right.block, None
-    if offs is None:
+    if ends is None:
         dw = scaled_mm_op(*operands, dtype, fast_accum)
     else:
-        dw = grouped_mm_op(*operands, offs, dtype, fast_accum)
+        dw = grouped_mm_op(*operands, ends.offs, dtype, fast_accum, ends.plan)
     if torch.compiler.is_compiling() or dw.shape[-2:] != shape:
         dw = dw[..., : shape[0], : shape[1]]
     return dw

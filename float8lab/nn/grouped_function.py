@@ -16,6 +16,7 @@ from torch import Tensor
 
 from float8lab.nn.gemm import Gradient, backward, forward, output_dtype
 from float8lab.nn.precision import Call
+from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
@@ -54,6 +55,7 @@ class GroupedFunction(Float8Function):
         count: int = 0,
         *parts: Tensor,
     ) -> Tensor:
+        ends = Ends(offs, None) if call is None else Ends.of(offs, x.shape[0])
         call = call or _IN_HIGH_PRECISION
         needs_dx, needs_dw, needs_db, *rest = ctx.needs_input_grad
         if parts:
@@ -61,9 +63,9 @@ class GroupedFunction(Float8Function):
             needs_dw |= any(of_parts[:count])
             needs_db |= any(of_parts[count:])
         y, saved = forward(
-            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), offs=offs
+            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), ends=ends
         )
-        ctx.save_for_backward(offs, *saved)
+        ctx.save_for_backward(*ends, *saved)
         ctx.call, ctx.needs = call, (needs_dx, needs_dw, needs_db)
         ctx.shape = x.shape[0], *weight.shape[1:]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -73,8 +75,8 @@ class GroupedFunction(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, (offs, *saved) = ctx.needs, ctx.saved_tensors
-        gradient = Gradient(dy, ctx.call, needs=needs, offs=offs)
+        needs, (offs, plan, *saved) = ctx.needs, ctx.saved_tensors
+        gradient = Gradient(dy, ctx.call, needs=needs, ends=Ends(offs, plan))
         dx, *of_experts = backward(
             gradient, None, tuple(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,

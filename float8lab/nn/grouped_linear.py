@@ -21,7 +21,10 @@ from float8lab.arguments import (
     check_tensor,
     shown,
 )
+from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
+from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.gemm import fused_weight, plain_weight
 from float8lab.nn.grouped_function import (
     GroupedFunction,
@@ -46,7 +49,7 @@ from float8lab.nn.parallel import (
     share_of,
 )
 from float8lab.nn.precision import Precision, place_precisions
-from float8lab.ops import Groups, as_matrix
+from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import version_of
@@ -54,7 +57,7 @@ from float8lab.tensor.differentiation import version_of
 __all__ = ["GroupedLinear", "ends_of"]
 
 
-class GroupedLinear(nn.Module, TensorParallelGroup):
+class GroupedLinear(Shardable, TensorParallelGroup):
     """``y = x @ weight[e].T + bias[e]`` for the rows of each expert e, in FP8 inside ``autocast``.
 
     The rows of an expert follow those of the expert before. How many each has is read on the
@@ -204,6 +207,10 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
             return {}
         return {"_fp8": (mode, (self.out_features if mode == "column" else self.in_features,))}
 
+    def _weight_cast(self, name: str) -> WeightCast | None:
+        cast = self._fp8.weight_gather() if name == "weight" else None
+        return cast and cast._replace(spec=spec_of_experts(cast.spec))
+
     def _parameters_of(self, kind: str) -> list[Tensor]:
         found: dict[str, Any] = self._parameters
         return [found[name] for name in self._names[kind]]
@@ -283,7 +290,7 @@ class GroupedLinear(nn.Module, TensorParallelGroup):
         count = len(parts)
         if call is None:
             self._fp8.calibrate(
-                Groups.of(x.detach(), offs),
+                Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
             )
         bias = None

@@ -103,7 +103,7 @@ def _cast(
         groups = Groups(prologue, inputs, dtype, offs)
         factors, slot = owner_of(handle).scale_in_graph(*found, index, record, groups)
         q, _, _, q_t, _, total = cast_groups_op(
-            *(*groups, fp8_dtype, (-1, -1), "encode", 0.0),
+            *(*groups[:4], fp8_dtype, (-1, -1), "encode", 0.0),
             *(straight, transposed, column_sum, factors.encode, slot),
         )
         return q, factors.pair, q_t, total

@@ -40,19 +40,22 @@ class LayerNormLinear(FusedModule):
         init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
             deviation 0.023.
         return_layernorm_output: return the norm's output as the last output.
-        return_layernorm_output_gathered: that output is of all tensor-parallel ranks; no effect on
-            a single one, or without ``return_layernorm_output``.
+        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
+            no effect without ``sequence_parallel`` and ``return_layernorm_output``.
         parameters_split: names, or a mapping from names to sizes along dimension 0, of several
             parameters that together form the weight (``<name>_weight``) and the bias
             (``<name>_bias``).
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
         device: None is the default device if one was set, else the current CUDA device if there is
             one, else the CPU.
-        sequence_parallel: mark the norm's parameters, so that a trainer sums their gradients over
-            tensor-parallel ranks; no other effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
-        parallel_mode: None, "column" or "row"; no effect on a single rank.
+        sequence_parallel: each tensor-parallel rank has its share of the input's tokens, along the
+            first dimension; the norm's parameters are marked, so that a trainer sums their
+            gradients over these ranks.
+        tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
+        tp_size: R, where ``tp_group`` is given later.
+        parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight and
+            gives as many features of all tokens; None: no rank shares anything. A norm needs all
+            features, so "row" is for one rank.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the
             caller allocates, instead of producing ``weight.grad``.
         return_bias: do not add the bias; return it after the output.
@@ -62,8 +65,8 @@ class LayerNormLinear(FusedModule):
             turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
-        ValueError: an unknown normalization; ``parameters_split`` does not add up.
+        ValueError: an unknown normalization; ``parameters_split`` does not add up; sizes that the
+            ranks cannot share equally.
 
     >>> layer = float8lab.LayerNormLinear(64, 96, normalization="RMSNorm", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):

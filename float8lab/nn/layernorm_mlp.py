@@ -28,7 +28,8 @@ class LayerNormMLP(FusedModule):
 
     Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
     activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size`` features
-    from fc1: the first half goes through the function, the second half multiplies it.
+    from fc1: the first half goes through the function, the second half multiplies it. GPT-OSS's
+    clamped_swiglu_interleaved takes these features in pairs.
 
     Numerics: those of the parts one after the other, bit for bit. In FP8 neither the norm's nor the
     activation's output is ever written, nor the gradient between activation and fc1. What is saved
@@ -41,21 +42,23 @@ class LayerNormMLP(FusedModule):
         bias: learn additive biases of fc1 and fc2, initialised to 0.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
         activation: gelu (its tanh approximation), relu, squared_relu (also srelu), qgelu, silu, or,
-            gated, geglu, reglu, sreglu, qgeglu, swiglu, glu.
+            gated, geglu, reglu, sreglu, qgeglu, swiglu, glu, clamped_swiglu_interleaved.
         init_method: ``init_method(fc1_weight)`` initialises in place; None is normal, mean 0,
             standard deviation 0.023.
         output_layer_init_method: the same of ``fc2_weight``.
         return_layernorm_output: return the norm's output as the last output.
-        return_layernorm_output_gathered: that output is of all tensor-parallel ranks; no effect on
-            a single one, or without ``return_layernorm_output``.
+        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
+            no effect without ``sequence_parallel`` and ``return_layernorm_output``.
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
         device: None is the default device if one was set, else the current CUDA device if there is
             one, else the CPU.
-        set_parallel_mode: fc1 is column parallel and fc2 row parallel; no effect on a single rank.
-        sequence_parallel: mark the norm's parameters, so that a trainer sums their gradients over
-            tensor-parallel ranks; no other effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
+        set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by rows: each
+            has ``ffn_hidden_size / R`` of the features in between (``docs/many_gpus.md``).
+        sequence_parallel: each of them has its share of the tokens, along the first dimension of
+            input and output; the norm's parameters and ``fc2_bias`` are marked, so that a trainer
+            sums their gradients over these ranks.
+        tp_group: their process group.
+        tp_size: R, where ``tp_group`` is given later.
         fuse_wgrad_accumulation: add the weight gradients to the weights' ``main_grad``,
             which the caller allocates, instead of producing their ``grad``.
         return_bias: do not add fc2's bias; return it after the output.
@@ -72,8 +75,7 @@ class LayerNormMLP(FusedModule):
             turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
-        ValueError: an unknown normalization or activation.
+        ValueError: an unknown normalization or activation; a size that the ranks cannot share.
 
     >>> mlp = float8lab.LayerNormMLP(64, 128, activation="swiglu", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):

@@ -211,8 +211,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     rounded. x is saved for backward in FP8.
 
     Args:
-        in_features: size of the last dimension of the input.
-        out_features: size of the last dimension of the output.
+        in_features: size of the last dimension of the input, on all ranks together.
+        out_features: size of the last dimension of the output, on all ranks together.
         bias: learn an additive bias, initialised to 0.
         init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
             deviation 0.023.
@@ -225,17 +225,20 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         return_bias: do not add the bias; return ``(output, bias)``.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the caller
             allocates, instead of producing ``weight.grad``.
-        sequence_parallel: no effect on a single rank.
-        tp_group: must be None or of one rank.
-        tp_size: must be 1.
-        parallel_mode: None, "column" or "row"; no effect on a single rank.
+        sequence_parallel: each rank has its share of the tokens, along the first dimension, where
+            they enter a column-parallel layer or leave a row-parallel one.
+        tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
+        tp_size: R, where ``tp_group`` is given later.
+        parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight
+            and gives as many features; "row": ``[out_features, in_features / R]``, takes as many
+            features, and all have the sum of their products; None: no rank shares anything.
         ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
             turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one tensor-parallel rank.
-        ValueError: ``parameters_split`` does not add up to ``out_features``.
+        ValueError: ``parameters_split`` does not add up to ``out_features``; sizes that the ranks
+            cannot share equally.
 
     >>> layer = float8lab.Linear(64, 32, device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):

@@ -102,12 +102,21 @@ def _takes(module: Any, *names: str) -> bool:
     return found[: len(names)] == list(names)
 
 
+def _is_gate_of_gpt_oss(module: Any) -> bool:
+    """Whether ``_apply_gate`` is GPT-OSS's own, with the numbers that its models have."""
+    gate = type(module)._apply_gate
+    named = gate.__module__.startswith("transformers.") and gate.__qualname__.startswith("GptOss")
+    numbers = getattr(module, "alpha", None), getattr(module, "limit", None)
+    return named and numbers == (1.702, 7.0)
+
+
 class TransformersExperts(OtherExperts):
     """Experts of Transformers 5: of every class decorated by ``use_experts_implementation``.
 
     That decorator says how the weights lie: ``gate_up_proj`` or ``up_proj``, and ``down_proj``,
-    transposed or not, with biases or not. A gate of the model's own runs as it is, between the two
-    layers. ``config._experts_implementation`` is for the experts that are not converted.
+    transposed or not, with biases or not. GPT-OSS's gate is fused with the casts; another gate of a
+    model's own runs as it is, between the two layers. ``config._experts_implementation`` is for the
+    experts that are not converted.
     """
 
     @staticmethod
@@ -149,6 +158,8 @@ class TransformersExperts(OtherExperts):
             activation = _named(self.act_fn, gated=False) or self.act_fn
         elif type(self)._apply_gate.__name__ == "_default_apply_gate":
             activation = _gated_by(self.act_fn)
+        elif _is_gate_of_gpt_oss(self):
+            activation = "clamped_swiglu_interleaved"
         else:
             activation = self._apply_gate
         after = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None

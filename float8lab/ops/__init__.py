@@ -22,7 +22,7 @@ from float8lab.ops.cast import (
 from float8lab.ops.cross_entropy import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.ops.declare import announce, compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into_op, scaled_mm_op
-from float8lab.ops.grouped import Groups, cast_groups_op, grouped_mm_op
+from float8lab.ops.grouped import Ends, Groups, cast_groups_op, grouped_mm_op, plan_groups_op
 from float8lab.ops.norm import norm_backward_op, norm_op
 from float8lab.ops.permute import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.ops.reference import (
@@ -43,6 +43,7 @@ __all__ = [
     "LARGEST_HEAD",
     "NO_DATA",
     "SCORE_FUNCTIONS",
+    "Ends",
     "Groups",
     "Source",
     "amax_op",
@@ -63,6 +64,7 @@ __all__ = [
     "has_fp8_attention",
     "norm_backward_op",
     "norm_op",
+    "plan_groups_op",
     "prologue_shape",
     "rotate_op",
     "round_up",

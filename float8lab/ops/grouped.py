@@ -19,7 +19,14 @@ from float8lab.ops.cast import Source, empty_scale
 from float8lab.ops.declare import declare
 from float8lab.ops.reference import round_up
 
-__all__ = ["Groups", "cast_groups_op", "grouped_mm_op", "outputs_of_groups"]
+__all__ = [
+    "Ends",
+    "Groups",
+    "cast_groups_op",
+    "grouped_mm_op",
+    "outputs_of_groups",
+    "plan_groups_op",
+]
 
 
 def outputs_of_groups(of: Any) -> tuple[Tensor | None, ...]:
@@ -87,6 +94,35 @@ grouped_mm_op = declare(
 )
 
 
+def _plan_outputs(of: Any) -> Tensor:
+    E = of.offs.shape[0]
+    tiles = reference.padded_rows(of.rows, E) // reference.SPAN
+    plan: Tensor = of.offs.new_empty((E + 1 + tiles, 4), dtype=torch.int32)
+    return plan
+
+
+# An op of its own, for the products of a layer, and those of its gradients, share a plan.
+plan_groups_op = declare(
+    reference.plan_groups,
+    name="grouped_mm.plan",
+    cuda="grouped_cast:plan_groups",
+    outputs=_plan_outputs,
+)
+
+
+class Ends(NamedTuple):
+    """Where the rows of groups end, and the plan of their products."""
+
+    offs: Tensor
+    """``[E]``."""
+    plan: Tensor | None
+
+    @staticmethod
+    def of(offs: Tensor, rows: int) -> Ends:
+        """The ends of groups of a matrix of so many rows, with their plan."""
+        return Ends(offs, plan_groups_op(offs, rows))
+
+
 class Groups(NamedTuple):
     """A matrix, or a prologue that computes it, whose rows are in groups; or a batch."""
 
@@ -95,11 +131,13 @@ class Groups(NamedTuple):
     dtype: torch.dtype
     offs: Tensor | None
     """Ends of the groups, ``[E]``; None for a batch, ``[E, N, K]``."""
+    plan: Tensor | None = None
+    """Of the products of the groups, where several share it."""
 
     @staticmethod
-    def of(x: Tensor | Source, offs: Tensor | None) -> Groups:
-        """The groups of a matrix that is there or not computed yet; or a batch."""
-        return Groups(*(("", (x,), x.dtype) if isinstance(x, Tensor) else x[:3]), offs)
+    def of(x: Tensor | Source, ends: Ends) -> Groups:
+        """The groups of a matrix that is there or not computed yet."""
+        return Groups(*(("", (x,), x.dtype) if isinstance(x, Tensor) else x[:3]), *ends)
 
     def value(self) -> Tensor:
         """The matrix, with what it has in rows that belong to nobody."""
@@ -115,5 +153,5 @@ class Groups(NamedTuple):
 
     def amax(self) -> Tensor:
         """The largest absolute value in the groups, ``[1, 1]``; ``[E, 1, 1]`` of a batch."""
-        amax: Tensor = cast_groups_op(*self, torch.float8_e4m3fn, (-1, -1), "fp32")[2]
+        amax: Tensor = cast_groups_op(*self[:4], torch.float8_e4m3fn, (-1, -1), "fp32")[2]
         return amax

@@ -143,6 +143,32 @@ def check_gathered_bytes_are_those_of_the_full_cast(ranks: Ranks) -> None:
             assert_gathered_equal_cast(model, recipe)
 
 
+def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
+    """Ranks have some experts each, or none; one size has whole blocks, the other has not."""
+    x, splits = batch(ranks, 0, rows=16)[0][:16], torch.tensor([3, 0, 7, 5, 1])
+    for recipe, features in ((r, n) for r in RECIPES for n in (40, 128)):
+        torch.manual_seed(0)
+        how = {"single_grouped_weight": True, "device": ranks.device}
+        single = float8lab.GroupedLinear(5, 64, features, **how)
+        with torch.no_grad():
+            single.weight[3] *= 1000
+        model = copy.deepcopy(float8lab.convert_to_float8(single, recipe))
+        fully_shard(model, mesh=ranks.mesh())
+        with Collectives() as collectives:
+            model.unshard()
+        if ranks.world > 1:
+            assert {dtype for dtype, _ in collectives.of("allgather")} == {torch.uint8}
+        for gathered, weight in zip(model.weight, single.weight, strict=True):
+            expected = full_cast(weight.detach(), recipe)
+            assert torch.equal(gathered.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+            assert torch.equal(gathered.scale, expected.scale)
+        model.reshard()
+        results = [layer(x, splits.to(x.device)) for layer in (model, single)]
+        assert torch.equal(*results)
+        results[0].sum().backward()
+        assert model.weight.grad.to_local().shape == model.weight.to_local().shape
+
+
 def check_special_values(ranks: Ranks) -> None:
     model = nn.Sequential(nn.Linear(32, 40, bias=False, device=ranks.device))
     with torch.no_grad():

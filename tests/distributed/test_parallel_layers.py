@@ -90,8 +90,9 @@ def inputs_of(model: nn.Module) -> dict[str, list[Tensor]]:
     return found
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(parts, dim)
+def joined(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """The parts of all ranks."""
+    return torch.cat(ranks.gather(x.cpu()), dim).to(x.device)
 
 
 def compare_operands(
@@ -105,7 +106,7 @@ def compare_operands(
         if isinstance(layer, fnn.DotProductAttention):
             if not recipe.fp8_dpa:
                 continue
-            whole = [joined(ranks.gather(x), -2) for x in tensors]
+            whole = [joined(x, -2, ranks) for x in tensors]
             with watched(one) as wanted, float8lab.autocast(recipe=recipe):
                 one(*whole)
             for name in "qkv":
@@ -115,9 +116,9 @@ def compare_operands(
         row = layer.parallel_mode == "row"
         x = tensors[0]
         if row:
-            x = joined(ranks.gather(x), -1)
+            x = joined(x, -1, ranks)
         elif layer.sequence_parallel:
-            x = joined(ranks.gather(x), 0)
+            x = joined(x, 0, ranks)
         with watched(one) as wanted, float8lab.autocast(recipe=recipe):
             one(x)
         got = gemms.seen[f"{path}.", "fprop"]
@@ -381,6 +382,28 @@ def check_the_group_comes_later(ranks: Ranks) -> None:
     whole = make(tp_group=dist.group.WORLD)
     whole.load_state_dict(alone.state_dict())
     assert torch.equal(whole(x), high)
+
+
+def check_compiled(ranks: Ranks) -> None:
+    """Collectives are in the graph; the numbers are those of eager mode."""
+    torch.manual_seed(1)
+    x = of_rank(torch.randn(ranks.world, 2, HIDDEN).to(ranks.device), ranks)
+    layers: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        layers.append(
+            attention(input_layernorm=True, fuse_qkv_params=True)(
+                tp_group=dist.group.WORLD, set_parallel_mode=True, sequence_parallel=True
+            ).to(ranks.device)
+        )
+    current = recipes.Float8CurrentScaling()
+    compiled = torch.compile(layers[1], fullgraph=True, backend="aot_eager")
+    for one, other in zip(
+        run(layers[0], x, {}, current), run(compiled, x, {}, current), strict=True
+    ):
+        assert torch.equal(one, other)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def check_stored_weights(ranks: Ranks) -> None:

@@ -206,11 +206,17 @@ def check_what_travels(ranks: Ranks) -> None:
         model = parallelized(ranks.mesh(), kind, RECIPES[0])
         x, mine = inputs(ranks.mesh(), kind, 1, 64)
         with Collectives() as collectives:
-            model(mine)
+            y = model(mine.requires_grad_() * 1)
         gathers = collectives.of("all_gather")
-        moved[kind] = sum(size * dtype.itemsize for dtype, size in gathers)
         assert {dtype for dtype, _ in gathers} == {torch.uint8 if kind == "float8" else x.dtype}
-    assert moved["float8"] * x.itemsize == moved["sequence"]
+        moved[kind] = sum(size for _, size in gathers)
+        with Collectives() as collectives:
+            y.sum().backward()
+    assert 2 * moved["float8"] == moved["sequence"]  # two layers share what is gathered
+    # Of the inputs of two pairs, and of the gradients of two layers.
+    assert [dtype for dtype, _ in collectives.of("all_gather")] == [torch.uint8] * 4
+    # One sum for the second pair; that for the first is left to who uses the gradient.
+    assert len(collectives.of("reduce_scatter")) == 1
 
 
 def check_compiled(ranks: Ranks) -> None:

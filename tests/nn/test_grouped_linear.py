@@ -15,9 +15,9 @@ from float8lab import recipes
 from float8lab.nn import gemm
 from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
-from float8lab.ops import Source
+from float8lab.ops import Ends, Source
 from float8lab.tensor import Float8Tensor
-from tests.recorder import never_waiting
+from tests.recorder import Ops, never_waiting
 
 SIZES = [0, 1, 15, 17, 40]
 E, M, K, N = len(SIZES), sum(SIZES), 72, 40
@@ -31,6 +31,7 @@ RECIPES = {
     "high-fprop": recipes.Float8BlockScaling(override_linear_precision=(True, False, False)),
     "high-dgrad": recipes.Float8CurrentScaling(override_linear_precision=(False, True, False)),
 }
+CAST_OPS = "cast_groups", "transpose"
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
@@ -274,6 +275,20 @@ def test_weights_lie_together_wherever_they_move():
     assert not theirs
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["kept", "stored"])
+def test_weights_in_fp8_are_not_cast_again(stored):
+    """Over microbatches, or stored so: x and dy are cast, and the weights are turned, at most."""
+    recipe, x, dy = RECIPES["block"], rows(K), rows(N)
+    with float8lab.fp8_model_init(stored, recipe):
+        layer = experts(single_grouped_weight=True)
+    counts = []
+    for first in (True, False, False):
+        with Ops() as seen, float8lab.autocast(recipe=recipe):
+            layer(x.clone().requires_grad_(), SIZES, is_first_microbatch=first).backward(dy)
+        counts.append([seen.names.count(f"float8lab.{op}.default") for op in CAST_OPS])
+    assert counts == ([[2, 1]] * 3 if stored else [[3, 1], [2, 0], [2, 0]])
+
+
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
 def test_a_kept_cast_is_that_of_these_weights(single, recipe):
@@ -303,7 +318,7 @@ def test_a_source_is_cast_as_its_values(recipe):
     torch.manual_seed(3)
     h, dy, w = torch.randn(M + 5, 2 * K), torch.randn(M + 5, N), torch.randn(E, N, K)
     h[M:], dy[M:] = torch.nan, torch.nan
-    offs, needs = torch.tensor(SIZES).cumsum(0), (True, True, False)
+    ends, needs = Ends.of(torch.tensor(SIZES).cumsum(0), M + 5), (True, True, False)
     source = Source("swiglu", [h], h.dtype)
     results = []
     for x in (source, source.value()):
@@ -311,8 +326,8 @@ def test_a_source_is_cast_as_its_values(recipe):
         precision.experts = E
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
-        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offs=offs)
-        gradient = gemm.Gradient(dy, call, needs=needs, offs=offs)
+        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, ends=ends)
+        gradient = gemm.Gradient(dy, call, needs=needs, ends=ends)
         grads = gemm.backward(
             gradient, x if x is source else None, saved, call,
             needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),

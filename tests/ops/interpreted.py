@@ -467,6 +467,7 @@ def check_groups() -> None:
             for w in batch if all(wanted) else batch[:1]:
                 arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *wanted[:2])
                 same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
+    same(grouped_cast.plan_groups(offs, len(x)), reference.plan_groups(offs, len(x)))
     how = (E4M3, (-1, -1))
     for given, rule in ((torch.full((1, 1), 700.0), "fp32"), (torch.full((1,), 0.3), "encode")):
         slots = [torch.full((1,), -1.0) if rule == "encode" else None for _ in range(2)]

@@ -124,6 +124,13 @@ def tiles(
     return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
 
 
+def tiles_of_groups(matrix: Source, rule: str = "fp32", column_sum: bool = True) -> Any:
+    ends, how = torch.tensor([100, 256], dtype=torch.int32), (E4M3, (1, 128), rule, 0.0)
+    return lambda: grouped_cast.cast_tiles_of_groups(
+        matrix[:3], ends, how, write=True, column_sum=column_sum
+    )
+
+
 def given(
     factor: torch.Tensor,
     block: tuple[int, int],
@@ -149,6 +156,7 @@ INPUTS: dict[str, list[torch.Tensor]] = {
     "gelu_backward": [x, x],
     "swiglu_backward": [x, x[:, :256].contiguous()],
     "geglu_backward": [x, x[:, :256].contiguous()],
+    "clamped_swiglu_interleaved_backward": [x, x[:, :256].contiguous()],
 }
 SOURCES = {name: Source(name, inputs, torch.bfloat16) for name, inputs in INPUTS.items()}
 PLAIN, HALF = Source("", [x], x.dtype), Source("", [x.half()], torch.float16)
@@ -281,6 +289,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "groups-1x32-e8m0": groups((1, 32), "e8m0", (True, True, False)),
     "groups-of-swiglu": groups((1, 128), prologue="swiglu"),
     "groups-of-swiglu-backward": groups((-1, -1), prologue="swiglu_backward"),
+    "groups-of-clamped-swiglu": groups((1, 128), prologue="clamped_swiglu_interleaved"),
+    "groups-of-clamped-swiglu-backward": groups(
+        (1, 128), prologue="clamped_swiglu_interleaved_backward"
+    ),
     "groups-of-tokens": groups((1, 128), prologue="permute"),
     "groups-of-tokens-row": groups((1, -1), prologue="permute"),
     "groups-given": groups((-1, -1), "encode", given=one),
@@ -390,6 +402,13 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "row-both-of-geglu-backward": both_of("geglu_backward", (1, -1)),
     **{f"tiles-of-{name.replace('_', '-')}": tiles(computed) for name, computed in SOURCES.items()},
     "tiles-of-layer-norm-transposed": tiles(SOURCES["layer_norm"], write=False),
+    "tiles-of-clamped-swiglu-backward": tiles(SOURCES["clamped_swiglu_interleaved_backward"]),
+    "groups-by-tiles": tiles_of_groups(PLAIN),
+    "groups-by-tiles-of-swiglu": tiles_of_groups(SOURCES["swiglu"], column_sum=False),
+    "groups-by-tiles-of-swiglu-backward": tiles_of_groups(SOURCES["swiglu_backward"]),
+    "groups-by-tiles-of-tokens": tiles_of_groups(
+        Source("permute", [x, torch.zeros(256, dtype=torch.int32)], x.dtype), "pow2"
+    ),
     "tiles-of-swiglu-backward-sum": tiles(SOURCES["swiglu_backward"], column_sum=True),
     "update-scales": lambda: scaling.update_scales_(
         torch.zeros(1024, 8), slots, factors, slots.int(), slots, 0, 1, False, True

@@ -297,6 +297,7 @@ def test_groups(block: tuple[int, int], device: torch.device) -> None:
     bias = torch.randn(3, 32, device=device)
     check(ops.grouped_mm_op, q, scale, block, w_q, w_scale, block, bias, *rest)
     check(ops.grouped_mm_op, q_t, scale_t, block, q_t, scale_t, block, None, *rest)
+    check(ops.plan_groups_op, offs, len(x))
 
 
 def test_groups_by_what_is_given(device: torch.device) -> None:

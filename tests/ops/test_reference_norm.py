@@ -26,6 +26,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "qgeglu": lambda x: ACTIVATIONS["qgelu"](x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "glu": lambda x: torch.sigmoid(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "clamped_swiglu_interleaved": lambda x: (
+        ACTIVATIONS["qgelu"](x[..., ::2].clamp(max=7)) * (x[..., 1::2].clamp(-7, 7) + 1)
+    ),
 }
 """Each activation in torch's own words."""
 

@@ -18,6 +18,7 @@ import math
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_op, cast_many_op, cast_op, factors_from_amax, round_up
+from float8lab.ops import (
+    Groups,
+    amax_op,
+    cast_groups_op,
+    cast_many_op,
+    cast_op,
+    factors_from_amax,
+    round_up,
+)
 from float8lab.recipes.reduction import AmaxChannel, channel
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
@@ -268,9 +277,12 @@ def reduced_amaxes(
         for rows, blocks in layout.runs:
             part, block = shard if whole else shard[rows], layout.spec.block
             targets.append(amax[blocks])
-            values.append(
-                _largest_scales(part, block) if stored else amax_op("", (part,), part.dtype, block)
-            )
+            if stored:
+                values.append(_largest_scales(part, block))
+            elif part.ndim == 3:
+                values.append(_amaxes_of_experts(part, block))
+            else:
+                values.append(amax_op("", (part,), part.dtype, block))
     if targets:
         torch._foreach_copy_(targets, values)
     if mesh.size() > 1:
@@ -292,6 +304,20 @@ def reduced_amaxes(
     return every, amaxes
 
 
+def _amaxes_of_experts(weights: Tensor, block: tuple[int, ...]) -> Tensor:
+    """The amax of each block of some experts' weights."""
+    if block == (1, -1, -1):
+        return Groups("", (weights,), weights.dtype, None).amax()
+    parts = [amax_op("", (part,), part.dtype, block[1:]) for part in _as_matrices(weights, block)]
+    return torch.stack(parts).view(weights.shape[0], -1, parts[0].shape[1])
+
+
+def _as_matrices(weights: Tensor, block: tuple[int, ...]) -> Sequence[Tensor]:
+    """Experts' weights: matrices of whole blocks, as few as there can be."""
+    E, N, K = weights.shape
+    return weights.unbind() if N % block[1] else [weights.reshape(E * N, K)]
+
+
 def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
     if block[0] == 1 and rows.spec.block == tuple(block):
         return rows.scale  # no block is shared
@@ -308,11 +334,26 @@ def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
             return rows.qdata  # no block is shared
         rows = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
         rule = "decode"
+    if rows.ndim == 3:
+        return _cast_experts(rows, factor, spec)
     q: Tensor = cast_op(
         "", (rows,), rows.dtype, spec.fp8_dtype, spec.block, rule, 0.0, 1,
         True, False, False, factor,
     )[0]  # fmt: skip
     return q
+
+
+def _cast_experts(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
+    """FP8 data of some experts' weights in high precision."""
+    E, N, K = rows.shape
+    if spec.block == (1, -1, -1):
+        how = spec.fp8_dtype, (-1, -1), "encode", 0.0, True, False, False, factor
+        q: Tensor = cast_groups_op("", (rows,), rows.dtype, None, *how)[0]
+        return q[:, :N, :K].contiguous()
+    inner, matrices = replace(spec, block=spec.block[1:]), _as_matrices(rows, spec.block)
+    factors = factor.reshape(len(matrices), -1, factor.shape[-1])
+    parts = [cast_rows(one, by, inner) for one, by in zip(matrices, factors, strict=True)]
+    return torch.stack(parts).view(E, N, K)
 
 
 def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> None:

@@ -127,6 +127,16 @@ def _compare(cases: Cases, got: Any, want: Any, sizes: tuple[int, ...] | None = 
         cases.same(one, other)
 
 
+@checks("products", REFERENCE, "plan_groups_op")
+def _check_plan_groups(cases: Cases) -> None:
+    for turn, (name, sizes) in enumerate(_SIZES.items()):
+        offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
+        for more in (0, 9):
+            cases.begin(f"{name} and {more} rows of nobody")
+            got = ops.plan_groups_op(offs.to(cases.device), sum(sizes) + more)
+            cases.same(got.to(offs.device), reference.plan_groups(offs, sum(sizes) + more))
+
+
 @checks("products", GEMM_BOUND, "grouped_mm_op")
 def _check_grouped_mm(cases: Cases) -> None:
     for how, (block, w_block, rule) in _CASTS.items():

@@ -6,6 +6,8 @@ for the transpose. So a thread holds few values at a time, many threads share a 
 amaxes hardly leave a warp; which takes layouts of our choice, so this is Gluon. A register holds a
 pair, two neighbours in a row, whose amaxes are taken at once, by an instruction that came with
 Hopper. On older GPUs, and for float32, each orientation is cast on its own.
+
+Where the rows are in groups, a plan says which rows a tile has; no tile has rows of two groups.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.prologue import arguments_of, load, tile_of_program
 from float8lab.ops.reference import prologue_shape, round_up
 
-__all__ = ["cast_tiles", "has_tiles", "takes_tiles"]
+__all__ = ["cast_tiles", "has_tiles", "launch_tiles", "takes_tiles"]
 
 _WARPS = 8
 _TILE = Tile(rows=128, columns=128, warps=_WARPS)
@@ -114,7 +116,7 @@ def _layout_of_scales(across):
 
 @gluon.jit
 def _write_rows(
-    pairs, tile_m, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk,
+    pairs, row, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk,
     eps, LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The matrix. ``pairs``: [128, 64] by rows."""
@@ -132,7 +134,7 @@ def _write_rows(
     rows = gl.arange(0, 128, gl.SliceLayout(1, SCALES))[:, None]
     k = gl.arange(0, ACROSS, gl.SliceLayout(0, SCALES))[None, :]
     inside = (rows < rows_left) & (k * BLOCK < columns_left)
-    scale_ptr += tile_m * 128 * stride_sm + tile_k * ACROSS * stride_sk
+    scale_ptr += row * stride_sm + tile_k * ACROSS * stride_sk
     gl.store(scale_ptr + rows * stride_sm + k * stride_sk, scale, mask=inside)
 
     encode = gl.convert_layout(encode, gl.SliceLayout(2, BY_BLOCK))[:, :, None]
@@ -144,7 +146,7 @@ def _write_rows(
     columns = gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
     # Of eighths, so that the compiler sees that 8 bytes are stored or none.
     inside = (rows < rows_left)[:, None] & (columns // 8 < columns_left // 8)[None, :]
-    q_ptr += tile_m * 128 * COLUMNS + tile_k * 128
+    q_ptr += row * COLUMNS + tile_k * 128
     gl.store(q_ptr + rows.to(gl.int64)[:, None] * COLUMNS + columns[None, :], q, mask=inside)
 
 
@@ -207,7 +209,8 @@ def _quantize_blocks_kernel(
     scale_ptr,  # [ROWS, ceil COLUMNS / BLOCK] fp32
     scale_t_ptr,  # [COLUMNS, ceil ROWS / BLOCK] fp32
     sum_ptr,  # [row tiles, K] fp32
-    M, K, ROWS, COLUMNS, eps, stride_sm, stride_sk, stride_tk, stride_tm,
+    plan_ptr,  # [E + 1 + row tiles, 4] int32, where the rows are in groups
+    M, K, ROWS, COLUMNS, E, eps, stride_sm, stride_sk, stride_tk, stride_tm,
     LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr,
     WRITE: gl.constexpr, COLUMN_SUM: gl.constexpr, AT_ONCE: gl.constexpr,
     FUNCTION: gl.constexpr,  # "" where a_ptr is the matrix
@@ -220,7 +223,18 @@ def _quantize_blocks_kernel(
     BY_VALUE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     BY_COLUMN: gl.constexpr = gl.BlockedLayout([256 // WARPS, 1], [1, 32], [WARPS // 2, 2], [0, 1])
     tile_m, tile_k = tile_of_program(COLUMNS, BACKWARD, GATED, TILE_M, TILE_K)
-    rows_left = gl.minimum(ROWS - tile_m * 128, 128).to(gl.int32)
+    if plan_ptr is None:
+        row, last = tile_m * 128, M
+        rows_left = gl.minimum(ROWS - row, 128).to(gl.int32)
+        down_left = rows_left
+    else:
+        place = plan_ptr + 4 * (E + 1 + tile_m)
+        row, last = gl.load(place + 1).to(gl.int64), gl.load(place + 2).to(gl.int64)
+        rows_left = gl.minimum(last - row, 128).to(gl.int32)
+        # Rows that belong to nobody are zeros, and have no place in the transpose.
+        is_owned = (gl.load(place) < E) & (tile_m < gl.load(plan_ptr + 4 * E))
+        last = gl.where(is_owned, last, row)
+        down_left = gl.where(is_owned, 128, 0)
     columns_left = gl.minimum(COLUMNS - tile_k * 128, 128).to(gl.int32)
     eps = gl.cast(eps, gl.float32)
     tile = gl.allocate_shared_memory(gl.int32, [128, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -228,19 +242,19 @@ def _quantize_blocks_kernel(
         rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
         columns = gl.arange(0, 64, gl.SliceLayout(0, BY_ROW))
         a_ptr = a_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        a_ptr += tile_m * 128 * (stride_am // 2) + tile_k * 64
+        a_ptr += row * (stride_am // 2) + tile_k * 64
         offsets = rows.to(gl.int64)[:, None] * (stride_am // 2) + columns[None, :]
-        inside = (rows < (M - tile_m * 128).to(gl.int32))[:, None]
+        inside = (rows < (last - row).to(gl.int32))[:, None]
         inside &= (columns // 4 < (K // 8 - tile_k * 16).to(gl.int32))[None, :]
         pairs = gl.load(a_ptr + offsets, mask=inside, other=0)
         tile.store(pairs)
     else:
         columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
         for first in gl.static_range(0, 128, AT_ONCE):
-            rows = tile_m * 128 + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
+            rows = row + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
             y = load(
                 a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-                rows, columns, tile_k, M, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
+                rows, columns, tile_k, last, K, FUNCTION, GATED, BACKWARD, HALVES, DTYPE, TILE_K,
             )  # fmt: skip
             y0, y1 = gl.split(gl.reshape(y, [AT_ONCE, 64, 2]))
             pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)
@@ -249,13 +263,13 @@ def _quantize_blocks_kernel(
             pairs = tile.load(BY_ROW)
     if WRITE:
         _write_rows(
-            pairs, tile_m, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm,
+            pairs, row, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm,
             stride_sk, eps, LIMIT, RULE, BLOCK, DTYPE,
         )  # fmt: skip
     if COLUMN_SUM:
         _sum_of_columns(tile.load(BY_COLUMN), sum_ptr, tile_m, tile_k, K, DTYPE)
     _write_columns(
-        tile.load(BY_COLUMN), tile_m, tile_k, rows_left, columns_left, q_t_ptr, scale_t_ptr, ROWS,
+        tile.load(BY_COLUMN), tile_m, tile_k, down_left, columns_left, q_t_ptr, scale_t_ptr, ROWS,
         stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, DTYPE,
     )  # fmt: skip
 
@@ -278,6 +292,41 @@ def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int)
     return fits and x.data_ptr() % 16 == 0 and has_tiles(x, x.dtype, block, align)
 
 
+def launch_tiles(
+    matrix: tuple[str, Sequence[Tensor], torch.dtype],
+    results: tuple[Tensor | None, ...],
+    padded: tuple[int, int],
+    block: Sequence[int],
+    rule: str,
+    eps: float,
+    plan: Tensor | None = None,
+    groups: int = 0,
+) -> None:
+    """Cast to ``results``: FP8 data, that of the transpose, the scales of both, partial sums.
+
+    Args:
+        matrix: what is cast.
+        results: the data and scales of the rows, and the sums, are None where not wanted.
+        padded: rows and columns of the transpose, turned back.
+        block: of one row.
+        rule: of the scales.
+        eps: the least amax.
+        plan: of ``plan_groups``, where the rows are in groups.
+        groups: how many.
+    """
+    (prologue, inputs, _), (q, q_t, scale, scale_t, sums) = matrix, results
+    assert q_t is not None, "always wanted"
+    assert scale_t is not None, "always wanted"
+    tensors, constants = arguments_of(*matrix, _TILE)
+    _quantize_blocks_kernel[grid_of(padded, _TILE)](
+        *tensors, q, q_t, scale, scale_t, sums, plan, *prologue_shape(prologue, inputs), *padded,
+        groups, eps, *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
+        LIMIT=largest(q_t.dtype), RULE=rule, BLOCK=block[1], WRITE=q is not None,
+        COLUMN_SUM=sums is not None, AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows,
+        maxnreg=_REGISTERS, **constants,
+    )  # fmt: skip
+
+
 def cast_tiles(
     matrix: tuple[str, Sequence[Tensor], torch.dtype],
     fp8_dtype: torch.dtype,
@@ -293,7 +342,7 @@ def cast_tiles(
 
     Only the transpose unless ``write``.
     """
-    prologue, inputs, dtype = matrix
+    prologue, inputs, _ = matrix
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     rows, columns = (round_up(size, align) for size in shape)
     q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
@@ -302,11 +351,5 @@ def cast_tiles(
         q = q_t.new_empty((rows, columns))
         scale = empty_scale(first, q.shape, block)
     sums = empty_column_sums(first, shape, _TILE) if column_sum else None
-    tensors, constants = arguments_of(prologue, inputs, dtype, _TILE)
-    _quantize_blocks_kernel[grid_of((rows, columns), _TILE)](
-        *tensors, q, q_t, scale, scale_t, sums, *shape, rows, columns, eps,
-        *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
-        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], WRITE=write, COLUMN_SUM=column_sum,
-        AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, maxnreg=_REGISTERS, **constants,
-    )  # fmt: skip
+    launch_tiles(matrix, (q, q_t, scale, scale_t, sums), (rows, columns), block, rule, eps)
     return q, scale, None, q_t, scale_t, None if sums is None else sums.sum(0)

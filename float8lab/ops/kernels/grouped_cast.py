@@ -42,10 +42,11 @@ from float8lab.ops.kernels._common import (
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast import _scales_kernel as make_scales
+from float8lab.ops.kernels.cast_hopper import has_tiles, launch_tiles, takes_tiles
 from float8lab.ops.kernels.prologue import arguments_of, has_kernel, load, tile_of_program
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
-__all__ = ["cast_groups", "group_of_tile"]
+__all__ = ["cast_groups", "plan_groups"]
 
 _TILE = Tile(rows=128, columns=128, warps=8)
 """Of blocks, which it has whole."""
@@ -81,6 +82,46 @@ def group_of_tile(tile, offs_ptr, M, E, COUNT: tl.constexpr):
     end = tl.sum(tl.where(found, ends, 0), 0)
     row = tl.where(group < COUNT, start + (tile - first) * 128, end).to(tl.int64)
     return group, row, end.to(tl.int64)
+
+
+@launched
+def _plan_kernel(
+    offs_ptr,  # [E] ends of groups, int32 or int64
+    plan_ptr,  # [E + 1 + tiles, 4] int32
+    M, E,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Each group's first tile and how many it has, how many there are; each tile's place."""
+    index = tl.program_id(0)
+    offsets = tl.arange(0, COUNT)
+    ends = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
+    inside = (offsets > 0) & (offsets <= E)
+    starts = tl.load(offs_ptr + offsets - 1, mask=inside, other=0).to(tl.int32)
+    ends = tl.where(offsets < E, ends, M)
+    starts = tl.where(offsets <= E, starts, M)
+    of_group = (tl.maximum(ends - starts, 0) + 127) // 128
+    plan_ptr += 4 * index
+    if index > E:
+        group, row, end = group_of_tile(index - E - 1, offs_ptr, M, E, COUNT)
+        is_one = group <= E
+        tl.store(plan_ptr, tl.where(is_one, group, 0))
+        tl.store(plan_ptr + 1, tl.where(is_one, row.to(tl.int32), 0))
+        tl.store(plan_ptr + 2, tl.where(is_one, end.to(tl.int32), 0))
+    else:
+        here = tl.where(offsets == index, of_group, 0)
+        before = tl.where((offsets < index) | (index == E), of_group, 0)
+        tl.store(plan_ptr, tl.sum(before, 0))
+        tl.store(plan_ptr + 1, tl.sum(here, 0))
+        tl.store(plan_ptr + 2, 0)
+    tl.store(plan_ptr + 3, 0)
+
+
+@replayed
+def plan_groups(offs: Tensor, rows: int) -> Tensor:
+    E = offs.shape[0]
+    plan = offs.new_empty((E + 1 + padded_rows(rows, E) // SPAN, 4), dtype=torch.int32)
+    _plan_kernel[(plan.shape[0],)](offs, plan, rows, E, COUNT=next_power_of_2(E + 1))
+    return plan
 
 
 @triton.jit
@@ -421,6 +462,13 @@ def cast_groups(
         return reference.cast_groups(
             prologue, inputs, dtype, offs, fp8_dtype, block, rule, eps, *rest
         )
+    if offs is not None and transposed and slot is None:
+        x_fits = has_tiles if prologue else takes_tiles
+        if x_fits(first, dtype, block, ALIGN):
+            how = fp8_dtype, block, rule, eps
+            return cast_tiles_of_groups(
+                (prologue, inputs, dtype), offs, how, write=straight, column_sum=column_sum
+            )
     batch: tuple[int, ...] = ()
     stride, source = 0, inputs
     if offs is None:
@@ -477,12 +525,48 @@ def cast_groups(
         FROM_END=rule in SCALE_RULES and not blocks and not prologue,
         COUNT=next_power_of_2(E + 1), **constants,
     )  # fmt: skip
-    if column_sum:
-        total = first.new_empty((E, K), dtype=torch.float32)
-        _sum_groups_kernel[(E, ceil_div(K, _SUMS))](
-            sums, total, offs, K, COUNT=next_power_of_2(E), COLUMNS=_SUMS
-        )
+    if sums is not None:
+        total = _sums_of_groups(sums, offs)
     return q, scale if straight else None, amax, q_t, scale_t if transposed else None, total
+
+
+def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
+    """``[E, K]``, of the sums of row tiles."""
+    assert offs is not None, "a batch has none"
+    E, K = offs.shape[0], partial.shape[1]
+    total = partial.new_empty((E, K))
+    _sum_groups_kernel[(E, ceil_div(K, _SUMS))](
+        partial, total, offs, K, COUNT=next_power_of_2(E), COLUMNS=_SUMS
+    )
+    return total
+
+
+def cast_tiles_of_groups(
+    matrix: tuple[str, Sequence[Tensor], torch.dtype],
+    offs: Tensor,
+    how: tuple[torch.dtype, tuple[int, ...], str, float],
+    *,
+    write: bool,
+    column_sum: bool,
+) -> tuple[Any, ...]:
+    """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
+    (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, how
+    (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
+    columns, across = round_up(K, ALIGN), padded_rows(M, E)
+    q = scale = sums = None
+    if write:
+        q = first.new_empty((M, columns), dtype=fp8_dtype)
+        scale = empty_scale(first, (M, columns), block)
+    q_t = first.new_empty((columns, across), dtype=fp8_dtype)
+    scale_t = empty_scale(first, (columns, across), block)
+    if column_sum:
+        sums = first.new_empty((across // SPAN, K), dtype=torch.float32)
+    plan = plan_groups(offs, M)
+    launch_tiles(
+        matrix, (q, q_t, scale, scale_t, sums), (across, columns), block, rule, eps, plan, E
+    )
+    total = None if sums is None else _sums_of_groups(sums, offs)
+    return q, scale, None, q_t, scale_t, total
 
 
 def _factors(

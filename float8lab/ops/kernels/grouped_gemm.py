@@ -15,11 +15,11 @@ from torch import Tensor
 
 from float8lab.ops import reference
 from float8lab.ops.gemm import capability_of
-from float8lab.ops.kernels._common import ceil_div, next_power_of_2
+from float8lab.ops.kernels._common import ceil_div
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
-from float8lab.ops.kernels.grouped_cast import group_of_tile
+from float8lab.ops.kernels.grouped_cast import plan_groups
 from float8lab.ops.kernels.hopper_gemm import (
     GROUPED_ROWS,
     GROUPED_SUMS,
@@ -27,53 +27,9 @@ from float8lab.ops.kernels.hopper_gemm import (
     Config,
     multiply_tiles,
 )
-from float8lab.ops.reference import ALIGN, SPAN, padded_rows
+from float8lab.ops.reference import ALIGN, SPAN
 
 __all__ = ["grouped_mm"]
-
-
-# The plan.
-
-
-@launched
-def _plan_kernel(
-    offs_ptr,  # [E] ends of groups, int32 or int64
-    plan_ptr,  # [tiles + 1, 4] int32
-    M, E, tiles,
-    BY_TILE: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Group, first row and end of each tile of 128 rows, then how many tiles there are.
-
-    Or, of each group, its first tile in a transpose and how many it has there.
-    """
-    index = tl.program_id(0)
-    offsets = tl.arange(0, COUNT)
-    ends = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
-    inside = (offsets > 0) & (offsets <= E)
-    starts = tl.load(offs_ptr + offsets - 1, mask=inside, other=0).to(tl.int32)
-    ends = tl.where(offsets < E, ends, M)
-    starts = tl.where(offsets <= E, starts, M)
-    of_group = (tl.maximum(ends - starts, 0) + 127) // 128
-    if BY_TILE:
-        group, row, end = group_of_tile(index, offs_ptr, M, E, COUNT)
-        tl.store(plan_ptr + 4 * index, group)
-        tl.store(plan_ptr + 4 * index + 1, row.to(tl.int32))
-        tl.store(plan_ptr + 4 * index + 2, end.to(tl.int32))
-        if index == 0:
-            tl.store(plan_ptr + 4 * tiles, tl.sum(of_group, 0))
-    else:
-        first = tl.sum(tl.where(offsets < index, of_group, 0), 0)
-        tl.store(plan_ptr + 4 * index, first)
-        tl.store(plan_ptr + 4 * index + 1, tl.sum(tl.where(offsets == index, of_group, 0), 0))
-
-
-def _plan(offs: Tensor, M: int, *, by_tile: bool) -> Tensor:
-    """Of tiles of rows, as many as there may be, or of groups."""
-    E = offs.shape[0]
-    tiles = padded_rows(M, E) // SPAN if by_tile else E
-    plan = offs.new_empty((tiles + 1, 4), dtype=torch.int32)
-    _plan_kernel[(tiles,)](offs, plan, M, E, tiles, BY_TILE=by_tile, COUNT=next_power_of_2(E + 1))
-    return plan
 
 
 # The launchers.
@@ -111,6 +67,7 @@ def grouped_mm(
     offs: Tensor,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    plan: Tensor | None = None,
 ) -> Tensor:
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
         return _in_high_precision(a, b, bias, offs, out_dtype)
@@ -119,12 +76,13 @@ def grouped_mm(
         return _dequantized(
             a, a_scale, tuple(a_block), b, b_scale, tuple(b_block), bias, offs, out_dtype
         )
-    return multiply_groups(mode, a, a_scale, b, b_scale, bias, offs, out_dtype)
+    return multiply_groups(mode, a, a_scale, b, b_scale, bias, offs, out_dtype, plan)
 
 
 def multiply_groups(
     mode: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
-    offs: Tensor, out_dtype: torch.dtype, config: Config | None = None,
+    offs: Tensor, out_dtype: torch.dtype, plan: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """The product of operands that have a mode; ``config`` in place of the one in the table."""
     contracts, E, (M, K), N = b.ndim == 2, offs.shape[0], a.shape, b.shape[-2]
@@ -140,7 +98,7 @@ def multiply_groups(
         b = b.contiguous()
     if mode in ("block", "rows") and a_scale.shape[0] > 1 and a_scale.stride(0) != 1:
         a_scale = a_scale.t().contiguous().t()
-    plan = _plan(offs, M, by_tile=not contracts)
+    plan = plan_groups(offs, 0 if contracts else M) if plan is None else plan
     y = a.new_empty((E, M, N) if contracts else (M, N), dtype=out_dtype)
     return multiply_tiles(
         mode, a, a_scale, b, b_scale, bias, y,

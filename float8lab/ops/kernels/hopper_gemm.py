@@ -129,9 +129,10 @@ def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
         y_row = group * M + row
         left = M - row
     else:
-        group = gl.load(plan_ptr + 4 * m)
-        row = gl.load(plan_ptr + 4 * m + 1)
-        left = gl.load(plan_ptr + 4 * m + 2) - row
+        at = plan_ptr + 4 * (E + 1 + m)
+        group = gl.load(at)
+        row = gl.load(at + 1)
+        left = gl.load(at + 2) - row
         steps = gl.where(group < E, steps, 0)
         group = gl.minimum(group, E - 1)
         first = group * 0
@@ -414,8 +415,8 @@ def _multiply_tiles_kernel(
     a_scale_ptr,  # fp32: by group and row; with BLOCK [M, ceil K / 128] with stride (1, a_step)
     b_scale_ptr,  # fp32: by group and row, and with BLOCK by step
     bias_ptr,  # [E, N], if BIAS
-    plan_ptr,  # [tiles + 1, 4] int32, see grouped_gemm.py; unless DENSE
-    M, N, K, E, tiles, b_rows, b_columns,
+    plan_ptr,  # [E + 1 + tiles, 4] int32, see grouped_gemm.py; unless DENSE
+    M, N, K, E, b_rows, b_columns,
     a_stride, a_row_stride, a_step, b_stride, b_row_stride, b_step,
     MODE: gl.constexpr, GROUPS: gl.constexpr, BIAS: gl.constexpr, BAND: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -437,7 +438,7 @@ def _multiply_tiles_kernel(
 
     tiles_n = gl.cdiv(N, COLUMNS)
     if GROUPS == GROUPED_ROWS:  # noqa: SIM108
-        tiles_m = gl.load(plan_ptr + 4 * tiles)
+        tiles_m = gl.load(plan_ptr + 4 * E)
     else:
         tiles_m = E * gl.cdiv(M, ROWS)
     steps = gl.cdiv(K, STEP)
@@ -516,14 +517,15 @@ def multiply_tiles(
     """
     config = config or CONFIGS[mode, y.element_size()]
     (M, K), N = a.shape, y.shape[-1]
-    tiles = 0 if plan is None else plan.shape[0] - 1
-    down = tiles if groups == GROUPED_ROWS.value else E * ceil_div(M, _ROWS)
+    down = E * ceil_div(M, _ROWS)
+    if plan is not None and groups == GROUPED_ROWS.value:
+        down = plan.shape[0] - E - 1
     programs = min(multiprocessors(a.device), down * ceil_div(N, _COLUMNS))
     a_stride, a_row, a_step, b_stride, b_row, b_step = *_strides(a_scale), *_strides(b_scale)
     _multiply_tiles_kernel[(programs,)](
         _descriptor(a, _ROWS, 128), _descriptor(b, _COLUMNS, 128),
         _descriptor(y.view(-1, N), 64, 256 if mode == "fast" else 128), y,
-        a_scale, b_scale, bias, plan, M, N, K, E, tiles, *b_place,
+        a_scale, b_scale, bias, plan, M, N, K, E, *b_place,
         a_stride, a_row, a_step, b_stride, b_row, b_step,
         MODE=mode, GROUPS=groups, BIAS=bias is not None, BAND=config.band,
         STAGES=config.stages, CONSUMER_REGISTERS=config.registers[0],

@@ -143,7 +143,35 @@ def _load(ptr, rows, columns, mask, stride_m, stride_k):
 
 
 @triton.jit
-def load(
+def _load_clamped(
+    h_ptr, dy_ptr, stride_hm, stride_bm, stride_bk, rows, columns, mask, BACKWARD: tl.constexpr
+):  # fmt: skip
+    """GPT-OSS's activation of pairs, each read as one word, or its gradient."""
+    VALUE: tl.constexpr = h_ptr.dtype.element_ty
+    BITS: tl.constexpr = VALUE.primitive_bitwidth
+    PART: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+    WORD: tl.constexpr = tl.int32 if BITS == 16 else tl.int64
+    pair = columns // 2 if BACKWARD else columns
+    offsets = rows[:, None] * (stride_hm // 2) + pair[None, :]
+    words = tl.load(h_ptr.to(tl.pointer_type(WORD), bitcast=True) + offsets, mask=mask, other=0)
+    a = words.to(PART).to(VALUE, bitcast=True).to(tl.float32)
+    b = (words >> BITS).to(PART).to(VALUE, bitcast=True).to(tl.float32)
+    least = tl.where(a > 7.0, 7.0, a)
+    factor = tl.where(b > 7.0, 7.0, tl.where(b < -7.0, -7.0, b)) + 1.0
+    if BACKWARD:
+        y = _load(dy_ptr, rows, pair, mask, stride_bm, stride_bk)
+        s = _sigmoid(least * 1.702)
+        of_a = y * factor * (s + least * (s * (1.0 - s)) * 1.702)
+        of_a = tl.where(a > 7.0, 0.0, of_a)
+        of_b = tl.where((b > 7.0) | (b < -7.0), 0.0, y * (least * s))
+        y = tl.where((columns % 2 == 0)[None, :], of_a, of_b)
+    else:
+        y = apply_activation(least, "qgelu") * factor
+    return y
+
+
+@triton.jit
+def load(  # noqa: PLR0915
     a_ptr,  # x or h: [M, K], or [M, 2 K] where GATED and not BACKWARD; x: [T, K] to permute
     b_ptr,  # rstd: [M] fp32; dy: [M, K], or [M, K / 2] where GATED; token: [M] int32 to permute
     c_ptr,  # weight: [K]
@@ -188,6 +216,10 @@ def load(
         if FUNCTION == "layer_norm":
             bias = tl.load(e_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
             y = y + bias[None, :]
+    elif FUNCTION == "clamped":
+        y = _load_clamped(
+            a_ptr, b_ptr, stride_am, stride_bm, stride_bk, rows, columns, mask, BACKWARD
+        )
     elif not BACKWARD:
         y = apply_activation(_load(a_ptr, rows, columns, mask, stride_am, stride_ak), FUNCTION)
         if GATED:
@@ -263,6 +295,8 @@ def arguments_of(
     function, gated = prologue, False
     if prologue and not prologue.endswith("_norm") and prologue != "permute":
         function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
+    if function == "clamped" and not _has_words(first):
+        first = first.clone(memory_format=torch.contiguous_format)
     # x, rstd, weight, mean, bias: all but x are dense vectors. Or x and token, or h and dy.
     second = inputs[1] if len(inputs) > 1 else None
     vectors = [v.contiguous() for v in inputs[2:]]
@@ -271,7 +305,7 @@ def arguments_of(
         "FUNCTION": function,
         "GATED": gated,
         "BACKWARD": prologue.endswith("_backward"),
-        "HALVES": gated and first.shape[1] // 2 % tile.columns == 0,
+        "HALVES": gated and function != "clamped" and first.shape[1] // 2 % tile.columns == 0,
         "DTYPE": triton_dtype(dtype if prologue else first.dtype),
         "TILE_M": tile.rows,
         "TILE_K": tile.columns,
@@ -280,6 +314,12 @@ def arguments_of(
     }
     pointers = (first, second, *vectors, *[None] * (3 - len(vectors)))
     return (*pointers, *first.stride(), *strides), constants
+
+
+def _has_words(x: Tensor) -> bool:
+    """Whether every pair of neighbours in a row is one word in memory."""
+    dense = x.stride(1) == 1 and x.stride(0) % 2 == 0
+    return dense and x.data_ptr() % (2 * x.element_size()) == 0
 
 
 def tile_for(prologue: str, *, words: bool = False) -> Tile:

@@ -22,7 +22,14 @@ from float8lab.ops.reference.cast import (
     transpose,
 )
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
-from float8lab.ops.reference.grouped import ALIGN, SPAN, cast_groups, grouped_mm, padded_rows
+from float8lab.ops.reference.grouped import (
+    ALIGN,
+    SPAN,
+    cast_groups,
+    grouped_mm,
+    padded_rows,
+    plan_groups,
+)
 from float8lab.ops.reference.norm import norm, norm_backward
 from float8lab.ops.reference.prologue import ACTIVATIONS, prologue_shape, value_of
 from float8lab.ops.reference.scaling import NO_DATA, update_scales_
@@ -47,6 +54,7 @@ __all__ = [
     "norm",
     "norm_backward",
     "padded_rows",
+    "plan_groups",
     "prologue_shape",
     "quantize",
     "round_up",

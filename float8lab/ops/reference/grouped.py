@@ -28,7 +28,7 @@ from float8lab.ops.reference.cast import encode, quantize, round_up
 from float8lab.ops.reference.gemm import scaled_mm
 from float8lab.ops.reference.prologue import value_of
 
-__all__ = ["ALIGN", "SPAN", "cast_groups", "grouped_mm", "padded_rows"]
+__all__ = ["ALIGN", "SPAN", "cast_groups", "grouped_mm", "padded_rows", "plan_groups"]
 
 ALIGN = 16
 """What Hopper's FP8 products want rows to be a multiple of."""
@@ -54,6 +54,29 @@ def _bounds(offs: Tensor) -> Iterator[tuple[int, int, int]]:
         yield start, end, place
         place += round_up(end - start, SPAN)
         start = end
+
+
+def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
+    """Which tile of ``SPAN`` rows has which rows of which group: what the kernels look up.
+
+    Args:
+        offs: ends of the groups, ``[E]``, int32 or int64.
+        rows: of the matrix; those beyond the last end are group E.
+
+    Returns:
+        ``[E + 1 + padded_rows // SPAN, 4]`` int32: of each group its first tile and how many it
+        has; how many there are, and how many group E has; then of each tile its group, its first
+        row and the group's end. All else is 0.
+    """
+    starts, ends = [0, *offs.tolist()], [*offs.tolist(), int(rows)]
+    groups: list[list[int]] = []
+    tiles: list[list[int]] = []
+    for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        groups.append([len(tiles), -(-max(end - start, 0) // SPAN), 0, 0])
+        tiles += [[group, row, end, 0] for row in range(start, end, SPAN)]
+    groups[-1][0] = len(tiles)
+    unused = padded_rows(int(rows), len(offs)) // SPAN - len(tiles)
+    return torch.tensor([*groups, *tiles, *[[0] * 4] * unused], dtype=torch.int32).to(offs.device)
 
 
 def cast_groups(
@@ -200,6 +223,7 @@ def grouped_mm(
     offs: Tensor,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """The products of groups, ``a @ b.T``, accumulated in float32.
 
@@ -210,6 +234,9 @@ def grouped_mm(
 
     Operands in FP8 are as ``cast_groups`` gives them, so a contraction has its groups at multiples
     of ``SPAN``. Operands without scales are in high precision, and there groups follow each other.
+
+    ``plan`` is that of ``plan_groups`` for the rows in groups, or those that a transpose had, where
+    several products share it. It changes nothing.
     """
     if b.ndim == 3:
         return _multiply_rows(

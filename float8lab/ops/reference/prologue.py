@@ -46,12 +46,16 @@ ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "qgeglu": ("qgelu", True),
     "swiglu": ("silu", True),
     "glu": ("sigmoid", True),
+    "clamped_swiglu_interleaved": ("clamped", True),
 }
 """Function f of each activation, and whether it gates: ``f(a) * b`` of ``[a, b]``, else ``f(a)``.
 
 ``gelu`` is the tanh approximation, ``qgelu`` is ``a * sigmoid(1.702 a)``, ``srelu`` (also called
-``squared_relu``) is ``relu(a) ** 2``.
+``squared_relu``) is ``relu(a) ** 2``. GPT-OSS's ``clamped_swiglu_interleaved`` takes pairs
+``[a0, b0, a1, b1, ...]`` and gives ``qgelu(min(a, 7)) * (clamp(b, -7, 7) + 1)``.
 """
+
+_LIMIT = 7.0
 
 _CUBIC = 0.044715
 _TWICE_ROOT_2_OVER_PI = 1.5957691216057308  # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
@@ -106,8 +110,15 @@ def activate(name: str, h: Tensor) -> Tensor:
     function, gated = ACTIVATIONS[name]
     if not gated:
         return _apply(function, h)
+    if function == "clamped":
+        a, b = _clamped_pairs(h)
+        return _apply("qgelu", a) * (b + 1.0)
     a, b = h.chunk(2, dim=-1)
     return _apply(function, a) * b
+
+
+def _clamped_pairs(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h[..., ::2].clamp(max=_LIMIT), h[..., 1::2].clamp(-_LIMIT, _LIMIT)
 
 
 def activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
@@ -115,6 +126,13 @@ def activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
     function, gated = ACTIVATIONS[name]
     if not gated:
         return dy * _derivative(function, h)
+    if function == "clamped":
+        a, b = _clamped_pairs(h)
+        da = dy * (b + 1.0) * _derivative("qgelu", a)
+        dh = torch.stack((da, dy * _apply("qgelu", a)), -1)
+        beyond = h.abs() > _LIMIT
+        beyond[..., ::2] = h[..., ::2] > _LIMIT
+        return torch.where(beyond, 0.0, dh.view_as(h))
     a, b = h.chunk(2, dim=-1)
     return torch.cat((dy * b * _derivative(function, a), dy * _apply(function, a)), dim=-1)
 
