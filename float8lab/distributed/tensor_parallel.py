@@ -481,6 +481,7 @@ def _side_by_side(parts: Tensor) -> Tensor:
     dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
     if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
         parts = parts.view(torch.int64)  # bytes one by one take four times as long
+    # Of one column, what is flat is a view.
     return parts.transpose(0, 1).flatten(1).contiguous().view(dtype)
 
 
