@@ -453,8 +453,8 @@ def known_input(
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-        key = (spec, transposed, call.plan.epsilon, inp._version, node._sequence_nr(), stream)
-        key = (*key, call.shards, call.rows)
+        how = spec, transposed, call.plan.epsilon, call.shards, call.rows
+        key = (*how, inp._version, node._sequence_nr(), stream)
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None
