@@ -117,6 +117,9 @@ class TensorParallel:
     def __deepcopy__(self, memo: Any) -> TensorParallel:
         return self  # a group has no copies
 
+    def __reduce__(self) -> Any:
+        return NoGroup, (self.size,)  # nor is it another process's
+
     def sharded(self, index: int) -> int | None:
         """The dimension along which x, the weight or dy (0, 1, 2) is a shard; None: it is none."""
         if self.mode == "heads":

@@ -271,6 +271,10 @@ class TensorParallelGroup:
                     pieces=pieces,
                 )
             getattr(self, name).spread(parallel)
+            for parameter in module.parameters(recurse=False):
+                stored = getattr(parameter, "_shard", None)
+                if stored is not None and stored.dim == int(mode == "row"):
+                    parameter._shard = StoredShard(parallel, stored.dim)
 
 
 class ContextParallelGroup(TensorParallelGroup):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -316,6 +317,13 @@ def check_stored_weights(ranks: Ranks) -> None:
         with float8lab.autocast(recipe=recipe):
             y, y_mine = whole(x), layer(mine)
         assert_summed_alike(y_mine, part_of(y, 0, ranks), ranks, 2, recipe)
+    again = pickle.loads(pickle.dumps(layer))
+    with pytest.raises(RuntimeError, match="tp_group must be set"):
+        again(mine)
+    again.set_tensor_parallel_group(dist.group.WORLD)
+    again.fc1_weight.detach().copy_(layer.fc1_weight.detach())
+    with float8lab.autocast(recipe=recipe):
+        assert torch.equal(again(mine), layer(mine))
     with (
         float8lab.fp8_model_init(recipe=Float8BlockScaling()),
         pytest.raises(ValueError, match="whole blocks of 128 to store them in FP8; got 64 for"),
