@@ -16,9 +16,10 @@ halves that calls take in turns, and a call has a barrier of all ranks, after wh
 - a reduce-scatter reads what the others have put into this rank's half before it.
 
 A rank writes to a half again two calls later, behind the barrier of the call between. So all ranks
-have come that far, and before it waited for whatever they read in the half. A CUDA graph, which
-replays between any two calls, has a half of its own and one more barrier ahead of each call. A rank
-that does not come to a barrier makes an error of the others, after the timeout of their group.
+have come that far, and before it waited for whatever they read in the half. A CUDA graph replays
+between any two calls, so from the first that is captured on each call has one more barrier, ahead
+of it. A rank that does not come to a barrier makes an error of the others, after the timeout of
+their group.
 
 The bytes of gathered operands are those of a collective. So are products where the GEMM gives a
 row the same bits whatever rows are beside it, which was seen of cuBLASLt for all recipes; sums of
@@ -77,8 +78,7 @@ class Window:
         before: a window that CUDA graphs may still use.
     """
 
-    HALVES = 3
-    """Two in turns, and that of CUDA graphs."""
+    HALVES = 2
     of_groups: ClassVar[weakref.WeakKeyDictionary[Any, Window | None]] = weakref.WeakKeyDictionary()
     """The window of each process group; None where its ranks do not see each other's memory."""
 
@@ -98,10 +98,9 @@ class Window:
         """Take a half for a call."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.is_captured = True
+        if self.is_captured:
             self.barrier()
-            self.half = 2
-        else:
-            self.half = 1 if self.half == 0 else 0
+        self.half = 1 - self.half
 
     def barrier(self) -> None:
         """Wait for all ranks, on the current stream."""
@@ -141,7 +140,8 @@ def window_of(group: Any, device: torch.device, nbytes: int) -> Window | None:
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     if len(set(hosts)) == 1:
         try:
-            made = Window(group, device, 1 << (nbytes - 1).bit_length(), keep)
+            step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # or each new size makes another
+            made = Window(group, device, -(-nbytes // step) * step, keep)
         except RuntimeError as error:  # a GPU or driver without it
             why = str(error)
         reasons: list[Any] = [None] * group.size()

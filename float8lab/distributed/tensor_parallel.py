@@ -479,9 +479,9 @@ def shared_amaxes(
 def _side_by_side(parts: Tensor) -> Tensor:
     """``[R, rows, columns]`` as ``[rows, R * columns]``."""
     dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
-    if not torch.compiler.is_compiling():  # bytes one by one take four times as long
-        parts = parts.view(torch.int64 if nbytes % 8 == 0 and nbytes else torch.uint8)
-    return parts.transpose(0, 1).flatten(1).view(dtype)
+    if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
+        parts = parts.view(torch.int64)  # bytes one by one take four times as long
+    return parts.transpose(0, 1).flatten(1).contiguous().view(dtype)
 
 
 def _after(count: int, dim: int) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ EXTRAS = {
     "inspect": ("matplotlib", "plotly", "rich", "safetensors"),
     "examples": ("matplotlib", "plotly", "tqdm"),
     "lightning": ("lightning",),
+    "ray": ("ray",),
     "transformers": ("transformers", "accelerate"),
     "peft": ("transformers", "accelerate", "peft"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),

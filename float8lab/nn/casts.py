@@ -489,6 +489,10 @@ def show_cast(
     """
     if isinstance(x, Groups):
         x = x.owned()
+    if call.parallel is not None and not isinstance(x, Float8Tensor):
+        padded = tuple(round_up(size, ALIGN) for size in _shape(x))
+        if operand[0].shape != padded:
+            return  # a shard whose blocks lie on several ranks has more beside it
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
 

@@ -201,7 +201,7 @@ def test_extras_are_those_of_the_package():
     for line in section.splitlines():
         name, packages = line.split(" = ")
         own = re.search(r'"float8lab\[([\w,]+)\]"', packages)  # other extras of ours, met above
-        needed = set(re.findall(r'"(\w+)[>=]', packages))
+        needed = set(re.findall(r'"(\w+)(?:\[\w+\])?[>=]', packages))
         names[name] = needed.union(*(names[extra] for extra in own[1].split(",")) if own else ())
     assert {name: set(needed) for name, needed in EXTRAS.items()} == names
 
