@@ -167,8 +167,9 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
             float8lab.autocast(recipe is not None, recipe=recipe, amax_reduction_group=group),
         ):
             schedule.step(
-                *([text[:, :-1]] if stage.first else []),
-                target=text[:, 1:] if stage.last else None, losses=losses, return_outputs=False,
+                *([text[:, :-1].contiguous()] if stage.first else []),
+                target=text[:, 1:].contiguous() if stage.last else None,
+                losses=losses, return_outputs=False,
             )  # fmt: skip
         float8lab.distributed.reduce_sequence_parallel_gradients(stage, ranks.tp.get_group())
         for gradient in (p.grad for p in stage.parameters() if p.grad is not None):

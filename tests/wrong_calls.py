@@ -364,6 +364,11 @@ CALLS: dict[str, Call] = {
         distributed.reduce_sequence_parallel_gradients,
         lambda folder: {"model": nn.LayerNorm(H)},
     ),
+    "nn.shard_state_dict": Call(
+        fnn.shard_state_dict,
+        lambda folder: {"model": _model(), "state_dict": _model().state_dict()},
+    ),
+    "nn.whole_state_dict": Call(fnn.whole_state_dict, lambda folder: {"model": _model()}),
     "router.fused_topk_with_score_function": Call(
         float8lab.router.fused_topk_with_score_function,
         _constant(logits=_x(S, 8), topk=2, num_groups=4, group_topk=2, score_function="sigmoid"),

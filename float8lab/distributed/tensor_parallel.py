@@ -45,8 +45,10 @@ __all__ = [
     "Rows",
     "StoredShard",
     "TensorParallel",
+    "gathered_before",
     "gathered_mm",
     "mm_reduced",
+    "note_gathered",
     "shared_amaxes",
     "spread_mm",
 ]
@@ -479,7 +481,7 @@ def _side_by_side(parts: Tensor) -> Tensor:
     dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
     if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
         parts = parts.view(torch.int64)  # bytes one by one take four times as long
-    return parts.transpose(0, 1).flatten(1).view(dtype)
+    return parts.transpose(0, 1).flatten(1).contiguous().view(dtype)
 
 
 def _after(count: int, dim: int) -> tuple[int, ...]:
@@ -528,6 +530,21 @@ class Product(NamedTuple):
     """Whether the left operand is wanted, as multiplied."""
 
 
+def gathered_before(q: Tensor) -> Operand | None:
+    """What was gathered of an operand with this FP8 data, if anything was.
+
+    It is kept with the data for as long as that lives: several layers may have the operand.
+    """
+    return None if torch.compiler.is_compiling() else getattr(q, "_whole", None)
+
+
+def note_gathered(q: Any, whole: Operand) -> Operand:
+    """Keep what was gathered of an operand with this FP8 data, and return it."""
+    if not torch.compiler.is_compiling():
+        q._whole = whole
+    return whole
+
+
 class Shards:
     """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
 
@@ -541,13 +558,14 @@ class Shards:
     ) -> None:
         """Take this rank's part."""
         self.parallel, self.rows, self.operand, self.block = parallel, rows, operand, block
-        self.whole: Operand | None = None
+        self.whole = gathered_before(operand[0])
 
     def gathered(self) -> Operand:
         """The operand of all tokens."""
         if self.whole is None:
-            args = *self.operand, self.block, self.rows
-            self.whole = self.parallel.gathered_operand(*args, 1)
+            (q, scale), rows = self.operand, self.rows
+            whole = self.parallel.gathered_operand(q, scale, self.block, rows, 1)
+            self.whole = note_gathered(q, whole)
         return self.whole
 
     def leave(self) -> list[Tensor]:
@@ -563,7 +581,7 @@ class Shards:
         if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()
-        self.whole = raw, scale
+        self.whole = note_gathered(self.operand[0], (raw, scale))
 
 
 def spread_mm(

@@ -64,9 +64,9 @@ class Float8Converter(QuantizationConverter):
 def _float8_model(model: Any) -> Any:
     """The class of a torchtitan model that converts itself."""
 
-    class Float8Model(model):  # type: ignore[misc]
+    class Float8Model(model):
         @dataclass(kw_only=True, slots=True)
-        class Config(model.Config):  # type: ignore[misc]
+        class Config(model.Config):
             float8: Float8Converter.Config
 
         def __init__(self, config: Config) -> None:
@@ -86,8 +86,9 @@ def _float8_model(model: Any) -> Any:
             if mesh is None or parallel_dims.spmd_backend != "spmd_types":
                 return
             for layer in self.modules():
-                if isinstance(layer, Linear) and layer._sharding_config is not None:
-                    layout = layer._sharding_config.state_shardings["weight"]
+                sharding: Any = getattr(layer, "_sharding_config", None)
+                if isinstance(layer, Linear) and sharding is not None:
+                    layout = sharding.state_shardings["weight"]
                     cut = getattr(layout.per_axis_spmd_types()[MeshAxisName.TP], "dim", None)
                     if cut is not None:
                         mode = "row" if cut else "column"

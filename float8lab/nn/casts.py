@@ -453,8 +453,8 @@ def known_input(
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-        key = (spec, transposed, call.plan.epsilon, inp._version, node._sequence_nr(), stream)
-        key = (*key, call.shards, call.rows)
+        how = spec, transposed, call.plan.epsilon, call.shards, call.rows
+        key = (*how, inp._version, node._sequence_nr(), stream)
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None
@@ -489,6 +489,10 @@ def show_cast(
     """
     if isinstance(x, Groups):
         x = x.owned()
+    if call.parallel is not None and not isinstance(x, Float8Tensor):
+        padded = tuple(round_up(size, ALIGN) for size in _shape(x))
+        if operand[0].shape != padded:
+            return  # a shard whose blocks lie on several ranks has more beside it
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
 

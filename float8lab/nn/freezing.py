@@ -58,6 +58,8 @@ class Freezing:
                 places = users[id(weight)]
                 if any(recipes.get(id(module)) != recipe for module, _ in places):
                     self._leave(name, "another module has it, too")
+                elif any(getattr(module, "tp_size", 1) > 1 for module, _ in places):
+                    self._leave(name, "tensor-parallel ranks share it; build it in fp8_model_init")
                 elif hasattr(weight, "placements"):
                     self._leave(name, "it is sharded; convert before sharding")
                 else:

@@ -23,7 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.distributed.tensor_parallel import Product, Shards, spread_mm
+from float8lab.distributed.tensor_parallel import (
+    Product,
+    Shards,
+    gathered_before,
+    note_gathered,
+    spread_mm,
+)
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
@@ -269,14 +275,12 @@ def _spread_mm(
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
     blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
     product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
-    # What was gathered of an operand is kept with it: several layers may have the operand.
-    shared: Any = None if torch.compiler.is_compiling() else a[0]
-    whole = getattr(shared, "_whole", None)
+    known = gathered_before(a[0])
     y, whole = spread_mm(
-        parallel, rows, (a, b), product, bias, backward=backward, beside=beside, whole=whole
+        parallel, rows, (a, b), product, bias, backward=backward, beside=beside, whole=known
     )
-    if shared is not None and whole is not None and whole[0] is not shared:
-        shared._whole = whole
+    if known is None and whole[0] is not a[0]:
+        note_gathered(a[0], whole)
     return parallel.cropped(y, 1, features, edge), whole
 
 
@@ -596,7 +600,8 @@ def _spread_dgrad(
         high = parallel.entered(dy.high, call.rows, backward=True)
         return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
     assert plan.dgrad is not None, "cast for it"
-    beside = next((one for one in for_wgrad or () if isinstance(one, Shards)), None)
+    shards = (one for one in for_wgrad or () if isinstance(one, Shards))
+    beside = next((one for one in shards if one.whole is None), None)
     dx, whole = _spread_mm(
         dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
     )
@@ -614,13 +619,7 @@ def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand
     """An operand of wgrad, whose columns are the tokens, of all ranks."""
     assert call.parallel is not None, "of a layer that is spread"
     assert call.rows is not None, "under sequence parallelism"
-    shared: Any = q
-    whole: Operand | None = getattr(shared, "_whole", None)
-    if whole is None or torch.compiler.is_compiling():
-        whole = call.parallel.gathered_operand(q, scale, spec.block, call.rows, 1)
-    if not torch.compiler.is_compiling():
-        shared._whole = whole
-    return whole
+    return Shards(call.parallel, call.rows, (q, scale), spec.block).gathered()
 
 
 def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:

@@ -303,7 +303,7 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     if groups % ranks:
         raise ValueError(
             f"num_gqa_groups must be a multiple of the {ranks} tensor-parallel ranks; got "
-            f"{groups}. Each key/value head is on one rank: use fewer ranks, or more groups."
+            f"{groups}. Each key/value head is on one rank: use a smaller tp_size, or more groups."
         )
     return heads // ranks, groups // ranks
 

@@ -231,9 +231,12 @@ class Precision:
         return autocast.recipe or self.recipe or DEFAULT_RECIPE
 
     def weight_gather(self) -> WeightCast | None:
-        """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision."""
+        """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision.
+
+        Nor does it know the scales of a weight that tensor-parallel ranks share.
+        """
         recipe = self.recipe
-        if not self.fp8_all_gather or recipe is None:
+        if not self.fp8_all_gather or recipe is None or self.parallel is not None:
             return None
         plan = recipe.linear
         if not plan.fprop or not plan.dgrad:

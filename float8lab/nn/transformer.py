@@ -162,6 +162,8 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
             output_layernorm=output_layernorm,
             parallel_attention_mlp=parallel_attention_mlp,
+            set_parallel_mode=set_parallel_mode,
+            sequence_parallel=sequence_parallel,
         )
         hidden_dropout = check_number("hidden_dropout", hidden_dropout, minimum=0, maximum=1)
         drop_path_rate = check_number("drop_path_rate", drop_path_rate, minimum=0, maximum=1)

@@ -90,8 +90,9 @@ def inputs_of(model: nn.Module) -> dict[str, list[Tensor]]:
     return found
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(parts, dim)
+def joined(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """The parts of all ranks."""
+    return torch.cat(ranks.gather(x.cpu()), dim).to(x.device)
 
 
 def compare_operands(
@@ -105,7 +106,7 @@ def compare_operands(
         if isinstance(layer, fnn.DotProductAttention):
             if not recipe.fp8_dpa:
                 continue
-            whole = [joined(ranks.gather(x), -2) for x in tensors]
+            whole = [joined(x, -2, ranks) for x in tensors]
             with watched(one) as wanted, float8lab.autocast(recipe=recipe):
                 one(*whole)
             for name in "qkv":
@@ -115,9 +116,9 @@ def compare_operands(
         row = layer.parallel_mode == "row"
         x = tensors[0]
         if row:
-            x = joined(ranks.gather(x), -1)
+            x = joined(x, -1, ranks)
         elif layer.sequence_parallel:
-            x = joined(ranks.gather(x), 0)
+            x = joined(x, 0, ranks)
         with watched(one) as wanted, float8lab.autocast(recipe=recipe):
             one(x)
         got = gemms.seen[f"{path}.", "fprop"]

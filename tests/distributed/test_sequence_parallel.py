@@ -77,7 +77,7 @@ def check_gradients_are_summed(ranks: Ranks) -> None:
     if ranks.rank % 2 == 0:
         with Collectives() as seen:
             reduce_sequence_parallel_gradients(model)
-        assert len(seen.of("allreduce")) == 2
+        assert len(seen.of("allreduce")) == 2 * (ranks.world > 2)  # one rank has nothing to sum
 
 
 def check_cross_entropy(ranks: Ranks) -> None:

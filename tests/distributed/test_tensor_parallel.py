@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -432,6 +434,50 @@ def check_group_that_is_set_later(ranks: Ranks) -> None:
         float8lab.Linear(
             64, 64, tp_group=dist.group.WORLD, tp_size=ranks.world + 1, parallel_mode="row"
         )
+
+
+def check_delayed_scales_over_two_kinds_of_groups(ranks: Ranks) -> None:
+    """Amaxes are those of all tokens and features, whatever group autocast reduces over."""
+    if ranks.world < 4:
+        return
+    mesh = ranks.mesh(2, 2, names=("dp", "tp"))
+    data, tensor = mesh["dp"].get_group(), mesh["tp"].get_group()
+    torch.manual_seed(5)
+    whole = float8lab.Linear(64, 64, bias=False, device=ranks.device)
+    torch.manual_seed(5)
+    layer = float8lab.Linear(
+        64, 64, bias=False, parallel_mode="row", tp_group=tensor, device=ranks.device
+    )
+    alone = dist.new_group([ranks.rank], use_local_synchronization=True)
+    for _ in range(3):
+        x = torch.randn(8, 64).mul(torch.linspace(0.1, 3, 8)[:, None]).to(ranks.device)
+        dy = torch.randn(8, 64).to(ranks.device)
+        mine = x.chunk(2)[dist.get_rank(data)].chunk(2, 1)[dist.get_rank(tensor)]
+        for module, inp, grad, group in (
+            (whole, x, dy, alone), (layer, mine, dy.chunk(2)[dist.get_rank(data)], data),
+        ):  # fmt: skip
+            with float8lab.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
+                y = module(inp.clone().requires_grad_())
+            y.backward(grad)
+        states = [next(iter(m._fp8.slots.values())).tensors() for m in (whole, layer)]
+        assert torch.equal(*(state["history"] for state in states))
+        # Not of the gradient: its first scale is from the tokens that a data-parallel rank has.
+        assert torch.equal(*(state["factors"][:, :2] for state in states))
+
+
+def check_rank_that_does_not_come(ranks: Ranks) -> None:
+    """The others fail at their group's timeout, and so does the rank when it comes later."""
+    if ranks.device.type == "cuda":
+        return  # NCCL's watchdog ends the processes
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    layer = float8lab.Linear(
+        16 * ranks.world, 32, parallel_mode="row", tp_group=group, device=ranks.device
+    )
+    if ranks.rank == 1:
+        time.sleep(2)
+    with pytest.raises(RuntimeError):
+        layer(torch.ones(5, 16))
+    dist.barrier()
 
 
 def check_tokens_that_do_not_fit_together(ranks: Ranks) -> None:

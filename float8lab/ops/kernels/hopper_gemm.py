@@ -341,6 +341,10 @@ def _multiply_parts(  # noqa: PLR0915
         gl.minimum(first_tile, last), where, plan_ptr, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
+        if GROUPS == DENSE:  # nothing to read, and fewer values from tile to tile
+            group, row, first, _b_row, _b_column, steps, y_row, left, column = _find(
+                tile, where, plan_ptr, BAND, GROUPS
+            )
         sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         sums1 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         # The last of a group without steps may be beyond all scales: it reads the one before.
@@ -391,8 +395,8 @@ def _multiply_parts(  # noqa: PLR0915
             mbarrier.arrive(empty.index(stage), count=1)
             sums1 = _add_part(sums1, part, scale1, b_scale, B_BY_ROW, BLOCK)
             count += 1
-        # The next tile's place arrives while this one is stored.
-        following = _find(gl.minimum(tile + programs, last), where, plan_ptr, BAND, GROUPS)
+        if GROUPS != DENSE:  # the next tile's place arrives while this one is stored
+            following = _find(gl.minimum(tile + programs, last), where, plan_ptr, BAND, GROUPS)
         if not BLOCK:
             sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N)
             sums1 = _scale(sums1, scales, group, row + row1, column + column1, M, N)
@@ -402,7 +406,8 @@ def _multiply_parts(  # noqa: PLR0915
         y_tile = y_tiles.index(number)
         _store(sums0, y_desc, y_ptr, y_tile, y_row + row0, column + column0, left - row0, N, GROUPS)
         _store(sums1, y_desc, y_ptr, y_tile, y_row + row1, column + column1, left - row1, N, GROUPS)
-        group, row, first, _b_row, _b_column, steps, y_row, left, column = following
+        if GROUPS != DENSE:
+            group, row, first, _b_row, _b_column, steps, y_row, left, column = following
     tma.store_wait(0)
 
 
