@@ -21,7 +21,7 @@ from benchmarks.fsdp import VARIANTS
 from benchmarks.models import LLAMA
 from benchmarks.recipes import RECIPES
 from docs.make_performance import RESULTS, Table, tables
-from float8lab.inspect.scale.mesh import Mesh
+from float8lab.inspect.scale.mesh import Links, Mesh
 from float8lab.inspect.scale.predict import (
     Job,
     Seconds,
@@ -47,9 +47,9 @@ SIZE = ModelSize(
 ROTARY = 2.4e-3 / 16384
 """Seconds for each token that the plain layer of the benchmarks takes to compute the angles of its
 rotary embedding for every element; models keep them (RESULTS.md, "Compiled layers")."""
-OVERLAP = 0.7
-"""Part of the communication of ``TransformerLayer`` that products hide (RESULTS.md, "Tensor
-parallel")."""
+LINKS = Links(nvlink=205e9)
+"""As NCCL reaches them with the 64 MB that tensor parallel ranks gather (RESULTS.md, "Links between
+two H200s")."""
 OTHERS = "another library's"
 NO_GEMM = "Hopper has no GEMM for it"
 
@@ -173,10 +173,8 @@ def _tensor_parallel(table: Table, row: dict[str, str]) -> float | str:
     if isinstance(recipe, str):
         return recipe
     ranks, batch, sequence = _numbers(table.caption)[:3]
-    overlapped = name.startswith("TransformerLayer") and recipe is not None
-    job = _job(
-        name, sustained=True, micro=batch, sequence=sequence, tp_overlap=OVERLAP * overlapped
-    )
+    # What products hide, ranks wait for each other's CPU.
+    job = _job(name, sustained=True, micro=batch, sequence=sequence, links=LINKS)
     rotary = 0.0 if name.startswith("TransformerLayer") else 1e3 * ROTARY * batch * sequence / ranks
     return _ms(layer(SIZE, recipe, job, Mesh(tp=ranks))) + rotary
 
@@ -264,6 +262,7 @@ UNPREDICTED = {
     "grouped": "products of experts, whose rates the model does not have",
     "permute": "what a mixture of experts adds, which the model does not have",
     "overhead": "CPU time, which differs by tens of per cent between hosts",
+    "Products beside communication": "single products beside copies",
     "overlap": "single products, with what the CPU needs to queue them",
     "Links between two H200s": "the rate of links is taken from it",
     "Report page in a browser": "a browser's",
