@@ -20,11 +20,11 @@ from float8lab.nn.gemm import (
     backward,
     forward,
     forward_again,
-    on_all_ranks,
     output_dtype,
 )
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
+from float8lab.nn.spread_gemm import on_all_ranks
 from float8lab.ops import Source, as_matrix, cast_op, dequantize_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 

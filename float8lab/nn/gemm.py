@@ -23,14 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8lab.distributed.tensor_parallel import (
-    Product,
-    Shards,
-    gathered_before,
-    note_gathered,
-    spread_mm,
-)
-from float8lab.formats import Float8Spec
 from float8lab.nn.casts import (
     By,
     Matrix,
@@ -50,7 +42,15 @@ from float8lab.nn.casts import (
     show_gemm,
     show_input,
 )
-from float8lab.nn.precision import DY, Call, W, X
+from float8lab.nn.precision import DY, Call, W
+from float8lab.nn.spread_gemm import (
+    gathered_for_wgrad,
+    on_all_ranks,
+    operands_of_wgrad,
+    spread_dgrad,
+    spread_product,
+    spread_wgrad,
+)
 from float8lab.ops import (
     Ends,
     Groups,
@@ -62,7 +62,7 @@ from float8lab.ops import (
 )
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors
-from float8lab.recipes.recipe import GemmPlan, Recipe
+from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -76,7 +76,6 @@ __all__ = [
     "forward",
     "forward_again",
     "fused_weight",
-    "on_all_ranks",
     "output_dtype",
     "plain_weight",
 ]
@@ -167,7 +166,7 @@ def forward(
     elif not source and needs_dw:
         saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
     if parallel is not None and parallel.keeps and not source and needs_dw:
-        saved_x = _gathered_for_wgrad(saved_x, call)
+        saved_x = gathered_for_wgrad(saved_x, call)
     saved_w: Saved = (None, None, None)
     if keep_w:
         # With a source, a parameter is rather cast again than that its FP8 data are kept.
@@ -226,7 +225,8 @@ def _product(
         (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
         if spread is not None:
             shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
-            y, whole = _spread_mm(x_cast[:2], w_cast[:2], plan.fprop, shape, dtype, spread, bias)
+            both = x_cast[:2], w_cast[:2]
+            y, whole = spread_product(*both, plan.fprop, shape, dtype, spread, bias)
             if spread.watched:
                 show_gemm("fprop", spread, whole, w_cast[:2])
             return y, *x_cast, *w_cast
@@ -247,41 +247,6 @@ def _product(
 
 
 _planned_product = planned(_product)
-
-
-def _spread_mm(
-    a: Operand,
-    b: Operand,
-    gemm: GemmPlan,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    call: Call,
-    bias: Tensor | None = None,
-    *,
-    backward: bool = False,
-    beside: Shards | None = None,
-    keep: bool = False,
-) -> tuple[Tensor, Operand]:
-    """``spread_mm`` of operands that this rank has; ``shape`` has the rows of ``a``, or all."""
-    parallel, rows = call.parallel, call.rows
-    assert parallel is not None, "of a layer that is spread"
-    if rows is not None:
-        shape = rows.total, shape[1]
-    edge = call.plan.edge if backward == (parallel.mode == "row") else 1  # of a product's shard
-    features, wide = shape[1], parallel.spaced_size(shape[1], edge)
-    bias = parallel.added(bias)
-    if bias is not None:
-        bias = parallel.spaced(bias, 0, edge)
-        bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
-    blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
-    product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
-    known = gathered_before(a[0])
-    y, whole = spread_mm(
-        parallel, rows, (a, b), product, bias, backward=backward, beside=beside, whole=known
-    )
-    if known is None and whole[0] is not a[0]:
-        note_gathered(a[0], whole)
-    return parallel.cropped(y, 1, features, edge), whole
 
 
 def _in_high_precision(
@@ -426,7 +391,7 @@ def backward(
     plans = on_gpu and watching is None and spread is None
     for_wgrad: Any = None
     if spread is not None and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
-        for_wgrad = _operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
+        for_wgrad = operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
     if needs[0]:
         by: By = (Factors(w_scale, w_factor), None)
         high, w_t = None if w8 is not None and dy.q else weight, None
@@ -438,7 +403,7 @@ def backward(
             high = plain(high, dy.high)
         if spread is not None:
             known = w_scale is not None
-            dx = _spread_dgrad(dy, high, w_t, known, call, (M, K), dtypes[0], for_wgrad)
+            dx = spread_dgrad(dy, high, w_t, known, call, (M, K), dtypes[0], for_wgrad)
         else:
             multiply: Any = _planned_dgrad if plans else _dgrad
             dx = multiply(
@@ -451,7 +416,7 @@ def backward(
         dtype = dtypes[1] if main is None else main.main_grad.dtype
         factors = Factors(x_scale, x_factor)
         if spread is not None:
-            dw = _spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype)
+            dw = spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype)
         else:
             multiply = _planned_wgrad if plans else _wgrad
             dw = multiply(
@@ -554,119 +519,6 @@ def _dgrad(
 _planned_dgrad = planned(_dgrad)
 
 
-def _operands_of_wgrad(
-    dy: Gradient, x: Source | None, kept: Tensor | None, factors: Factors, call: Call
-) -> list[Operand | Shards | None]:
-    """The transposes of dy and x; None for one that is made of what dgrad gathers."""
-    plan, parallel, rows = call.plan, call.parallel, call.rows
-    assert parallel is not None, "of a layer that is spread"
-    assert plan.wgrad is not None, "in FP8"
-    left, right, _ = plan.wgrad
-    dy_t: Any = dy.q_t
-    x_t: Any
-    if x is None:
-        x_t = kept, factors.scale.float()
-    elif factors.scale is not None:
-        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
-    else:
-        x_t = cast(x, None, X, call, transposed=right)[3:5]
-    if parallel.gathers and not (x is None and parallel.keeps):
-        assert rows is not None, "under sequence parallelism"
-        x_t = Shards(parallel, rows, x_t, right.block)
-    elif parallel.scatters and dy_t is not None:
-        assert rows is not None, "under sequence parallelism"
-        dy_t = Shards(parallel, rows, dy_t, left.block)
-    return [dy_t, x_t]
-
-
-def _spread_dgrad(
-    dy: Gradient,
-    weight: Tensor | None,
-    w_t: Any,
-    turns: bool,
-    call: Call,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    for_wgrad: Any,
-) -> Tensor:
-    """``_dgrad`` of a layer that is spread over ranks; ``for_wgrad`` may get what that gathers."""
-    plan, parallel = call.plan, call.parallel
-    assert parallel is not None, "of a layer that is spread"
-    if dy.q is None:
-        assert weight is not None, "kept for this"
-        assert dy.high is not None, "written"
-        if call.watched:
-            show_gemm("dgrad", call, None, None)
-        high = parallel.entered(dy.high, call.rows, backward=True)
-        return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
-    assert plan.dgrad is not None, "cast for it"
-    shards = (one for one in for_wgrad or () if isinstance(one, Shards))
-    beside = next((one for one in shards if one.whole is None), None)
-    dx, whole = _spread_mm(
-        dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
-    )
-    if call.watched:
-        if not turns and not plan.fprop:  # else the forward has cast it
-            assert weight is not None, "cast just now"
-            show_cast(weight.t(), w_t, plan.dgrad.right, W, call, only_in_backward=True)
-        show_gemm("dgrad", call, whole, w_t)
-    if dy.turns:
-        for_wgrad[0] = transpose_op(whole[0], 1, None), whole[1]
-    return dx
-
-
-def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand:
-    """An operand of wgrad, whose columns are the tokens, of all ranks."""
-    assert call.parallel is not None, "of a layer that is spread"
-    assert call.rows is not None, "under sequence parallelism"
-    return Shards(call.parallel, call.rows, (q, scale), spec.block).gathered()
-
-
-def _gathered_for_wgrad(saved: Saved, call: Call) -> Saved:
-    """What backward needs of x, of all ranks: its transpose in FP8, or the matrix."""
-    assert call.parallel is not None, "of a layer that is spread"
-    x, scale, _ = saved
-    assert x is not None, "a matrix"
-    if scale is None:
-        return call.parallel.entered(x, call.rows), None, None
-    assert call.plan.wgrad is not None, "cast for it"
-    return *_gathered(x, scale, call.plan.wgrad.right, call), None
-
-
-def _spread_wgrad(
-    dy: Gradient,
-    x: Source | None,
-    kept: Tensor | None,
-    operands: Any,
-    call: Call,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> Tensor:
-    """``_wgrad`` of a layer that is spread over ranks, of ``operands`` if it runs in FP8."""
-    plan, parallel, rows = call.plan, call.parallel, call.rows
-    assert parallel is not None, "of a layer that is spread"
-    if plan.wgrad is None:
-        high = kept if x is None else x.value()
-        assert high is not None, "kept for this"
-        assert dy.high is not None, "written"
-        if call.watched:
-            show_gemm("wgrad", call, None, None)
-        if x is not None or not parallel.keeps:
-            high = parallel.entered(high, rows)
-        dy_high = parallel.entered(dy.high, rows, backward=True)
-        return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
-    left, right, fast_accum = plan.wgrad
-    dy_t, x_t = (one.gathered() if isinstance(one, Shards) else one for one in operands)
-    if call.watched:
-        show_gemm("wgrad", call, dy_t, x_t)
-    dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
-    dim = int(parallel.mode == "row")
-    dw = parallel.cropped(dw, dim, shape[dim], plan.edge)
-    if torch.compiler.is_compiling() or dw.shape != shape:
-        dw = dw[: shape[0], : shape[1]]
-    return dw
-
-
 def _wgrad(
     dy: Tensor | Operand,
     x: Source | None,
@@ -766,13 +618,6 @@ def output_dtype(x: Tensor) -> torch.dtype:
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def on_all_ranks(x: Tensor, features: int, call: Call) -> tuple[int, tuple[int, ...]]:
-    """How many tokens a layer's GEMMs have under sequence parallelism; its output's shape here."""
-    assert call.parallel is not None, "of a layer that is spread"
-    assert call.rows is not None, "under sequence parallelism"
-    return call.rows.total, call.parallel.shape_of_output(x.shape, call.rows, features)
 
 
 class LinearFunction(Float8Function):
