@@ -61,8 +61,7 @@ _LEAST_GFLOP: dict[tuple[int, ...], int] = {(-1, -1): 100, (1, -1): 100, (1, 128
 Measured on 2 H200s, K and N of a Llama-3-8B layer of which each rank has half. With 16384 rows (275
 to 1924 GFLOP) plain collectives take 0.15 to 0.37 ms more than the products alone, overlapped ones
 0.03 to 0.14, unless the CPU takes longer. With 4096 rows (69 to 481 GFLOP) the CPU needs longer to
-queue a call than the GPU for the smallest, most of all with scales for each block, of which
-cuBLASLt takes long to find a kernel.
+queue a call than the GPU for the smallest, most of all with scales for each block.
 """
 _SMALL_K = 2048
 """Up to which the other ranks' rows of a product are cut in two: computing this rank's rows takes
