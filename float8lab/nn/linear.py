@@ -343,7 +343,9 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         )
 
     def _weight_cast(self, name: str) -> WeightCast | None:
-        return self._fp8.weight_gather() if name == "weight" and self._split is None else None
+        if name != "weight" or self._split is not None:
+            return None
+        return self._fp8.weight_gather(shares_scales=self._spread is not None)
 
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
         self, inp: Tensor, is_first_microbatch: bool | None = None

@@ -230,13 +230,15 @@ class Precision:
             return self.recipe
         return autocast.recipe or self.recipe or DEFAULT_RECIPE
 
-    def weight_gather(self) -> WeightCast | None:
+    def weight_gather(self, *, shares_scales: bool = False) -> WeightCast | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision.
 
-        Nor does it know the scales of a weight that tensor-parallel ranks share.
+        So do tensor-parallel ranks with plain shards of it, unless the caller ``shares_scales``.
         """
         recipe = self.recipe
-        if not self.fp8_all_gather or recipe is None or self.parallel is not None:
+        if not self.fp8_all_gather or recipe is None:
+            return None
+        if self.parallel is not None and not shares_scales:
             return None
         plan = recipe.linear
         if not plan.fprop or not plan.dgrad:
