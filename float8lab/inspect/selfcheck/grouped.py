@@ -105,8 +105,8 @@ def _check_what_is_given(cases: Cases) -> None:
         exact = value.double().cpu()
         total = torch.stack([part.sum(0) for part in _split(exact, offs)])
         size = torch.stack([part.abs().sum(0) for part in _split(exact, offs)])
-        cases.within(sums, total, size * 2.0**-16)
-        cases.same(sums, wanted_sums.cpu())
+        for each in (sums, wanted_sums):  # kernels add up in orders of their own
+            cases.within(each, total, size * 2.0**-16)
 
 
 def _split(x: Tensor, offs: Tensor) -> list[Tensor]:
