@@ -114,7 +114,7 @@ class _Part(NamedTuple):
 
 
 def _spread_over(group: Any, x: Tensor) -> Any:
-    """What autograd saves of ``x`` inside the context is spread over the ranks of a group."""
+    """Inside the context, autograd's saved ``x`` is spread over the ranks of a group."""
     group = dist.group.WORLD if group is None else group
     rank, ranks = rank_and_size(group)
     wanted = weakref.ref(x)  # autograd keeps both functions, and must not keep x

@@ -494,7 +494,7 @@ def _after(count: int, dim: int) -> tuple[int, ...]:
 
 
 class _Moved(Float8Function):
-    """What one side of a layer does to rows; the gradient takes the other way."""
+    """One side of a layer moves rows; the gradient takes the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parallel: TensorParallel, rows: Any, enters: bool) -> Tensor:
@@ -535,7 +535,7 @@ class Product(NamedTuple):
 
 
 def gathered_before(q: Tensor) -> Operand | None:
-    """What was gathered of an operand with this FP8 data, if anything was.
+    """The whole of the operand with this FP8 data, if it was gathered.
 
     It is kept with the data for as long as that lives: several layers may have the operand.
     """
@@ -573,7 +573,7 @@ class Shards:
         return self.whole
 
     def leave(self) -> list[Tensor]:
-        """What is to be gathered: FP8 data, and scales unless all ranks have those of all."""
+        """Shards to be gathered: FP8 data, and scales unless all ranks have those of all."""
         q, scale = self.operand
         size = self.block[1]
         cut = size == -1 or self.rows.are_cut(size)

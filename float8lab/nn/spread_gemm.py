@@ -141,7 +141,7 @@ def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand
 
 
 def gathered_for_wgrad(saved: tuple[Tensor | None, ...], call: Call) -> tuple[Tensor | None, ...]:
-    """What backward needs of x, of all ranks: its transpose in FP8, or the matrix."""
+    """All ranks' x as backward needs it: its transpose in FP8, or the matrix."""
     assert call.parallel is not None, "of a layer that is spread"
     x, scale, _ = saved
     assert x is not None, "a matrix"

@@ -215,7 +215,7 @@ def _filled(results: Any, args: Sequence[Any]) -> Any:
 
 
 class _Declared(NamedTuple):
-    """What others than the dispatcher ask about an op."""
+    """The answers to what others than the dispatcher ask about an op."""
 
     arguments: Mapping[str, Any]
     """Their defaults."""

@@ -444,7 +444,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         return Request(q, k, v, problem, packed, qkv_format, tokens)
 
     def _slopes(self, given: Tensor | None, device: torch.device) -> Tensor:
-        """Of ALiBi, for the heads of this rank."""
+        """The slopes of ALiBi, for the heads of this rank."""
         slopes = slopes_of(given, self.num_attention_heads, device)
         if given is not None or self.tp_size == 1:
             return slopes

@@ -35,7 +35,7 @@ CONFIGS = {"forward": Config(4096, 8), "backward": Config(4096, 8)}
 
 @triton.jit
 def _finite(largest):
-    """What exponents are taken relative to; an infinity of its own sign would give NaN."""
+    """The number that exponents are relative to; an infinity of its own sign would give NaN."""
     return tl.where(largest == -float("inf"), 0.0, largest)
 
 

@@ -78,7 +78,7 @@ def _product(
     fast_accum: bool,
     into: Tensor | None,
 ) -> Tensor:
-    """Of two matrices: ``into``, if the product can be written there at once."""
+    """The product of two matrices: ``into``, if it can be written there at once."""
     (M, K), N = a.shape, b.shape[0]
     if 0 in (M, N, K):
         out = a.new_zeros((M, N), dtype=out_dtype)
