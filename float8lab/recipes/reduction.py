@@ -178,7 +178,7 @@ class AmaxChannel:
 
 
 def _indices(places: list[int], device: Any) -> Tensor | slice:
-    """An index of elements of a vector: a slice, which needs no kernel, where they follow each other."""
+    """Elements of a vector: a slice, which needs no kernel, where they follow each other."""
     first = places[0]
     if places == list(range(first, first + len(places))):
         return slice(first, first + len(places))

@@ -112,16 +112,19 @@ class _Pair:
         bias: Tensor | None = None,
         fast_accum: bool = False,
         arrange: Callable[[Tensor], Tensor] = lambda q: q,
+        into: Tensor | None = None,
     ) -> None:
-        """Begin a case, multiply and compare."""
+        """Begin a case, multiply, ``into`` a tensor if there is one, and compare."""
         more = (name_of(out_dtype), "bias" * (bias is not None), "fast_accum" * fast_accum, case)
         self.cases.begin(" ".join(filter(None, (self.name, *more))), self.why)
         bias = None if bias is None else bias.to(self.cases.device)
         (a, a_scale), (b, b_scale) = self.operands
         a_block, b_block = self.blocks
-        got = ops.scaled_mm_op(
-            arrange(a), a_scale, a_block, arrange(b), b_scale, b_block, bias, out_dtype, fast_accum
-        )
+        operands = arrange(a), a_scale, a_block, arrange(b), b_scale, b_block, bias
+        if into is None:
+            got = ops.scaled_mm_op(*operands, out_dtype, fast_accum)
+        else:
+            ops.scaled_mm_into_op(got := into, *operands, fast_accum)
         self.product.within(self.cases, got, bias, out_dtype, not self.why)
 
 
@@ -186,6 +189,16 @@ def _special_rows(cases: Cases) -> dict[str, Tensor]:
     rows["NaN in a row"][1, 7] = torch.nan
     rows["an amax of 0 among others"][1:3, :128] = 0
     return rows
+
+
+@checks("products", GEMM_BOUND, "scaled_mm_into_op")
+def _check_scaled_mm_into(cases: Cases) -> None:
+    for blocks in itertools.product(_BLOCKS, _BLOCKS):
+        for M, N in ((64, 48), (37, 50)):
+            pair = _Pair(cases, cases.normal(M, 272), cases.normal(N, 272), blocks)
+            for out_dtype in HIGH_PRECISION_DTYPES:
+                room = torch.full((M + 6, N), torch.nan, dtype=out_dtype, device=cases.device)
+                pair.compare(out_dtype, "into rows", into=room[3 : M + 3])
 
 
 @checks("products", GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")
