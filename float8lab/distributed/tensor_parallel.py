@@ -396,12 +396,9 @@ class TensorParallel:
 
     def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
         """``entered`` of a layer's input, differentiable."""
-        if self.mode == "row":
-            return x
-        found: Tensor = _Moved.run(x, self, rows, True)
-        return found
+        return x if self.mode == "row" else self.gather(x, rows)
 
-    def gather(self, x: Tensor, rows: Rows) -> Tensor:
+    def gather(self, x: Tensor, rows: Rows | None) -> Tensor:
         """All tokens of a tensor of which each rank has some, differentiable."""
         found: Tensor = _Moved.run(x, self, rows, True)
         return found

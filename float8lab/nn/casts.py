@@ -36,7 +36,7 @@ from float8lab.ops import (
     scale_from_amax,
     transpose_op,
 )
-from float8lab.recipes.delayed import Factors, Known
+from float8lab.recipes.delayed import Factors, Known, own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
 from float8lab.tensor import Float4Tensor, Float8Tensor
@@ -219,7 +219,7 @@ def _cast_shard(
     assert dim is not None, "of a shard"
     by: By = None
     if (-1, -1) in (spec and spec.block, transposed and transposed.block):
-        amax = parallel.largest(_own_amax(x)) if amax is None else amax
+        amax = parallel.largest(own_amax(x)) if amax is None else amax
         by = Factors(None, amax), None  # type: ignore[arg-type]
     rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
     length, total = _shape(x)[dim], None
@@ -247,11 +247,6 @@ def _cast_shard(
     return q, scale, factor, q_t, scale_t, total
 
 
-def _own_amax(x: Tensor | Source) -> Tensor:
-    found: Tensor = x.amax() if isinstance(x, Source) else amax_op("", (x,), x.dtype)
-    return found
-
-
 def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """The amaxes of an input and a weight of which all ranks have shards, by one reduction.
 
@@ -264,7 +259,7 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
     assert not isinstance(x, Groups), "of experts, which are not spread"
     if not per_tensor or alone or parallel.sharded(X) is None:
         return None, None
-    amaxes = parallel.largest(torch.cat([_own_amax(x), _own_amax(weight)]))
+    amaxes = parallel.largest(torch.cat([own_amax(x), own_amax(weight)]))
     return amaxes[:1], amaxes[1:]
 
 
@@ -349,8 +344,7 @@ def _cast_shard_of_groups(
     assert parallel is not None, "of a layer that is spread"
     by: By = None
     if (-1, -1) in (spec and spec.block, transposed and transposed.block):
-        groups = x if isinstance(x, Groups) else Groups("", (x,), x.dtype, None)
-        by = Factors(None, parallel.largest(groups.amax())), None  # type: ignore[arg-type]
+        by = Factors(None, parallel.largest(own_amax(x))), None  # type: ignore[arg-type]
     cut = parallel.are_cut(0, plan.edge)
     ways = (spec, dim), (transposed, 1 - dim)
     several = [how and _lies_on_several(how.block, axis, None, cut) for how, axis in ways]

@@ -20,7 +20,6 @@ from float8lab.distributed.tensor_parallel import (
     note_gathered,
     spread_mm,
 )
-from float8lab.formats import Float8Spec
 from float8lab.nn.casts import Operand, cast, cast_by, show_cast, show_gemm
 from float8lab.nn.precision import Call, W, X
 from float8lab.ops import Source, scaled_mm_op, transpose_op
@@ -133,13 +132,6 @@ def spread_dgrad(
     return dx
 
 
-def _gathered(q: Tensor, scale: Tensor, spec: Float8Spec, call: Call) -> Operand:
-    """An operand of wgrad, whose columns are the tokens, of all ranks."""
-    assert call.parallel is not None, "of a layer that is spread"
-    assert call.rows is not None, "under sequence parallelism"
-    return Shards(call.parallel, call.rows, (q, scale), spec.block).gathered()
-
-
 def gathered_for_wgrad(saved: tuple[Tensor | None, ...], call: Call) -> tuple[Tensor | None, ...]:
     """All ranks' x as backward needs it: its transpose in FP8, or the matrix."""
     assert call.parallel is not None, "of a layer that is spread"
@@ -148,7 +140,9 @@ def gathered_for_wgrad(saved: tuple[Tensor | None, ...], call: Call) -> tuple[Te
     if scale is None:
         return call.parallel.entered(x, call.rows), None, None
     assert call.plan.wgrad is not None, "cast for it"
-    return *_gathered(x, scale, call.plan.wgrad.right, call), None
+    assert call.rows is not None, "under sequence parallelism"
+    block = call.plan.wgrad.right.block
+    return *Shards(call.parallel, call.rows, (x, scale), block).gathered(), None
 
 
 def spread_wgrad(

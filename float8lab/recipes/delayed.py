@@ -39,7 +39,7 @@ from float8lab.ops import (
 )
 from float8lab.recipes.recipe import DelayedScaling
 
-__all__ = ["DelayedSlots", "Factors", "Known", "ScalePack", "merge_packs"]
+__all__ = ["DelayedSlots", "Factors", "Known", "ScalePack", "merge_packs", "own_amax"]
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 
@@ -540,11 +540,11 @@ class DelayedSlots:
         if not self.seeded[index]:
             self._sow(index, self._own_factors(index, x))
         slot = self.pack.amax[self._slot(index)]
-        slot.copy_(torch.maximum(slot, _own_amax(x).view(slot.shape)))
+        slot.copy_(torch.maximum(slot, own_amax(x).view(slot.shape)))
 
     def _own_factors(self, index: int, x: Tensor | Source | Groups) -> Tensor:
         recipe = self.pack.recipe
-        rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", _own_amax(x)
+        rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", own_amax(x)
         if self.pack.parallel is not None:
             amax = self.pack.parallel.largest(amax)
         scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
@@ -553,7 +553,8 @@ class DelayedSlots:
         return both if self.widths[index] > 1 else both.view(2)
 
 
-def _own_amax(x: Tensor | Source | Groups) -> Tensor:
+def own_amax(x: Tensor | Source | Groups) -> Tensor:
+    """The amax of what this rank has of a tensor: of each matrix, if it is a batch."""
     if isinstance(x, Tensor):
         if x.ndim == 3:
             return Groups("", (x,), x.dtype, None).amax()

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import float8lab
 from float8lab import ops
 from float8lab.ops.reference import cross_entropy as reference
+from tests.recorder import check_capture
 
 
 def gradient(loss: Tensor, logits: Tensor) -> Tensor:
@@ -111,7 +112,6 @@ def test_kernels_are_as_good_as_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_and_graphs_capture(uncollected: None) -> None:
     logits = torch.randn(64, 1000, device="cuda")
     target = torch.randint(0, 1000, (64,), device="cuda")
@@ -121,16 +121,4 @@ def test_nothing_waits_and_graphs_capture(uncollected: None) -> None:
         loss = float8lab.parallel_cross_entropy(x, target, 0.1, True, z_loss_weight=1e-3)
         return loss.detach(), gradient(loss, x)
 
-    for _ in range(3):
-        want = run()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    graph.replay()
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
+    check_capture(run)
