@@ -141,6 +141,7 @@ def main(argv: Sequence[str]) -> int:
     if PartialState().is_main_process:
         print(f"loss of the last steps: bf16 {loss:.4f}, FP8 {fp8_loss:.4f}\n")
         print(savings(bf16, fp8, options.device))
+    PartialState().destroy_process_group()
     return 0
 
 
