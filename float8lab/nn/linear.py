@@ -388,6 +388,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
                 self._fp8.end(call)
+        if rows is not None and parallel.scatters:  # type: ignore[union-attr]  # it has rows
+            parallel.note_rows(y, rows)  # type: ignore[union-attr]
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ from float8lab.nn.precision import precisions
 from float8lab.nn.sharding import shards_of
 from float8lab.ops import dequantize_op
 from float8lab.recipes.region import PROCESS
-from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
 
 H, G, D = 8, 4, 8  # query heads, key/value heads, channels of a head
 HIDDEN = 64
@@ -308,6 +308,26 @@ def check_transformer_layer(ranks: Ranks) -> None:
         (True, decoder, {"encoder_output": y}),
     ):
         compare(ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel)
+
+
+def check_sizes_are_exchanged_once(ranks: Ranks) -> None:
+    """Where tokens come from outside; what layers make of them has known rows."""
+    group = {
+        "tp_group": dist.group.WORLD, "set_parallel_mode": True, "sequence_parallel": True,
+    }  # fmt: skip
+    decoder = {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True}
+    mixed = {"parallel_attention_mlp": True, **LLAMA}
+    layers = nn.ModuleList(
+        transformer(**more)(**group) for more in (LLAMA, mixed, decoder, {"output_layernorm": True})
+    ).to(ranks.device)
+    for tokens in (7, 8, 1, 0, 9):  # with 4 ranks the first has as many of 7 as of 8
+        x = of_rank(torch.randn(tokens, 2, HIDDEN), ranks).to(ranks.device)
+        y = of_rank(torch.randn(5, 2, HIDDEN), ranks).to(ranks.device)
+        with Collectives() as collectives, float8lab.autocast(recipe=ALL[0]):
+            for layer in layers:
+                of_encoder = {"encoder_output": y} if layer.layer_type == "decoder" else {}
+                x = layer(x, **of_encoder)
+        assert collectives.of("all_gather").count((torch.int64, 3)) == 2, tokens
 
 
 def check_formats_and_masks(ranks: Ranks) -> None:
