@@ -418,7 +418,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             mesh = weight.device_mesh
             if sharded:
                 mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
-            self._spread = _load_dtensor().Spread(mesh, placements)
+            self._spread = _load_dtensor().Spread(mesh, placements, weight.shape)
             self._spread.check(weight)
         self._fp8.spread(self._spread and self._spread.whole)
 

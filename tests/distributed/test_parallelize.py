@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,10 +67,10 @@ class Block(nn.Module):
     must have the very numbers of one rank.
     """
 
-    def __init__(self, recipe: Recipe | None) -> None:
+    def __init__(self, recipe: Recipe | None, hidden: int = HIDDEN) -> None:
         super().__init__()
         sizes = dict.fromkeys(("q", "k", "out"), (WIDTH, WIDTH))
-        sizes |= dict.fromkeys(("up", "gate"), (WIDTH, HIDDEN)) | {"down": (HIDDEN, WIDTH)}
+        sizes |= dict.fromkeys(("up", "gate"), (WIDTH, hidden)) | {"down": (hidden, WIDTH)}
         generator = torch.Generator().manual_seed(1)
         for name, size in sizes.items():
             layer = nn.Linear(*size, bias=name != "k")
@@ -93,15 +94,17 @@ def integers(shape: Any, generator: torch.Generator) -> Tensor:
 
 def plan_of(kind: str) -> dict[str, Any]:
     """A plan of parallelize_module: with whole tokens, or shards gathered in one way or another."""
-    if kind == "tensor":
-        styles = {"out": RowwiseParallel(), "down": RowwiseParallel()}
-        return styles | dict.fromkeys(COLUMN, ColwiseParallel())
-    rows: Any = {"output_layouts": TOKENS_AS_SHARDS, "use_local_output": False}
-    if kind == "sequence":
-        columns, row = ColwiseParallel(input_layouts=TOKENS_AS_SHARDS), RowwiseParallel(**rows)
-    else:
-        columns, row = Float8ColwiseParallel(), Float8RowwiseParallel(**rows)
-    return dict.fromkeys(COLUMN, columns) | {"out": row, "down": row}
+    tokens: Any = {"output_layouts": TOKENS_AS_SHARDS, "use_local_output": False}
+    column, row = {
+        "tensor": (ColwiseParallel, RowwiseParallel()),
+        "sequence": (
+            partial(ColwiseParallel, input_layouts=TOKENS_AS_SHARDS), RowwiseParallel(**tokens)
+        ),
+        "float8": (Float8ColwiseParallel, Float8RowwiseParallel(**tokens)),
+    }[kind]  # fmt: skip
+    # torch takes plain shards for equal ones, which those of the hidden features need not be.
+    columns = {name: column(use_local_output=name in ("q", "k")) for name in COLUMN}
+    return columns | {"out": row, "down": row}
 
 
 class Operands:
@@ -162,8 +165,10 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def parallelized(mesh: Any, kind: str, recipe: Recipe, *, converted_first: bool = True) -> Any:
-    model = Block(recipe if converted_first else None)
+def parallelized(
+    mesh: Any, kind: str, recipe: Recipe, *, converted_first: bool = True, hidden: int = HIDDEN
+) -> Any:
+    model = Block(recipe if converted_first else None, hidden)
     parallelize_module(model, mesh, plan_of(kind))
     return model if converted_first else float8lab.convert_to_float8(model, recipe)
 
@@ -198,6 +203,19 @@ def check_operands_and_results(ranks: Ranks) -> None:
             model = parallelized(mesh, kind, recipe, converted_first=False)
             assert float8lab.conversion_report(model).converted
             assert_as_alone(ranks, model, Block(recipe), kind, (3, 5))
+
+
+def check_features_that_do_not_divide(ranks: Ranks) -> None:
+    """Ranks have unequal shards of them, or none, and parts of a block."""
+    for recipe in RECIPES:
+        for kind, hidden in (("float8", 150), ("tensor", 5), ("sequence", 530)):
+            model = parallelized(ranks.mesh(), kind, recipe, hidden=hidden)
+            assert_as_alone(ranks, model, Block(recipe, hidden), kind, (3, 5))
+    model = Block(recipe, 5)
+    for name, style in (("up", Float8ColwiseParallel()), ("down", Float8RowwiseParallel())):
+        parallelize_module(model, ranks.mesh(), {name: style})
+    with pytest.raises(ValueError, match="inp must .*in_features"):  # on all ranks
+        model.down(model.up(torch.ones(2, WIDTH)))
 
 
 def check_what_travels(ranks: Ranks) -> None:
@@ -265,7 +283,7 @@ def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
 
     def build(shape: tuple[int, int], seed: int, recipe: Recipe, stored: bool) -> Block:
         mesh = ranks.mesh(*shape, names=("dp", "tp"))
-        model = Block(None)
+        model = Block(None, hidden)
         for parameter in model.parameters():
             parameter.data.add_(seed)
         float8lab.convert_to_float8(model, recipe, freeze_weights=stored)
@@ -276,10 +294,10 @@ def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
         return {name: whole(value) for name, value in ModelState(model).state_dict().items()}
 
     half = ranks.world // 2
-    for i, (recipe, stored) in enumerate(
-        ((RECIPES[0], False), (RECIPES[0], True), (RECIPES[2], True))
+    for i, (recipe, stored, hidden) in enumerate(
+        ((RECIPES[0], False, HIDDEN), (RECIPES[0], True, HIDDEN), (RECIPES[2], True, 129))
     ):
-        alone = float8lab.convert_to_float8(Block(None), recipe, freeze_weights=stored)
+        alone = float8lab.convert_to_float8(Block(None, hidden), recipe, freeze_weights=stored)
         expected, path = content(alone), ranks.tmp_path / str(i)
         dcp.save({"model": ModelState(build((half, 2), 0, recipe, stored))}, checkpoint_id=path)
         for shape in ((ranks.world, 1), (1, ranks.world), (2, half)):
