@@ -214,7 +214,7 @@ def check_features_that_do_not_divide(ranks: Ranks) -> None:
     model = Block(recipe, 5)
     for name, style in (("up", Float8ColwiseParallel()), ("down", Float8RowwiseParallel())):
         parallelize_module(model, ranks.mesh(), {name: style})
-    with pytest.raises(ValueError, match="inp must .*in_features"):  # on all ranks
+    with pytest.raises(ValueError, match=r"inp must .*in_features"):  # on all ranks
         model.down(model.up(torch.ones(2, WIDTH)))
 
 
