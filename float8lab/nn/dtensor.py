@@ -84,16 +84,24 @@ class Spread:
     def __deepcopy__(self, memo: Any) -> Spread:
         return self  # a mesh has no copies
 
-    def check(self, weight: Any) -> None:
+    def adopt(self, weight: Any, old: Any) -> None:
         """Have a weight that is stored in FP8 know who has the other parts of its blocks.
+
+        And its part of the initial values that are kept of the ``old`` weight, if they are.
 
         Raises:
             ValueError: a block that has a size lies on several ranks.
         """
         local = local_of(weight)
-        if self.mode is not None and isinstance(local, Float8Tensor):
-            local._shard = StoredShard(self.whole, int(self.mode == "row"))
-            local._shard.check("weight", local.shape, local.spec)
+        if self.mode is None or not isinstance(local, Float8Tensor):
+            return
+        dim = int(self.mode == "row")
+        local._shard = StoredShard(self.whole, dim)
+        local._shard.check("weight", local.shape, local.spec)
+        kept = getattr(old, "_high_precision_init_val", None)
+        if kept is not None and kept.shape == weight.shape:
+            place = self._shares(1).of(self.whole.rank)
+            local._high_precision_init_val = kept.narrow(dim, *place).clone()
 
     def shares(self, spec: Float8Spec, shard: Tensor) -> tuple[bool, Any]:
         """Whether a rank's shard of the weight has whole blocks, or parts of a whole row of them.
@@ -124,8 +132,12 @@ class Spread:
         size = spec.block[dim]
         if self.mode is None or size == -1:
             return dim, None
+        return dim, self._shares(size)
+
+    def _shares(self, size: int) -> Rows:
+        """The dimension of the weight that is cut, in blocks of ``size``, and each rank's."""
         count = -(-self.features // size)
-        return dim, Rows(count, -(-count // self.whole.size), 1)
+        return Rows(count, -(-count // self.whole.size), 1)
 
     def run(self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None) -> Any:
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.

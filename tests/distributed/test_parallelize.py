@@ -278,6 +278,41 @@ def check_weights_stored_in_fp8(ranks: Ranks) -> None:
         assert_as_alone(ranks, model, alone, "float8", (2, 16))
 
 
+def check_training_of_weights_stored_in_fp8(ranks: Ranks) -> None:
+    """Masters start as kept initial values; a step writes the bytes that one rank's writes."""
+
+    def train(model: nn.Module, recipe: Recipe, x: Any) -> list[Any]:
+        optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.SGD, lr=0.5)
+        masters = [optimizer.masters[layer.weight] for layer in model]
+        before = [whole(master.detach()).clone() for master in masters]
+        with float8lab.autocast(recipe=recipe):
+            results = run(model, x)
+        optimizer.step()
+        weights = [whole(layer.weight.detach()).dequantize() for layer in model]
+        return [*before, *results, *map(whole, masters), *weights]
+
+    for recipe in RECIPES:
+        blocks = isinstance(recipe, (Float8BlockScaling, MXFP8BlockScaling))
+        width, hidden = (128, 128 * ranks.world) if blocks else (WIDTH, 129)
+        generator = torch.Generator().manual_seed(1)
+        how: Any = {"init_method": lambda w, g=generator: w.copy_(integers(w.shape, g))}
+        with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            up = float8lab.Linear(width, hidden, **how, device="cpu")
+            down = float8lab.Linear(hidden, width, **how, device="cpu")
+        alone = nn.Sequential(up, down)
+        x = integers((1, 8, width), generator)
+        for shape in ((1, ranks.world), (2, ranks.world // 2)):
+            mesh, model = ranks.mesh(*shape, names=("dp", "tp")), copy.deepcopy(alone)
+            row = Float8RowwiseParallel(output_layouts=TOKENS_AS_SHARDS, use_local_output=False)
+            plan = {"0": Float8ColwiseParallel(use_local_output=False), "1": row}
+            parallelize_module(model, mesh["tp"], plan)
+            if shape[0] > 1:
+                fully_shard(model, mesh=mesh["dp"])
+            mine = train(model, recipe, distribute_tensor(x, mesh["tp"], [TOKENS_AS_SHARDS]))
+            for one, other in zip(mine, train(copy.deepcopy(alone), recipe, x), strict=True):
+                assert torch.equal(one, other)
+
+
 def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
     """Of weights in high precision, and stored in FP8."""
 
