@@ -44,6 +44,7 @@ from float8lab.nn.linear import (
 )
 from float8lab.nn.parallel import (
     TensorParallelGroup,
+    ignore_extra_state,
     mark_shard,
     overlap_of,
     parallel_size,
@@ -150,6 +151,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         check_callables(init_method=init_method)
         check_dtype("params_dtype", params_dtype)
         super().__init__()
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
