@@ -449,6 +449,10 @@ def known_input(
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
         how = spec, transposed, call.plan.epsilon, call.shards, call.rows
         key = (*how, inp._version, node._sequence_nr(), stream)
+        if isinstance(x, Groups):
+            offs: Any = x.offs  # of groups that are the same, too
+            known = StorageWeakRef(offs.untyped_storage())
+            key = (*key, known, offs.data_ptr(), version_of(offs))
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None

@@ -304,7 +304,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if shards is not None and shards.are_cut(0, call.plan.edge):  # type: ignore[union-attr]
             y = self._run_spaced(x, weights, biases, offs, call)
         else:
-            y = GroupedFunction.run(x, weight, bias, offs, call, count, *parts)
+            y = GroupedFunction.run(x, weight, bias, offs, call, False, count, *parts)
         if call is not None and call.record:
             self._fp8.end(call)
         if inp.ndim != 2:
