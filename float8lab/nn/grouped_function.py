@@ -8,16 +8,19 @@ expert: under a recipe of one scale per tensor, a scale for each.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.gemm import Gradient, backward, forward, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
+from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
@@ -106,6 +109,8 @@ def is_memory_of_parameter(weight: Tensor) -> bool:
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Parameters of one shape that follow each other in memory, as one tensor; else None."""
     first = parts[0]
+    if isinstance(first, Float8Tensor):
+        return _stored_as_one(first, parts)
     storage = first.untyped_storage().data_ptr()
     if not first.numel() or any(p.untyped_storage().data_ptr() != storage for p in parts):
         return None
@@ -115,8 +120,24 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     return whole if is_of(parts, whole) else None
 
 
+def _stored_as_one(first: Float8Tensor, parts: Sequence[Any]) -> Float8Tensor | None:
+    """``as_one`` of weights that are stored in FP8."""
+    if any(type(p) is not type(first) or p.spec != first.spec for p in parts):
+        return None
+    found = [as_one([*map(of, parts)]) for of in _STORED]
+    if any(one is None for one in found):
+        return None
+    return Float8Tensor(*found, spec_of_experts(first.spec), first.dtype)  # type: ignore[arg-type]
+
+
+_STORED = tuple(map(operator.attrgetter, ("qdata", "scale", "amax")))
+
+
 def is_of(parts: Sequence[Tensor], whole: Tensor) -> bool:
     """Whether parameters are the matrices of ``whole``, in turn."""
+    if isinstance(whole, Float8Tensor):
+        same = {*map(type, parts)} == {Float8Tensor}
+        return same and all(is_of([*map(of, parts)], of(whole)) for of in _STORED[:2])
     begin, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
     places = range(begin, begin + len(parts) * step, step)
     return [*map(Tensor.data_ptr, parts)] == [*places] and all(map(Tensor.is_contiguous, parts))

@@ -24,7 +24,7 @@ from float8lab.arguments import (
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.casts import spec_of_experts
+from float8lab.nn.casts import plain, spec_of_experts
 from float8lab.nn.gemm import fused_weight, plain_weight
 from float8lab.nn.grouped_function import (
     GroupedFunction,
@@ -196,6 +196,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
                 "that are stored in FP8; got True. Leave it out: each expert's weight is one then."
             )
         self._keeps_initial_values = store_in_fp8(self, self._names["weight"], stored)
+        self._lie_together()
         if ranks > 1:
             for parameter in self._parameters_of("weight"):
                 mark_shard(parameter, -2 if self.parallel_mode == "column" else -1)
@@ -284,11 +285,13 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
-        if call is None and (self.fuse_wgrad_accumulation or type(weights[0]) is not nn.Parameter):
+        as_it_is = type(weights[0]) in (nn.Parameter, Float8Tensor)
+        if call is None and (self.fuse_wgrad_accumulation or not as_it_is):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
         weight, parts = self._whole("weight", weights, kept=is_first_microbatch is not None)
         count = len(parts)
         if call is None:
+            weight = plain(weight)
             self._fp8.calibrate(
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
@@ -326,7 +329,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         if self._names[kind] == (kind,):
             return parts[0], ()
-        if torch.compiler.is_compiling() or STATE.onnx or isinstance(parts[0], Float8Tensor):
+        if torch.compiler.is_compiling() or STATE.onnx:
             return torch.stack(list(parts)), ()
         version = sum(map(version_of, parts)) if kept else -1
         whole, known = self._wholes.get(kind, (None, -1))
@@ -398,11 +401,13 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """Have each expert's parameters follow each other in memory, wherever they were moved."""
         self._wholes = {}
         for kind in ("weight", "bias") if self.use_bias else ("weight",):
-            parts = self._parameters_of(kind)
+            parts: Any = self._parameters_of(kind)
             first = parts[0]
-            like = {(type(p), p.shape, p.dtype, p.device) for p in parts}
-            is_plain = type(first) is nn.Parameter and not first.is_meta and len(like) == 1
-            if not is_plain or not first.untyped_storage().size() or as_one(parts) is not None:
+            data = first.qdata if isinstance(first, Float8Tensor) else first
+            like = {(type(p), p.shape, p.dtype, p.device, getattr(p, "spec", None)) for p in parts}
+            is_plain = type(first) in (nn.Parameter, Float8Tensor) and len(like) == 1
+            is_there = not first.is_meta and data.untyped_storage().size()
+            if not is_plain or not is_there or as_one(parts) is not None:
                 continue
             with torch.no_grad():
                 whole = torch.stack([p.data for p in parts])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -273,6 +274,42 @@ def test_weights_lie_together_wherever_they_move():
     whole, theirs = layer._whole("weight", weights)
     assert torch.equal(whole, torch.stack(weights))
     assert not theirs
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
+def test_stored_weights_lie_together(recipe):
+    """Nothing is copied, wherever they move; a copy is right where one of them lies elsewhere."""
+    with float8lab.fp8_model_init(True, recipe):
+        layer, other = experts(), experts()
+    loaded = pickle.loads(pickle.dumps(layer))
+    loaded.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
+    x, dy = rows(K), rows(N)
+    for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
+        parts = one._parameters_of("weight")
+        whole, theirs = one._whole("weight", parts)
+        assert whole.qdata.data_ptr() == parts[0].qdata.data_ptr()
+        assert whole.scale.data_ptr() == parts[0].scale.data_ptr()
+        assert theirs is parts
+        assert one._whole("weight", parts)[0] is whole
+        assert torch.equal(whole.dequantize(), torch.stack([p.dequantize() for p in parts]))
+        for how in (recipe, None):
+            with Ops() as seen:
+                step(one, x, dy, how)
+            assert not {"aten.stack.default", "aten.cat.default"} & set(seen.names)
+    apart = copy.deepcopy(layer)
+    for weight in apart._parameters_of("weight"):
+        weight.data = weight.data.clone()
+    whole, theirs = apart._whole("weight", apart._parameters_of("weight"))
+    assert not theirs
+    found = []
+    for one in (layer, apart):
+        optimizer = float8lab.optim.MasterWeights(one.parameters(), torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            found.append(step(one, x, dy, recipe))
+            optimizer.step()
+    for mine, others in zip(found[:3], found[3:], strict=True):
+        assert all(map(torch.equal, mine, others))
+    assert not torch.equal(found[0][0], found[2][0])
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["kept", "stored"])
