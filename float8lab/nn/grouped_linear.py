@@ -452,7 +452,9 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
                 f"m_splits must be {E} numbers ({argument}); got {shown(m_splits)}. Pass the "
                 "number of rows of each expert."
             )
-        return m_splits.to(x.device).cumsum(0)
+        # int32 stays so: torch's default would convert the numbers first.
+        dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
+        return m_splits.to(x.device).cumsum(0, dtype=dtype)
     try:
         sizes = [operator.index(size) for size in m_splits]
     except TypeError:

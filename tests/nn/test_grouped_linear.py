@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import sys
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -372,6 +375,45 @@ def test_a_source_is_cast_as_its_values(recipe):
         results.append((y, *grads[:2]))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_calls_do_not_grow_with_the_experts(name):
+    """Functions of the package in a step, however the parameters lie."""
+
+    def made(kind: str, experts: int):
+        with float8lab.fp8_model_init(kind == "stored", RECIPES[name]):
+            if kind == "mlp":
+                return float8lab.ExpertMLP(experts, 32, 32, device="cpu")
+            single = kind == "single"
+            return float8lab.GroupedLinear(
+                experts, 32, 32, device="cpu",
+                single_grouped_weight=single, single_grouped_bias=single,
+            )  # fmt: skip
+
+    def note(counted: Counter, frame, event: str, _) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and "float8lab" in file and "ops/reference" not in file:
+            counted[file, frame.f_code.co_name] += 1
+
+    for kind in ("each", "stored", "single", "mlp"):
+        calls: list[Counter] = []
+        for number in (8, 128):
+            module = made(kind, number)
+            run = module.run_rows if kind == "mlp" else module
+            sizes = torch.tensor([3] * 8 + [0] * (number - 8))
+            for _ in range(3):
+                x = torch.randn(24, 32, requires_grad=True)
+                counted = Counter()
+                sys.setprofile(partial(note, counted))
+                try:
+                    with float8lab.autocast(recipe=RECIPES[name]):
+                        run(x, sizes).sum().backward()
+                finally:
+                    sys.setprofile(None)
+            calls.append(counted)
+        assert calls[0] == calls[1]
+        assert calls[0].total() > 30
 
 
 def test_its_gemms_and_casts_are_seen():
