@@ -121,7 +121,6 @@ class LayerNormMLP(FusedModule):
         rng_tracker_name: str | None = None,
         **ub: Any,
     ) -> None:
-        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         gated = check_activation(activation)
         check_flags(
             bias=bias,
@@ -133,6 +132,7 @@ class LayerNormMLP(FusedModule):
             checkpoint=checkpoint,
             fp8_activation_input=fp8_activation_input,
         )
+        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
         check_size("seq_length", seq_length, minimum=1, optional=True)
         check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)
