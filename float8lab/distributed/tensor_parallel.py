@@ -409,6 +409,14 @@ class TensorParallel:
         """The bias as this rank's product has it: of partial sums one rank's does."""
         return None if self.mode == "row" and self.rank else bias
 
+    def features(self, x: Tensor, *, gather: bool) -> Tensor:
+        """All features of a tensor of which a rank has some; or those of a whole; differentiable.
+
+        The gradient of all is the same on all ranks, as what they compute of all is.
+        """
+        found: Tensor = _Features.run(x, self, gather)
+        return found
+
     def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
         """``entered`` of a layer's input, differentiable."""
         return x if self.mode == "row" else self.gather(x, rows)
@@ -544,6 +552,27 @@ class _Moved(Float8Function):
         move = parallel.left if enters else parallel.entered
         dx = move(as_matrix(dy), rows, backward=True)
         return dx.reshape(ctx.shape), None, None, None
+
+
+class _Features(Float8Function):
+    """Features of ranks are gathered, or taken from all; the gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        ctx.how = parallel, gather
+        return _Features._move(x, parallel, gather)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        parallel, gather = ctx.how
+        return _Features._move(dy, parallel, not gather), None, None
+
+    @staticmethod
+    def _move(x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        if not gather:
+            return x.chunk(parallel.size, -1)[parallel.rank].contiguous()
+        mine, size = x.shape[-1], x.shape[-1] * parallel.size
+        return parallel.gathered(as_matrix(x), Rows(size, mine, 1), 1).view(*x.shape[:-1], size)
 
 
 # The products of FP8 operands that communicate. What overlaps the two belongs here.
