@@ -482,14 +482,15 @@ class StoredShard:
 
     parallel: TensorParallel
     dim: int
+    """Of the weight's matrix, or of each expert's."""
 
     def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
         """Raise unless each block that has a size lies on one rank."""
-        size, ranks = spec.block[self.dim], self.parallel.size
-        if self.parallel.are_cut(shape[self.dim], size):
+        size, ranks = spec.block[self.dim - 2], self.parallel.size
+        if self.parallel.are_cut(shape[self.dim - 2], size):
             raise ValueError(
                 f"{name} must give each of {ranks} ranks whole blocks of {size} to store them in "
-                f"FP8; got {shape[self.dim]} for each. Choose another size, another recipe, or "
+                f"FP8; got {shape[self.dim - 2]} for each. Choose another size, another recipe, or "
                 "weights in high precision."
             )
 
@@ -505,8 +506,8 @@ def shared_amaxes(
     found: list[Tensor | None] = [None] * len(weights)
     groups: dict[TensorParallel, list[int]] = {}
     for i, (shard, value, spec) in enumerate(weights):
-        if spec.block[shard.dim] == -1:
-            found[i] = amax_op("", (value,), value.dtype, spec.block)
+        if spec.block[shard.dim - 2] == -1:
+            found[i] = _amaxes(value, spec.block)
             groups.setdefault(shard.parallel, []).append(i)
     for parallel, places in groups.items():
         local: Any = [found[i] for i in places]
@@ -515,6 +516,13 @@ def shared_amaxes(
         for i, amax, part in zip(places, local, parts, strict=True):
             found[i] = part.view(amax.shape)
     return found
+
+
+def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
+    """The amaxes of the blocks of a matrix, or of each of a batch of them."""
+    if value.ndim == 2:
+        return amax_op("", (value,), value.dtype, block)
+    return torch.stack([_amaxes(matrix, block[1:]) for matrix in value])
 
 
 def _side_by_side(parts: Tensor) -> Tensor:
