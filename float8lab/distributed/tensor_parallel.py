@@ -39,6 +39,7 @@ from float8lab.formats import Float8Spec
 from float8lab.ops import amax_op, as_matrix, scaled_mm_op
 from float8lab.ops.reference import ALIGN, scales_by_column
 from float8lab.recipes.reduction import channel
+from float8lab.recipes.region import PROCESS
 from float8lab.tensor.differentiation import Float8Function
 
 __all__ = [
@@ -46,10 +47,11 @@ __all__ = [
     "Rows",
     "StoredShard",
     "TensorParallel",
-    "gathered_before",
     "gathered_mm",
     "mm_reduced",
-    "note_gathered",
+    "note",
+    "noted",
+    "same_rows",
     "shared_amaxes",
     "spread_mm",
 ]
@@ -172,8 +174,11 @@ class TensorParallel:
     def rows_of(self, x: Tensor) -> Rows | None:
         """The rows of the whole input of a call, ``[..., K]``; None without sequence parallelism.
 
-        Where the input is a shard, ranks tell each other their sizes, through memory of the CPU. A
-        compiled graph takes all shards to be as large as its own.
+        Of an input that is a shard a rank knows but its own size. Ranks tell each other, through
+        memory of the CPU, once for each tensor that comes from outside: what layers make of it has
+        a note of its rows (``note_rows``). All ranks look for that, or none, as all run the same
+        program; their sizes would not do, for one may change where another's does not. A compiled
+        graph takes all shards to be as large as its own.
 
         Raises:
             ValueError: on all ranks, if the shards do not fit together.
@@ -193,7 +198,17 @@ class TensorParallel:
             return Rows(lead, -(-lead // self.size), inner)
         if torch.compiler.is_compiling():
             return Rows(lead * self.size, lead, inner)
-        return self._agreed(lead, inner, x.shape[-1])
+        group, known = noted(x) or ("", None)
+        if known is None or group != self.name or known.of(self.rank)[1] != lead * inner:
+            known = self._agreed(lead, inner, x.shape[-1])
+            self.note_rows(x, known)
+        found: Rows = known
+        return found
+
+    def note_rows(self, x: Tensor, rows: Rows | None) -> None:
+        """Note which rows of a whole the shard ``x`` has, for layers that get it as their input."""
+        if rows is not None:
+            note(x, (self.name, rows))
 
     def _agreed(self, lead: int, inner: int, features: int) -> Rows:
         mine = torch.tensor([[lead, inner, features]])
@@ -435,6 +450,24 @@ class TensorParallel:
         return y if bias is None else y + bias
 
 
+def noted(x: Tensor) -> Any:
+    """What was noted of a tensor: the rows of a shard, or what FP8 data was gathered to."""
+    return None if torch.compiler.is_compiling() else PROCESS.notes.get(x)
+
+
+def note(x: Tensor, value: Any) -> None:
+    """Note this of a tensor, for as long as it lives: several layers may have it as their input."""
+    if value is not None and not torch.compiler.is_compiling():
+        PROCESS.notes[x] = value
+
+
+def same_rows(y: Tensor, *others: Tensor) -> Tensor:
+    """``y``, which has the rows of the others and gets the note that one of them has."""
+    for x in others:
+        note(y, noted(x))
+    return y
+
+
 class NoGroup:
     """Stands for the ranks of a module that has yet to be given their group."""
 
@@ -548,21 +581,6 @@ class Product(NamedTuple):
     """Whether the left operand is wanted, as multiplied."""
 
 
-def gathered_before(q: Tensor) -> Operand | None:
-    """The whole of the operand with this FP8 data, if it was gathered.
-
-    It is kept with the data for as long as that lives: several layers may have the operand.
-    """
-    return None if torch.compiler.is_compiling() else getattr(q, "_whole", None)
-
-
-def note_gathered(q: Any, whole: Operand) -> Operand:
-    """Keep what was gathered of an operand with this FP8 data, and return it."""
-    if not torch.compiler.is_compiling():
-        q._whole = whole
-    return whole
-
-
 class Shards:
     """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
 
@@ -576,14 +594,14 @@ class Shards:
     ) -> None:
         """Take this rank's part."""
         self.parallel, self.rows, self.operand, self.block = parallel, rows, operand, block
-        self.whole = gathered_before(operand[0])
+        self.whole: Operand | None = noted(operand[0])
 
     def gathered(self) -> Operand:
         """The operand of all tokens."""
         if self.whole is None:
             (q, scale), rows = self.operand, self.rows
-            whole = self.parallel.gathered_operand(q, scale, self.block, rows, 1)
-            self.whole = note_gathered(q, whole)
+            self.whole = self.parallel.gathered_operand(q, scale, self.block, rows, 1)
+            note(q, self.whole)
         return self.whole
 
     def leave(self) -> list[Tensor]:
@@ -599,7 +617,8 @@ class Shards:
         if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()
-        self.whole = note_gathered(self.operand[0], (raw, scale))
+        self.whole = raw, scale
+        note(self.operand[0], self.whole)
 
 
 def spread_mm(

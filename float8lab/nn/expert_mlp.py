@@ -132,7 +132,7 @@ class ExpertsBase(nn.Module):
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
             )
-        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, True)
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

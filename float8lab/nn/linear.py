@@ -26,7 +26,14 @@ from float8lab.distributed.tensor_parallel import Rows, StoredShard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
-from float8lab.nn.parallel import Shard, TensorParallelGroup, overlap_of, parallel_size, share_of
+from float8lab.nn.parallel import (
+    Shard,
+    TensorParallelGroup,
+    ignore_extra_state,
+    overlap_of,
+    parallel_size,
+    share_of,
+)
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
@@ -284,6 +291,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         check_callables(init_method=init_method)
         check_dtype("params_dtype", params_dtype)
         nn.Module.__init__(self)
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.in_features = in_features = check_size("in_features", in_features)
         self.out_features = out_features = check_size("out_features", out_features)
         self.return_bias = return_bias
@@ -388,6 +396,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
                 self._fp8.end(call)
+        if rows is not None and parallel.scatters:  # type: ignore[union-attr]  # it has rows
+            parallel.note_rows(y, rows)  # type: ignore[union-attr]
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
