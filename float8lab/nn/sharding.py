@@ -92,14 +92,14 @@ def shard_state_dict(
     torch.Size([4, 8])
     """
     check_module("model", model)
-    if isinstance(state_dict, Sequence) and state_dict:
-        for rank, state in enumerate(state_dict):
+    given: Any = state_dict
+    if isinstance(given, Sequence) and given:
+        for rank, state in enumerate(given):
             check_instance(f"state_dict[{rank}]", state, Mapping, "a mapping from names to tensors")
-        states = list(state_dict)
     else:
         what = "a mapping from names to tensors, or a list of the ranks' own"
-        check_instance("state_dict", state_dict, Mapping, what)
-        states = [state_dict]
+        check_instance("state_dict", given, Mapping, what)
+    states = [given] if isinstance(given, Mapping) else list(given)
     layouts, result = _layouts(model), dict(states[0])
     if len(states) > 1 and not layouts:
         raise ValueError(
