@@ -396,6 +396,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
                 self._fp8.end(call)
+        if rows is not None and parallel.scatters:  # type: ignore[union-attr]  # it has rows
+            parallel.note_rows(y, rows)  # type: ignore[union-attr]
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -407,15 +409,17 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         return whole, None if biases[0] is None else torch.cat(biases)
 
     def register_parameter(self, name: str, param: Any) -> None:
+        old = self._parameters.get(name)
         super().register_parameter(name, param)
         if name == "weight":
-            self._follow_placements(param)
+            self._follow_placements(param, old)
 
-    def _follow_placements(self, weight: Any, *, sharded: bool = False) -> None:
+    def _follow_placements(self, weight: Any, old: Any = None, *, sharded: bool = False) -> None:
         """Spread the layer over ranks as the placements of a weight that is a DTensor say.
 
         Args:
             weight: the layer's.
+            old: the one in whose place it comes.
             sharded: FSDP2 shards it over all dimensions of its mesh but the last.
         """
         placements = getattr(weight, "placements", None)
@@ -426,8 +430,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             mesh = weight.device_mesh
             if sharded:
                 mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
-            self._spread = _load_dtensor().Spread(mesh, placements)
-            self._spread.check(weight)
+            self._spread = _load_dtensor().Spread(mesh, placements, weight.shape)
+            self._spread.adopt(weight, old)
         self._fp8.spread(self._spread and self._spread.whole)
 
     def extra_repr(self) -> str:

@@ -20,6 +20,7 @@ from float8lab.arguments import (
     shown,
 )
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
+from float8lab.distributed.tensor_parallel import same_rows
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
@@ -135,7 +136,8 @@ class _Norm(nn.Module):
         bias = self.bias.flatten() if self._center else None
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
-        return y.reshape(x.shape)
+        y = y.reshape(x.shape)
+        return same_rows(y, x) if self.sequence_parallel else y
 
 
 class LayerNorm(_Norm, nn.LayerNorm):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab.arguments import check_choice, check_flags, check_input, check_number
+from float8lab.distributed.tensor_parallel import same_rows
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import (
@@ -422,6 +423,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
         """``residual + drop_path(dropout(x + bias))``."""
+        attended = x
         if bias is not None:
             x = x + bias.to(x.dtype)
         x = F.dropout(x, self.hidden_dropout, self.training)
@@ -434,7 +436,8 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             if batch and self._has_part_of_the_tokens:
                 stays = of_first_rank(stays, self.tp_group)  # all ranks have tokens of a sample
             x = x * stays / (kept or 1.0)
-        return residual + x
+        total = residual + x
+        return same_rows(total, attended, residual) if self.sequence_parallel else total
 
     @property
     def _has_part_of_the_tokens(self) -> bool:
