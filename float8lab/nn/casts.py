@@ -299,7 +299,7 @@ def _cast_parts(
     """
     parallel, size = call.shards, how.block[axis]
     assert parallel is not None, "of a layer that is spread"
-    places, total = parallel.places(length), length * parallel.size
+    places, total = parallel.places(length), parallel.whole_size(length)
     if rows is not None:
         places, total = [rows.of(parallel.rank)], rows.total
     start, count = places[0]

@@ -21,6 +21,7 @@ from float8lab.arguments import (
     check_tensor,
     shown,
 )
+from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -43,6 +44,7 @@ from float8lab.nn.linear import (
 )
 from float8lab.nn.parallel import (
     TensorParallelGroup,
+    ignore_extra_state,
     mark_shard,
     overlap_of,
     parallel_size,
@@ -149,6 +151,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         check_callables(init_method=init_method)
         check_dtype("params_dtype", params_dtype)
         super().__init__()
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
@@ -269,7 +272,13 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
-        offs = ends_of(m_splits, x, self.num_gemms, "num_gemms")
+        weights = self._parameters_of("weight")
+        biases = self._parameters_of("bias") if self.use_bias else None
+        experts = self.num_gemms
+        if hasattr(weights[0], "placements"):
+            weights, biases = self._experts_here(weights, biases)
+            experts = weights[0].shape[0]
+        offs = ends_of(m_splits, x, experts, "num_gemms")
         for name, buffer, size in (
             ("out", out, self.out_features),
             ("dgrad_out", dgrad_out, self.in_features),
@@ -277,14 +286,14 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             self._check_buffer(name, buffer, (*inp.shape[:-1], size))
         if dgrad_out is not None:
             x = into_buffer(x, dgrad_out.view_as(x))
-        weights = self._parameters_of("weight")
-        biases = self._parameters_of("bias") if self.use_bias else None
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
             fused_weight=self._fused(weights),
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
+        if call is not None and call.plan.delayed and experts != self.num_gemms:
+            refuse_delayed(experts, self.num_gemms)
         as_it_is = type(weights[0]) in (nn.Parameter, Float8Tensor)
         if call is None and (self.fuse_wgrad_accumulation or not as_it_is):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
@@ -317,6 +326,18 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if not self.return_bias:
             return y
         return y, biases[0] if biases and self.single_grouped_bias else biases
+
+    def _experts_here(
+        self, weights: list[Tensor], biases: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """The one parameter of each kind, of the experts that this rank has."""
+        single = self.single_grouped_weight and (biases is None or self.single_grouped_bias)
+        if not single:
+            raise NotImplementedError(
+                "single_grouped_weight and single_grouped_bias must be True where parameters are "
+                "DTensors; got False. Shard(0) of one parameter gives each rank whole experts."
+            )
+        return [experts_here(weights[0])], biases and [experts_here(biases[0])]
 
     def _whole(
         self, kind: str, parts: Sequence[Tensor], *, kept: bool = False
