@@ -595,7 +595,7 @@ def plain_weight(
 
     ``as_main``: in the dtype of that, in which a GEMM then gives the gradient.
     """
-    fused = fused_weight(module, weight)
+    fused: Any = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
     value = plain(weight).to(fused.main_grad.dtype) if as_main else plain(weight)
