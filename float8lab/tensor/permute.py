@@ -232,20 +232,20 @@ def moe_unpermute(
                 "pass merging_probs alone."
             )
         merging_probs = probs
-    listed = isinstance(restore_shape, (tuple, list)) and len(restore_shape) == 2
+    shape = tuple(restore_shape) if isinstance(restore_shape, (tuple, list)) else ()
     tokens = entries
     if pad_offsets is not None:
         check_integers("pad_offsets", pad_offsets, 1)
-        if not listed:
+        if len(shape) != 2:
             raise ValueError(
                 f"restore_shape must be the shape of the tokens with pad_offsets; got "
                 f"{shown(restore_shape)}. Pass tokens.shape."
             )
-        tokens = min(entries, check_size("restore_shape[0]", restore_shape[0]))
+        tokens = min(entries, check_size("restore_shape[0]", shape[0]))
     if merging_probs is not None:
         check_probs("merging_probs", merging_probs, (tokens, places))
     wanted = (tokens, inp.shape[1])
-    if restore_shape is not None and not (listed and tuple(restore_shape) == wanted):
+    if restore_shape is not None and shape != wanted:
         raise ValueError(
             f"restore_shape must be None or {wanted}, the tokens of the row map and the features "
             f"of inp; got {shown(restore_shape)}. Leave it out."
