@@ -11,7 +11,8 @@ rows: it is gathered where it enters the pair and summed to shards where it leav
 *replica*, the same on all ranks, and the sums are too.
 
 Rows are shards by the rule of ``torch.chunk``, of the first dimension of the layer's input: all
-ranks have ``ceil(size / R)``, but the last of them fewer, or none. Features divide by R.
+ranks have ``ceil(size / R)``, but the last of them fewer, or none. Features divide by R, or, where
+parameters are DTensors, are shards by the same rule.
 
 What travels is bytes: FP8 data as uint8, and scales. All collectives are functional ones, so gloo
 and NCCL, eager mode and compiled graphs take one path.
@@ -106,6 +107,8 @@ class TensorParallel:
     """The sizes of what a shard consists of, where the weight is several behind each other."""
     partial: bool = False
     """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
+    features: int = 0
+    """How many the whole has of which the weight is a shard; 0 where all shards are alike."""
     name: str = ""
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0
@@ -142,7 +145,10 @@ class TensorParallel:
 
         ``arrives``: ``a`` is a shard of the rows, which is gathered; else the result is scattered.
         """
-        if self.overlap is False or rows is None or not sees_others(self.group, a):
+        # What pays is told by sizes, which have to be the same on all ranks.
+        if self.overlap is False or rows is None or self.features:
+            return False
+        if not sees_others(self.group, a):
             return False
         here = rows.chunk * rows.inner
         fits = here * self.size == rows.total and here % ALIGN == 0
@@ -234,6 +240,8 @@ class TensorParallel:
 
     def places(self, length: int) -> list[tuple[int, int]]:
         """Where in the whole the pieces of a shard of features begin, and how many they have."""
+        if self.features:
+            return [(min(self.features, self._chunk() * self.rank), length)]
         found, offset = [], 0
         for size in self.pieces or (length,):
             found.append((offset + self.rank * size, size))
@@ -242,7 +250,16 @@ class TensorParallel:
 
     def are_cut(self, length: int, edge: int) -> bool:
         """Whether the shards' features begin or end inside blocks of ``edge``, on any rank."""
-        return edge > 1 and any(size % edge != 0 for size in self.pieces or (length,))
+        sizes = (self._chunk(),) if self.features else self.pieces or (length,)
+        return edge > 1 and any(size % edge != 0 for size in sizes)
+
+    def whole_size(self, length: int) -> int:
+        """How many features the whole has of which a shard has ``length``."""
+        return self.features or length * self.size
+
+    def _chunk(self) -> int:
+        """How many features a rank has, unless it is among the last."""
+        return -(-self.features // self.size)
 
     def spaced(self, x: Tensor, dim: int, edge: int) -> Tensor:
         """A shard of features with zeros where others of its blocks are, so that blocks fit."""
@@ -409,7 +426,7 @@ class TensorParallel:
         """The bias as this rank's product has it: of partial sums one rank's does."""
         return None if self.mode == "row" and self.rank else bias
 
-    def features(self, x: Tensor, *, gather: bool) -> Tensor:
+    def move_features(self, x: Tensor, *, gather: bool) -> Tensor:
         """All features of a tensor of which a rank has some; or those of a whole; differentiable.
 
         The gradient of all is the same on all ranks, as what they compute of all is.

@@ -210,8 +210,8 @@ class LayerNormLinear(FusedModule):
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the norm's, if it is returned, where each rank has some features."""
         parallel: Any = self._fp8.parallel
-        whole = self._normed(parallel.features(x, gather=True))
-        normed = parallel.features(whole, gather=False)
+        whole = self._normed(parallel.move_features(x, gather=True))
+        normed = parallel.move_features(whole, gather=False)
         rows = parallel.rows_of(normed)
         call = self._begin(self._fp8, normed, weight, first_microbatch, rows)
         if call is None:

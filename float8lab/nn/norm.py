@@ -24,6 +24,7 @@ from float8lab.distributed.tensor_parallel import same_rows
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
+from float8lab.nn.parallel import ignore_extra_state
 
 __all__ = [
     "LayerNorm",
@@ -95,6 +96,7 @@ class _Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch's norm's: it makes its own parameters
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         check_flags(sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma)
         eps = check_number("eps", eps, minimum=0)
         shape = normalized_size(hidden_size, normalized_shape)

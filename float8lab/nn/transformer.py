@@ -20,16 +20,18 @@ from float8lab.nn.attention.masks import (
     split_padding_mask,
     window_of,
 )
-from float8lab.nn.attention.multihead import (
-    MultiheadAttention,
-    RotaryArgument,
-    ignore_extra_state,
-)
+from float8lab.nn.attention.multihead import MultiheadAttention, RotaryArgument
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import reset_children
 from float8lab.nn.norm import LayerNorm, RMSNorm
-from float8lab.nn.parallel import ContextParallelGroup, of_first_rank, overlap_of, parallel_size
+from float8lab.nn.parallel import (
+    ContextParallelGroup,
+    ignore_extra_state,
+    of_first_rank,
+    overlap_of,
+    parallel_size,
+)
 
 __all__ = ["TransformerLayer"]
 
