@@ -296,7 +296,7 @@ class TensorParallel:
         """The amaxes of a shard's blocks over all ranks that have a part of them; of all blocks.
 
         Args:
-            grid: of this rank's parts, ``[rows, columns]`` of blocks.
+            grid: of this rank's parts, ``[..., rows, columns]`` of blocks.
             size: of a block along ``dim``; -1 is the whole dimension.
             dim: the one of which a rank has a shard.
             places: where in the whole its pieces begin, and how many elements they have.
@@ -310,7 +310,7 @@ class TensorParallel:
             first, blocks = start // size, -(-(start % size + length) // size)
             pad = (first, count - first - blocks)
             part = grid.narrow(dim, at, blocks)
-            parts.append(F.pad(part, pad if dim == 1 else (0, 0, *pad)))
+            parts.append(F.pad(part, (0, 0) * (grid.ndim - 1 - dim) + pad))
             runs.append((first, blocks))
             at += blocks
         # A rank's own pieces can share a block, too.

@@ -135,7 +135,7 @@ def compare_operands(
                 if row and layer.sequence_parallel:
                     dy = joined(dy, 0, ranks)
                 elif not row:
-                    dy = shard.gathered(dy, dist.group.WORLD)
+                    dy = shard.joined(ranks.gather(dy.cpu())).to(dy.device)
                 (y[0] if isinstance(y, tuple) else y).backward(dy)
             assert not gradients or len(wanted.seen) == 3, path
         sizes = {"M": x.shape[:-1].numel(), "N": one.out_features, "K": one.in_features}
