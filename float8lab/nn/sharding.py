@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ def shard_state_dict(
     else:
         what = "a mapping from names to tensors, or a list of the ranks' own"
         check_instance("state_dict", state_dict, Mapping, what)
-        states = [state_dict]
+        states = [cast("Mapping[str, Any]", state_dict)]
     layouts, result = _layouts(model), dict(states[0])
     if len(states) > 1 and not layouts:
         raise ValueError(
