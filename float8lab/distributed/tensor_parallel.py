@@ -46,7 +46,7 @@ from float8lab.tensor.differentiation import Float8Function
 __all__ = [
     "NoGroup",
     "Rows",
-    "StoredShard",
+    "SharedScales",
     "TensorParallel",
     "gathered_mm",
     "mm_reduced",
@@ -411,7 +411,7 @@ class TensorParallel:
         """The bias as this rank's product has it: of partial sums one rank's does."""
         return None if self.mode == "row" and self.rank else bias
 
-    def move_features(self, x: Tensor, *, gather: bool) -> Tensor:
+    def all_features(self, x: Tensor, *, gather: bool) -> Tensor:
         """All features of a tensor of which a rank has some; or those of a whole; differentiable.
 
         The gradient of all is the same on all ranks, as what they compute of all is.
@@ -479,7 +479,7 @@ class NoGroup:
 
 
 @dataclass(frozen=True)
-class StoredShard:
+class SharedScales:
     """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
 
     parallel: TensorParallel
@@ -502,9 +502,9 @@ class StoredShard:
 
 
 def shared_amaxes(
-    weights: Sequence[tuple[StoredShard, Tensor, Float8Spec]],
+    weights: Sequence[tuple[SharedScales, Tensor, Float8Spec]],
 ) -> list[Tensor | None]:
-    """The amaxes of each weight, ``StoredShard.amaxes``: one all-reduce for each group."""
+    """The amaxes of each weight, ``SharedScales.amaxes``: one all-reduce for each group."""
     found: list[Tensor | None] = [None] * len(weights)
     groups: dict[TensorParallel, list[int]] = {}
     for i, (shard, value, spec) in enumerate(weights):

@@ -595,12 +595,12 @@ def plain_weight(
 
     ``as_main``: in the dtype of that, in which a GEMM then gives the gradient.
     """
-    fused = fused_weight(module, weight)
+    fused: Any = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
     value = plain(weight)
     if as_main:
-        value = value.to(fused.main_grad.dtype)  # type: ignore[attr-defined]  # it has one
+        value = value.to(fused.main_grad.dtype)
     found: Tensor = _IntoMainGrad.run(value, fused, first_microbatch is True)
     return found
 

@@ -192,7 +192,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        stored = self._sharing_of("_fp8", int(self.parallel_mode == "row"))
         self._keeps_initial_values = store_in_fp8(self, self._names["weight"], stored)
         self._lie_together()
         if ranks > 1:

@@ -144,7 +144,7 @@ class LayerNormLinear(FusedModule):
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
-        self._keeps_initial_values = store_in_fp8(self, names, self._stored_shard("_fp8", int(row)))
+        self._keeps_initial_values = store_in_fp8(self, names, self._sharing_of("_fp8", int(row)))
         self._mark_shards(self._prefixes, int(row))
         place_precisions(self)
 
@@ -210,8 +210,8 @@ class LayerNormLinear(FusedModule):
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the norm's, if it is returned, where each rank has some features."""
         parallel: Any = self._fp8.parallel
-        whole = self._normed(parallel.move_features(x, gather=True))
-        normed = parallel.move_features(whole, gather=False)
+        whole = self._normed(parallel.all_features(x, gather=True))
+        normed = parallel.all_features(whole, gather=False)
         rows = parallel.rows_of(normed)
         call = self._begin(self._fp8, normed, weight, first_microbatch, rows)
         if call is None:

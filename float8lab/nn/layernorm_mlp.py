@@ -163,8 +163,8 @@ class LayerNormMLP(FusedModule):
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        store_in_fp8(self, ["fc1_weight"], self._stored_shard("_fp8_fc1", 0))
-        keeps = store_in_fp8(self, ["fc2_weight"], self._stored_shard("_fp8_fc2", 1))
+        store_in_fp8(self, ["fc1_weight"], self._sharing_of("_fp8_fc1", 0))
+        keeps = store_in_fp8(self, ["fc2_weight"], self._sharing_of("_fp8_fc2", 1))
         self._keeps_initial_values = keeps
         self._mark_shards(["fc1_"], 0)
         self._mark_shards(["fc2_"], 1)

@@ -17,7 +17,7 @@ from float8lab.arguments import (
     check_size,
 )
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import NoGroup, StoredShard, TensorParallel
+from float8lab.distributed.tensor_parallel import NoGroup, SharedScales, TensorParallel
 from float8lab.recipes.region import STATE
 
 __all__ = [
@@ -151,14 +151,18 @@ class Shard(NamedTuple):
     def of(self, whole: Tensor) -> Tensor:
         """The part of ``whole``."""
         sizes = self.sizes(whole.shape[self.dim])
-        if len(sizes) == 1:
-            return whole.chunk(self.ranks, self.dim)[self.rank]
+        if len(sizes) == 1:  # by the rule of torch.chunk, which leaves out what is empty
+            each = -(-sizes[0] // self.ranks)
+            start = min(self.rank * each, sizes[0])
+            return whole.narrow(self.dim, start, min(each, sizes[0] - start))
         parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
         return torch.cat([part[self.rank] for part in parts], self.dim)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole, from the parts of all ranks in their order."""
         sizes = self.sizes(parts[0].shape[self.dim])
+        if len(sizes) == 1:
+            return torch.cat(list(parts), self.dim)
         pieces = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
         return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
 
@@ -209,7 +213,7 @@ class TensorParallelGroup:
         rank = torch.distributed.get_rank(self.tp_group)
         return Shard(dim, rank, self.tp_size, pieces or (1,))
 
-    def _stored_shard(self, name: str, dim: int) -> StoredShard | None:
+    def _sharing_of(self, name: str, dim: int) -> SharedScales | None:
         """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
         parallel = getattr(self, name).parallel
         if parallel is None or STATE.init is None:
@@ -219,7 +223,7 @@ class TensorParallelGroup:
                 f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
                 "are stored in FP8, which share scales; got None. Pass the group to the module."
             )
-        return StoredShard(parallel, dim)
+        return SharedScales(parallel, dim)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
@@ -283,9 +287,9 @@ class TensorParallelGroup:
                 )
             getattr(self, name).spread(parallel)
             for parameter in module.parameters(recurse=False):
-                stored = getattr(parameter, "_shard", None)
+                stored = getattr(parameter, "_shared_scales", None)
                 if stored is not None and stored.dim == int(mode == "row"):
-                    parameter._shard = StoredShard(parallel, stored.dim)
+                    parameter._shared_scales = SharedScales(parallel, stored.dim)
 
 
 class ContextParallelGroup(TensorParallelGroup):
