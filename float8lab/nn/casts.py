@@ -443,7 +443,8 @@ def known_input(
     if torch.compiler.is_compiling():
         return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
-    node, key = None if alone or inp is None else inp.grad_fn, None
+    key: tuple[Any, ...] | None = None
+    node = None if alone or inp is None else inp.grad_fn
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0

@@ -124,10 +124,11 @@ def _stored_as_one(first: Float8Tensor, parts: Sequence[Any]) -> Float8Tensor | 
     """``as_one`` of weights that are stored in FP8."""
     if any(type(p) is not type(first) or p.spec != first.spec for p in parts):
         return None
-    data, scale, amax = (as_one([*map(of, parts)]) for of in _STORED)
-    if data is None or scale is None or amax is None:
+    found: list[Any] = [as_one([*map(of, parts)]) for of in _STORED]
+    if any(one is None for one in found):
         return None
-    return Float8Tensor(data, scale, amax, spec_of_experts(first.spec), first.dtype)
+    qdata, scale, amax = found
+    return Float8Tensor(qdata, scale, amax, spec_of_experts(first.spec), first.dtype)
 
 
 _STORED = tuple(map(operator.attrgetter, ("qdata", "scale", "amax")))
