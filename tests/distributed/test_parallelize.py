@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -458,6 +464,22 @@ def check_norms_and_prepared_inputs(ranks: Ranks) -> None:
     )
     echo = parallelize_module(nn.Sequential(nn.Identity()), mesh, {"0": local})
     assert torch.equal(echo(part_of(x.detach(), 1, ranks)), x)
+
+
+def check_fused_module_by_the_rules_of_its_ops(ranks: Ranks) -> None:
+    alone = float8lab.LayerNormMLP(WIDTH, 150, device="cpu")
+
+    def place(_: str, module: nn.Module, mesh: Any) -> None:
+        for name, p in list(module.named_parameters(recurse=False)):
+            dim = 1 if name == "fc2_weight" else 0
+            how = Shard(dim) if name.startswith("fc") and name != "fc2_bias" else Replicate()
+            module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [how])))
+
+    model = distribute_module(copy.deepcopy(alone), ranks.mesh(), place)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    with float8lab.autocast(recipe=Float8RowwiseScaling()):
+        for one, other in zip(run(model, x), run(alone, x), strict=True):
+            assert torch.equal(one, other)
 
 
 outcome = ranks_fixture(__name__, 4)
