@@ -25,7 +25,8 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import Rows, StoredShard
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
+from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import Shard, TensorParallelGroup, overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
