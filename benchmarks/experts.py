@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 import float8lab
 from benchmarks import common, report
+from benchmarks.linear import saved_bytes
 from benchmarks.models import Candidate, Trial
 from benchmarks.recipes import RECIPES
 from benchmarks.report import Row, Setting, Subject, Target
 from float8lab.recipes import Recipe
 
-__all__ = ["SUBJECT", "Layer", "main", "rows"]
+__all__ = ["MODELS", "SUBJECT", "Layer", "main", "rows", "saved_share"]
 
 FLOOR_DB = 20.0
 """As of one linear layer, see ``benchmarks/linear.py``."""
@@ -108,6 +109,19 @@ class _Reference(_Mixture):
     def multiply(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         parts = zip(x.tensor_split(offs[:-1].tolist()), weight, strict=True)
         return torch.cat([part.float() @ one.float().t() for part, one in parts]).to(x.dtype)
+
+
+def saved_share(shape: Layer, recipe: Recipe | None) -> float:
+    """Bytes that ``ExpertMLP`` has autograd save until backward, of those of torch's ops.
+
+    At full size on the meta device, where all is counted and nothing computed. The layer's tokens
+    and what the router saves are in both, parameters in neither.
+    """
+    new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    sizes = (shape.E, shape.H), (shape.E, 2 * shape.F, shape.H), (shape.E, shape.H, shape.F)
+    weights, x = [new(*size) for size in sizes], new(shape.T, shape.H)
+    ours = _Ours(shape, *weights, recipe=recipe)
+    return saved_bytes(ours, x) / saved_bytes(_Mixture(shape, *weights), x)
 
 
 def rows(setting: Setting, name: str, shape: Layer) -> Iterator[Row]:

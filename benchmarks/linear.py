@@ -77,17 +77,17 @@ def targets(shape: LinearShape) -> dict[str, tuple[Target, ...]]:
 
 
 def storages(x: Tensor) -> dict[int, int]:
-    """Bytes by address of a tensor's storage, or of those that a subclass consists of."""
+    """Bytes by a tensor's storage, on the meta device too, or by those of a subclass's tensors."""
     if not hasattr(x, "__tensor_flatten__"):
         storage = x.untyped_storage()
-        return {storage.data_ptr(): storage.nbytes()}
+        return {storage._cdata: storage.nbytes()}
     names, _ = x.__tensor_flatten__()
     return {k: v for name in names for k, v in storages(getattr(x, name)).items()}
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
     """Bytes of the distinct storages that autograd saves in one forward, parameters apart."""
-    parameters = {address for p in module.parameters() for address in storages(p)}
+    parameters = {storage for p in module.parameters() for storage in storages(p)}
     found: dict[int, int] = {}
 
     def note(saved: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         y = module(x.detach().requires_grad_())
     del y
-    return sum(size for address, size in found.items() if address not in parameters)
+    return sum(size for storage, size in found.items() if storage not in parameters)
 
 
 def held_bytes(module: nn.Module, x: Tensor) -> int:

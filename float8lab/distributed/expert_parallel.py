@@ -35,7 +35,43 @@ from float8lab.tensor.permute import (
     scatter_rows,
 )
 
-__all__ = ["DispatchHandle", "moe_combine", "moe_dispatch"]
+__all__ = [
+    "DispatchHandle",
+    "experts_here",
+    "moe_combine",
+    "moe_dispatch",
+    "refuse_delayed",
+    "shares_experts",
+]
+
+
+def shares_experts(placements: Sequence[Any]) -> bool:
+    """Whether a DTensor so placed gives each rank of one dimension of a mesh some experts."""
+    return len(placements) == 1 and bool(placements[0].is_shard(0))
+
+
+def experts_here(parameter: Any) -> Any:
+    """The experts of a stacked parameter that this rank has; differentiable.
+
+    Raises:
+        NotImplementedError: a DTensor that is placed otherwise.
+    """
+    if not hasattr(parameter, "placements"):
+        return parameter
+    if not shares_experts(parameter.placements):
+        raise NotImplementedError(
+            "experts' parameters must be placed as (Shard(0),), some experts on each rank, where "
+            f"they are DTensors; got {parameter.placements}. Place them so, or use plain tensors."
+        )
+    return parameter.to_local()
+
+
+def refuse_delayed(here: int, experts: int) -> None:
+    """Raise for delayed scaling of weights of which a rank has but some."""
+    raise NotImplementedError(
+        f"recipe must not be DelayedScaling where ranks share {experts} experts; got it, and {here}"
+        " of them here: amaxes of one would be reduced with those of others. Choose another recipe."
+    )
 
 
 @dataclass(frozen=True)

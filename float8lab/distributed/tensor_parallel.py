@@ -11,7 +11,8 @@ rows: it is gathered where it enters the pair and summed to shards where it leav
 *replica*, the same on all ranks, and the sums are too.
 
 Rows are shards by the rule of ``torch.chunk``, of the first dimension of the layer's input: all
-ranks have ``ceil(size / R)``, but the last of them fewer, or none. Features divide by R.
+ranks have ``ceil(size / R)``, but the last of them fewer, or none. Features divide by R, or, where
+parameters are DTensors, are shards by the same rule.
 
 What travels is bytes: FP8 data as uint8, and scales. All collectives are functional ones, so gloo
 and NCCL, eager mode and compiled graphs take one path.
@@ -38,6 +39,7 @@ from float8lab.formats import Float8Spec
 from float8lab.ops import amax_op, as_matrix, scaled_mm_op
 from float8lab.ops.reference import ALIGN, scales_by_column
 from float8lab.recipes.reduction import channel
+from float8lab.recipes.region import PROCESS
 from float8lab.tensor.differentiation import Float8Function
 
 __all__ = [
@@ -45,10 +47,11 @@ __all__ = [
     "Rows",
     "StoredShard",
     "TensorParallel",
-    "gathered_before",
     "gathered_mm",
     "mm_reduced",
-    "note_gathered",
+    "note",
+    "noted",
+    "same_rows",
     "shared_amaxes",
     "spread_mm",
 ]
@@ -104,6 +107,8 @@ class TensorParallel:
     """The sizes of what a shard consists of, where the weight is several behind each other."""
     partial: bool = False
     """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
+    features: int = 0
+    """How many the whole has of which the weight is a shard; 0 where all shards are alike."""
     name: str = ""
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0
@@ -140,7 +145,10 @@ class TensorParallel:
 
         ``arrives``: ``a`` is a shard of the rows, which is gathered; else the result is scattered.
         """
-        if self.overlap is False or rows is None or not sees_others(self.group, a):
+        # What pays is told by sizes, which have to be the same on all ranks.
+        if self.overlap is False or rows is None or self.features:
+            return False
+        if not sees_others(self.group, a):
             return False
         here = rows.chunk * rows.inner
         fits = here * self.size == rows.total and here % ALIGN == 0
@@ -166,8 +174,11 @@ class TensorParallel:
     def rows_of(self, x: Tensor) -> Rows | None:
         """The rows of the whole input of a call, ``[..., K]``; None without sequence parallelism.
 
-        Where the input is a shard, ranks tell each other their sizes, through memory of the CPU. A
-        compiled graph takes all shards to be as large as its own.
+        Of an input that is a shard a rank knows but its own size. Ranks tell each other, through
+        memory of the CPU, once for each tensor that comes from outside: what layers make of it has
+        a note of its rows (``note_rows``). All ranks look for that, or none, as all run the same
+        program; their sizes would not do, for one may change where another's does not. A compiled
+        graph takes all shards to be as large as its own.
 
         Raises:
             ValueError: on all ranks, if the shards do not fit together.
@@ -187,7 +198,17 @@ class TensorParallel:
             return Rows(lead, -(-lead // self.size), inner)
         if torch.compiler.is_compiling():
             return Rows(lead * self.size, lead, inner)
-        return self._agreed(lead, inner, x.shape[-1])
+        group, known = noted(x) or ("", None)
+        if known is None or group != self.name or known.of(self.rank)[1] != lead * inner:
+            known = self._agreed(lead, inner, x.shape[-1])
+            self.note_rows(x, known)
+        found: Rows = known
+        return found
+
+    def note_rows(self, x: Tensor, rows: Rows | None) -> None:
+        """Note which rows of a whole the shard ``x`` has, for layers that get it as their input."""
+        if rows is not None:
+            note(x, (self.name, rows))
 
     def _agreed(self, lead: int, inner: int, features: int) -> Rows:
         mine = torch.tensor([[lead, inner, features]])
@@ -219,6 +240,8 @@ class TensorParallel:
 
     def places(self, length: int) -> list[tuple[int, int]]:
         """Where in the whole the pieces of a shard of features begin, and how many they have."""
+        if self.features:
+            return [(min(self.features, self._chunk() * self.rank), length)]
         found, offset = [], 0
         for size in self.pieces or (length,):
             found.append((offset + self.rank * size, size))
@@ -227,7 +250,16 @@ class TensorParallel:
 
     def are_cut(self, length: int, edge: int) -> bool:
         """Whether the shards' features begin or end inside blocks of ``edge``, on any rank."""
-        return edge > 1 and any(size % edge != 0 for size in self.pieces or (length,))
+        sizes = (self._chunk(),) if self.features else self.pieces or (length,)
+        return edge > 1 and any(size % edge != 0 for size in sizes)
+
+    def whole_size(self, length: int) -> int:
+        """How many features the whole has of which a shard has ``length``."""
+        return self.features or length * self.size
+
+    def _chunk(self) -> int:
+        """How many features a rank has, unless it is among the last."""
+        return -(-self.features // self.size)
 
     def spaced(self, x: Tensor, dim: int, edge: int) -> Tensor:
         """A shard of features with zeros where others of its blocks are, so that blocks fit."""
@@ -418,6 +450,24 @@ class TensorParallel:
         return y if bias is None else y + bias
 
 
+def noted(x: Tensor) -> Any:
+    """What was noted of a tensor: the rows of a shard, or what FP8 data was gathered to."""
+    return None if torch.compiler.is_compiling() else PROCESS.notes.get(x)
+
+
+def note(x: Tensor, value: Any) -> None:
+    """Note this of a tensor, for as long as it lives: several layers may have it as their input."""
+    if value is not None and not torch.compiler.is_compiling():
+        PROCESS.notes[x] = value
+
+
+def same_rows(y: Tensor, *others: Tensor) -> Tensor:
+    """``y``, which has the rows of the others and gets the note that one of them has."""
+    for x in others:
+        note(y, noted(x))
+    return y
+
+
 class NoGroup:
     """Stands for the ranks of a module that has yet to be given their group."""
 
@@ -531,21 +581,6 @@ class Product(NamedTuple):
     """Whether the left operand is wanted, as multiplied."""
 
 
-def gathered_before(q: Tensor) -> Operand | None:
-    """The whole of the operand with this FP8 data, if it was gathered.
-
-    It is kept with the data for as long as that lives: several layers may have the operand.
-    """
-    return None if torch.compiler.is_compiling() else getattr(q, "_whole", None)
-
-
-def note_gathered(q: Any, whole: Operand) -> Operand:
-    """Keep what was gathered of an operand with this FP8 data, and return it."""
-    if not torch.compiler.is_compiling():
-        q._whole = whole
-    return whole
-
-
 class Shards:
     """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
 
@@ -559,14 +594,14 @@ class Shards:
     ) -> None:
         """Take this rank's part."""
         self.parallel, self.rows, self.operand, self.block = parallel, rows, operand, block
-        self.whole = gathered_before(operand[0])
+        self.whole: Operand | None = noted(operand[0])
 
     def gathered(self) -> Operand:
         """The operand of all tokens."""
         if self.whole is None:
             (q, scale), rows = self.operand, self.rows
-            whole = self.parallel.gathered_operand(q, scale, self.block, rows, 1)
-            self.whole = note_gathered(q, whole)
+            self.whole = self.parallel.gathered_operand(q, scale, self.block, rows, 1)
+            note(q, self.whole)
         return self.whole
 
     def leave(self) -> list[Tensor]:
@@ -582,7 +617,8 @@ class Shards:
         if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()
-        self.whole = note_gathered(self.operand[0], (raw, scale))
+        self.whole = raw, scale
+        note(self.operand[0], self.whole)
 
 
 def spread_mm(

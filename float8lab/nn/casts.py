@@ -167,7 +167,7 @@ def cast_by(
         return *first[:3], *second[3:5], first[5]
     how = spec or transposed
     assert how is not None, "one of the two"
-    offs = given = own_scale = slot = None
+    offs = given = own_scale = slot = tiles = None
     is_batch = isinstance(x, Tensor) and x.ndim == 3
     inputs: Sequence[Tensor]
     if isinstance(x, Tensor):
@@ -175,7 +175,7 @@ def cast_by(
     elif isinstance(x, Source):
         prologue, inputs, dtype, given = x
     else:
-        prologue, inputs, dtype, offs, _ = x
+        prologue, inputs, dtype, offs, tiles = x
     if by is not None:
         (own_scale, given, *_), slot = by
     whole = how.block == (-1, -1)
@@ -185,7 +185,7 @@ def cast_by(
     rest = spec is not None, transposed is not None, column_sum, given, slot
     if is_batch or offs is not None:
         results = cast_groups_op(
-            prologue, inputs, dtype, offs, how.fp8_dtype, how.block, *rule, *rest
+            prologue, inputs, dtype, offs, how.fp8_dtype, how.block, *rule, *rest, tiles
         )
     else:
         results = cast_op(prologue, inputs, dtype, how.fp8_dtype, how.block, *rule, align, *rest)
@@ -299,7 +299,7 @@ def _cast_parts(
     """
     parallel, size = call.shards, how.block[axis]
     assert parallel is not None, "of a layer that is spread"
-    places, total = parallel.places(length), length * parallel.size
+    places, total = parallel.places(length), parallel.whole_size(length)
     if rows is not None:
         places, total = [rows.of(parallel.rank)], rows.total
     start, count = places[0]
@@ -443,12 +443,17 @@ def known_input(
     if torch.compiler.is_compiling():
         return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
     alone = transposed is None or spec is None or call.plan.delayed
-    node, key = None if alone or inp is None else inp.grad_fn, None
+    key: tuple[Any, ...] | None = None
+    node = None if alone or inp is None else inp.grad_fn
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
         how = spec, transposed, call.plan.epsilon, call.shards, call.rows
         key = (*how, inp._version, node._sequence_nr(), stream)
+        if isinstance(x, Groups):
+            offs: Any = x.offs  # of groups that are the same, too
+            known = StorageWeakRef(offs.untyped_storage())
+            key = (*key, known, offs.data_ptr(), version_of(offs))
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None

@@ -29,6 +29,7 @@ from float8lab.arguments import (
     check_module,
     check_names,
 )
+from float8lab.distributed.expert_parallel import shares_experts
 from float8lab.distributed.fsdp.shards import (
     is_sharded_plain,
     is_tensor_parallel,
@@ -403,9 +404,15 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
     named = layer._parameters.items() if kind is None else layer.named_parameters()
     for name, parameter in named:
         if is_tensor_parallel(parameter, sharded=sharded):
-            if known_linear(type(layer)) is not nn.Linear:
-                return f"its {name} is a DTensor; FP8 runs tensor parallel in torch.nn.Linear alone"
             placements = parameter.placements[-1:] if sharded else parameter.placements
+            if known_linear(type(layer)) is not nn.Linear:
+                stacked = kind is not None or isinstance(layer, (ExpertMLP, GroupedLinear))
+                if stacked and shares_experts(placements):
+                    continue
+                return (
+                    f"its {name} is a DTensor; FP8 takes those of torch.nn.Linear, and stacked "
+                    "experts that are Shard(0)"
+                )
             if name == "weight" and not may_spread(placements):
                 return (
                     f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"

@@ -9,7 +9,8 @@ gathered in FP8. The GEMMs run on local tensors, by ``distributed/tensor_paralle
 Sums over ranks are left to whoever needs them, as DTensor does: the gradient of a column parallel
 layer's input is ``Partial``, so that those of q, k and v are summed once, and so is the output of a
 row parallel layer, unless the layer was told to give shards (``output_layout``). Dimensions of the
-mesh over which the weight is replicated and the input is not are data parallel.
+mesh over which the weight is replicated and the input is not are data parallel. Shards of features,
+as of tokens, are those of ``torch.chunk``: the last ranks may have fewer, or none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -46,12 +46,13 @@ class Spread:
         mode: ``"column"``, ``"row"``, or None where every rank has the whole.
         ndim: how many dimensions the mesh has.
         axis: the one that has the weight's shards; -1 if none has.
+        features: the size of the weight along the dimension that is cut, on all ranks.
         whole: of calls whose tokens are replicated over the axis.
         shards: of calls whose tokens are shards over the axis.
     """
 
-    def __init__(self, mesh: Any, placements: Sequence[Any]) -> None:
-        """Read the placements of a weight.
+    def __init__(self, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> None:
+        """Read the placements of a weight of a ``shape``, on all ranks.
 
         Raises:
             NotImplementedError: it is not a shard of rows or columns over one dimension.
@@ -60,6 +61,7 @@ class Spread:
         self.ndim = len(placements)
         self.axis = axes[0] if axes else -1  # no dimension of any mesh
         self.mode: str | None = None
+        self.features = 0
         self.whole: Any = None
         self.shards: Any = None
         if not axes:
@@ -72,25 +74,35 @@ class Spread:
                 "RowwiseParallel."
             )
         self.mode = "column" if found.is_shard(0) else "row"
+        self.features = shape[int(self.mode == "row")]
         group = mesh.get_group(self.axis)
-        self.whole = TensorParallel(group, self.mode, partial=True)
+        uneven = self.features if self.features % group.size() else 0
+        self.whole = TensorParallel(group, self.mode, partial=True, features=uneven)
         self.shards = TensorParallel(
-            group, self.mode, sequence_parallel=True, partial=self.mode == "column"
+            group, self.mode, sequence_parallel=True, partial=self.mode == "column", features=uneven
         )
 
     def __deepcopy__(self, memo: Any) -> Spread:
         return self  # a mesh has no copies
 
-    def check(self, weight: Any) -> None:
+    def adopt(self, weight: Any, old: Any) -> None:
         """Have a weight that is stored in FP8 know who has the other parts of its blocks.
+
+        And its part of the initial values that are kept of the ``old`` weight, if they are.
 
         Raises:
             ValueError: a block that has a size lies on several ranks.
         """
         local = local_of(weight)
-        if self.mode is not None and isinstance(local, Float8Tensor):
-            local._shard = StoredShard(self.whole, int(self.mode == "row"))
-            local._shard.check("weight", local.shape, local.spec)
+        if self.mode is None or not isinstance(local, Float8Tensor):
+            return
+        dim = int(self.mode == "row")
+        local._shard = StoredShard(self.whole, dim)
+        local._shard.check("weight", local.shape, local.spec)
+        kept = getattr(old, "_high_precision_init_val", None)
+        if kept is not None and kept.shape == weight.shape:
+            place = self._shares(1).of(self.whole.rank)
+            local._high_precision_init_val = kept.narrow(dim, *place).clone()
 
     def shares(self, spec: Float8Spec, shard: Tensor) -> tuple[bool, Any]:
         """Whether a rank's shard of the weight has whole blocks, or parts of a whole row of them.
@@ -103,23 +115,30 @@ class Spread:
             return True, None
         if size == -1:
             return True, self.whole.group
-        return shard.shape[dim] % size == 0, None
+        return not self.whole.are_cut(shard.shape[dim], size), None
 
     def whole_of(self, scales: Tensor, spec: Float8Spec) -> Tensor:
         """The scales of the whole weight's blocks, of those of each rank's shard."""
-        dim = int(self.mode == "row")
-        if self.mode is None or spec.block[dim] == -1:
-            return scales
-        parts = [torch.empty_like(scales) for _ in range(self.whole.size)]
-        dist.all_gather(parts, scales.contiguous(), group=self.whole.group)
-        return torch.cat(parts, dim)
+        dim, blocks = self._blocks(spec)
+        return scales if blocks is None else self.whole.gathered(scales, blocks, dim)
 
     def part_of(self, scales: Tensor, spec: Float8Spec) -> Tensor:
         """The scales of this rank's shard, of those of the whole weight's blocks."""
+        dim, blocks = self._blocks(spec)
+        return scales if blocks is None else scales.narrow(dim, *blocks.of(self.whole.rank))
+
+    def _blocks(self, spec: Float8Spec) -> tuple[int, Rows | None]:
+        """The dimension of the weight that is cut, and its blocks; None if all ranks have all."""
         dim = int(self.mode == "row")
-        if self.mode is None or spec.block[dim] == -1:
-            return scales
-        return scales.chunk(self.whole.size, dim)[self.whole.rank]
+        size = spec.block[dim]
+        if self.mode is None or size == -1:
+            return dim, None
+        return dim, self._shares(size)
+
+    def _shares(self, size: int) -> Rows:
+        """The dimension of the weight that is cut, in blocks of ``size``, and each rank's."""
+        count = -(-self.features // size)
+        return Rows(count, -(-count // self.whole.size), 1)
 
     def run(self, layer: Any, x: Any, weight: Any, bias: Any, first_microbatch: bool | None) -> Any:
         """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.

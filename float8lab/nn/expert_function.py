@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from float8lab.nn.gemm import PARTS, Gradient, backward, forward, output_dtype
+from float8lab.nn.grouped_function import is_memory_of_parameter
 from float8lab.nn.precision import Call
 from float8lab.ops import Ends, Source, gather_rows_op, scatter_rows_op
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -95,11 +96,13 @@ class _ExpertMlp(Float8Function):
             token = _tokens_of_rows(row_map, how.rows)
             source = Source("permute", [x, token], dtype)
         h, saved1 = forward(
-            source, fc1_weight, fc1_bias, how.fc1, needs=needs[:2], dtype=dtype, ends=ends
-        )
+            source, fc1_weight, fc1_bias, how.fc1,
+            needs=needs[:2], dtype=dtype, ends=ends, lean=is_memory_of_parameter(fc1_weight),
+        )  # fmt: skip
         y, saved2 = forward(
             Source(how.activation, [h], dtype), fc2_weight, fc2_bias, how.fc2,
             needs=(needs_dh, needs_dw2), dtype=dtype, ends=ends,
+            lean=is_memory_of_parameter(fc2_weight),
         )  # fmt: skip
         tokens = (None, None) if row_map is None or not needs[1] else (x, token)
         ctx.save_for_backward(

@@ -16,6 +16,7 @@ from float8lab.arguments import (
     check_input,
     check_size,
 )
+from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.expert_function import Layer, expert_mlp
@@ -36,7 +37,15 @@ from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import check_probs, gather_rows, routed, scatter_rows
 
-__all__ = ["ExpertMLP", "ExpertsBase", "like"]
+__all__ = ["ExpertMLP", "ExpertsBase", "layers_here", "like"]
+
+
+def layers_here(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
+    """The experts that this rank has, where their parameters are DTensors."""
+    if not hasattr(layers[0][0], "placements"):
+        return layers
+    (w1, b1), (w2, b2) = layers
+    return (experts_here(w1), experts_here(b1)), (experts_here(w2), experts_here(b2))
 
 
 def like(y: Tensor, x: Tensor) -> Tensor:
@@ -104,6 +113,8 @@ class ExpertsBase(nn.Module):
             x, training=self.training, first_microbatch=first_microbatch,
             fused_weight=None if fused is None else (fused,),
         )  # fmt: skip
+        if call is not None and call.plan.delayed and weight.shape[0] != precision.experts:
+            refuse_delayed(weight.shape[0], precision.experts)
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 
     def _apply_experts(
@@ -122,7 +133,7 @@ class ExpertsBase(nn.Module):
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
             )
-        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, True)
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -257,6 +268,11 @@ class ExpertMLP(ExpertsBase):
         Returns:
             ``[..., hidden_size]``.
         """
+        if hasattr(self.fc1_weight, "placements"):
+            raise NotImplementedError(
+                "ExpertMLP must be given the rows of its experts where ranks share them; got a "
+                "call with tokens. Call moe_dispatch, run_rows and moe_combine."
+            )
         check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         x = x.to(output_dtype(x))  # before it is copied to each expert
@@ -288,8 +304,9 @@ class ExpertMLP(ExpertsBase):
         """
         check_input("rows", rows, (self.hidden_size,), "hidden_size")
         x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
-        offs = ends_of(m_splits, x, self.num_experts, "num_experts")
-        y = self._run_experts(x, offs, self._layers(), self.activation, is_first_microbatch)
+        layers = layers_here(self._layers())
+        offs = ends_of(m_splits, x, layers[0][0].shape[0], "num_experts")
+        y = self._run_experts(x, offs, layers, self.activation, is_first_microbatch)
         return like(y, rows)
 
     def _layers(self) -> tuple[Layer, Layer]:

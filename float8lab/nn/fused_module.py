@@ -24,7 +24,7 @@ from float8lab.nn.linear import default_device, initialise, materialize, moved_i
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.parallel import Shard, TensorParallelGroup
+from float8lab.nn.parallel import Shard, TensorParallelGroup, ignore_extra_state
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
 
@@ -60,6 +60,7 @@ class FusedModule(Shardable, TensorParallelGroup):
         where = check_device("device", device) or default_device()
         dtype = dtype or torch.get_default_dtype()
         self.eps = eps
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel

@@ -104,6 +104,7 @@ def forward(
     inp: Tensor | None = None,
     again: bool = False,
     ends: Ends | None = None,
+    lean: bool = False,
 ) -> tuple[Tensor, Saved]:
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
@@ -119,6 +120,8 @@ def forward(
         again: of a source: save what ``forward_again`` needs, too.
         ends: of the experts' rows; then weight and bias are those of E experts, and
             rows beyond the last end give zeros.
+        lean: cast the weight again in backward rather than keep its FP8 data; with a source,
+            parameters always are.
     """
     (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
     source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
@@ -168,10 +171,7 @@ def forward(
         saved_x = gathered_for_wgrad(saved_x, call)
     saved_w: Saved = (None, None, None)
     if keep_w:
-        # With a source, a parameter is rather cast again than that its FP8 data are kept.
-        lean = source and isinstance(weight, nn.Parameter)
-        if ends is not None:
-            lean = source and x.prologue != "permute"  # type: ignore[union-attr]  # a source
+        lean = lean or (source and isinstance(weight, nn.Parameter))
         # Without an amax, nothing tells the bytes of a block that lies on several ranks.
         lean = lean and (spread is None or w_factor is not None)
         lean = lean and (known[0] is not None or not lives_on(w8, weight, call))

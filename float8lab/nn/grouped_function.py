@@ -8,19 +8,29 @@ expert: under a recipe of one scale per tensor, a scale for each.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from float8lab.nn.casts import spec_of_experts
 from float8lab.nn.gemm import backward, forward, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
+from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
-__all__ = ["GroupedFunction", "as_one", "in_first_rank", "into_buffer", "is_of"]
+__all__ = [
+    "GroupedFunction",
+    "as_one",
+    "in_first_rank",
+    "into_buffer",
+    "is_memory_of_parameter",
+    "is_of",
+]
 
 _IN_HIGH_PRECISION = Call(
     Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
@@ -36,6 +46,8 @@ class GroupedFunction(Float8Function):
         bias: ``[E, N]`` or None.
         offs: ends of the experts' rows, ``[E]``, int32 or int64; rows beyond the last give zeros.
         call: how to cast, from ``Precision.begin``; None is high precision.
+        lean: hold little until backward: x as another layer has cast it, where one has, and no FP8
+            data of a weight, which is cast again.
         count: how many of ``parts`` are the experts' weights; the others are their biases.
         parts: where ``weight`` or ``bias`` is the memory of parameters, one for each expert, these,
             which have the gradients then.
@@ -52,6 +64,7 @@ class GroupedFunction(Float8Function):
         bias: Tensor | None,
         offs: Tensor,
         call: Call | None,
+        lean: bool = False,
         count: int = 0,
         *parts: Tensor,
     ) -> Tensor:
@@ -63,8 +76,9 @@ class GroupedFunction(Float8Function):
             needs_dw |= any(of_parts[:count])
             needs_db |= any(of_parts[count:])
         y, saved = forward(
-            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), ends=ends
-        )
+            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), ends=ends,
+            lean=lean and is_memory_of_parameter(weight), inp=x if lean else None,
+        )  # fmt: skip
         ctx.save_for_backward(*ends, *saved)
         ctx.call, ctx.needs = call, (needs_dx, needs_dw, needs_db)
         ctx.shape = x.shape[0], *weight.shape[1:]
@@ -83,12 +97,19 @@ class GroupedFunction(Float8Function):
         parts: list[Tensor | None] = []
         for whole, count in zip(of_experts, ctx.parts, strict=True):
             parts += [None] * count if whole is None else whole.unbind()[:count]
-        return dx, *of_experts, None, None, None, *parts
+        return dx, *of_experts, None, None, None, None, *parts
+
+
+def is_memory_of_parameter(weight: Tensor) -> bool:
+    """Whether a weight is a parameter or a view of one: alive until backward, in any case."""
+    return isinstance(weight, nn.Parameter) or isinstance(weight._base, nn.Parameter)
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Parameters of one shape that follow each other in memory, as one tensor; else None."""
     first = parts[0]
+    if isinstance(first, Float8Tensor):
+        return _stored_as_one(first, parts)
     storage = first.untyped_storage().data_ptr()
     if not first.numel() or any(p.untyped_storage().data_ptr() != storage for p in parts):
         return None
@@ -98,8 +119,25 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     return whole if is_of(parts, whole) else None
 
 
+def _stored_as_one(first: Float8Tensor, parts: Sequence[Any]) -> Float8Tensor | None:
+    """``as_one`` of weights that are stored in FP8."""
+    if any(type(p) is not type(first) or p.spec != first.spec for p in parts):
+        return None
+    found: list[Any] = [as_one([*map(of, parts)]) for of in _STORED]
+    if any(one is None for one in found):
+        return None
+    qdata, scale, amax = found
+    return Float8Tensor(qdata, scale, amax, spec_of_experts(first.spec), first.dtype)
+
+
+_STORED = tuple(map(operator.attrgetter, ("qdata", "scale", "amax")))
+
+
 def is_of(parts: Sequence[Tensor], whole: Tensor) -> bool:
     """Whether parameters are the matrices of ``whole``, in turn."""
+    if isinstance(whole, Float8Tensor):
+        same = {*map(type, parts)} == {Float8Tensor}
+        return same and all(is_of([*map(of, parts)], of(whole)) for of in _STORED[:2])
     begin, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
     places = range(begin, begin + len(parts) * step, step)
     return [*map(Tensor.data_ptr, parts)] == [*places] and all(map(Tensor.is_contiguous, parts))

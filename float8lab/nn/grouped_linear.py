@@ -21,10 +21,11 @@ from float8lab.arguments import (
     check_tensor,
     shown,
 )
+from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.casts import spec_of_experts
+from float8lab.nn.casts import plain, spec_of_experts
 from float8lab.nn.grouped_function import (
     GroupedFunction,
     as_one,
@@ -43,6 +44,7 @@ from float8lab.nn.linear import (
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     TensorParallelGroup,
+    ignore_extra_state,
     mark_shard,
     overlap_of,
     parallel_size,
@@ -149,6 +151,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         check_callables(init_method=init_method)
         check_dtype("params_dtype", params_dtype)
         super().__init__()
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.num_gemms = E = check_size("num_gemms", num_gemms, minimum=1)
         in_features = check_size("in_features", in_features)
         out_features = check_size("out_features", out_features)
@@ -196,6 +199,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
                 "that are stored in FP8; got True. Leave it out: each expert's weight is one then."
             )
         self._keeps_initial_values = store_in_fp8(self, self._names["weight"], stored)
+        self._lie_together()
         if ranks > 1:
             for parameter in self._parameters_of("weight"):
                 mark_shard(parameter, -2 if self.parallel_mode == "column" else -1)
@@ -268,7 +272,13 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
-        offs = ends_of(m_splits, x, self.num_gemms, "num_gemms")
+        weights = self._parameters_of("weight")
+        biases = self._parameters_of("bias") if self.use_bias else None
+        experts = self.num_gemms
+        if hasattr(weights[0], "placements"):
+            weights, biases = self._experts_here(weights, biases)
+            experts = weights[0].shape[0]
+        offs = ends_of(m_splits, x, experts, "num_gemms")
         for name, buffer, size in (
             ("out", out, self.out_features),
             ("dgrad_out", dgrad_out, self.in_features),
@@ -276,19 +286,21 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             self._check_buffer(name, buffer, (*inp.shape[:-1], size))
         if dgrad_out is not None:
             x = into_buffer(x, dgrad_out.view_as(x))
-        weights = self._parameters_of("weight")
-        biases = self._parameters_of("bias") if self.use_bias else None
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
             fused_weight=self._fused(weights),
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
-        if call is None and (self.fuse_wgrad_accumulation or type(weights[0]) is not nn.Parameter):
+        if call is not None and call.plan.delayed and experts != self.num_gemms:
+            refuse_delayed(experts, self.num_gemms)
+        as_it_is = type(weights[0]) in (nn.Parameter, Float8Tensor)
+        if call is None and (self.fuse_wgrad_accumulation or not as_it_is):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
         weight, parts = self._whole("weight", weights, kept=is_first_microbatch is not None)
         count = len(parts)
         if call is None:
+            weight = plain(weight)
             self._fp8.calibrate(
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
@@ -304,7 +316,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if shards is not None and shards.are_cut(0, call.plan.edge):  # type: ignore[union-attr]
             y = self._run_spaced(x, weights, biases, offs, call)
         else:
-            y = GroupedFunction.run(x, weight, bias, offs, call, count, *parts)
+            y = GroupedFunction.run(x, weight, bias, offs, call, False, count, *parts)
         if call is not None and call.record:
             self._fp8.end(call)
         if inp.ndim != 2:
@@ -314,6 +326,18 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if not self.return_bias:
             return y
         return y, biases[0] if biases and self.single_grouped_bias else biases
+
+    def _experts_here(
+        self, weights: list[Tensor], biases: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """The one parameter of each kind, of the experts that this rank has."""
+        single = self.single_grouped_weight and (biases is None or self.single_grouped_bias)
+        if not single:
+            raise NotImplementedError(
+                "single_grouped_weight and single_grouped_bias must be True where parameters are "
+                "DTensors; got False. Shard(0) of one parameter gives each rank whole experts."
+            )
+        return [experts_here(weights[0])], biases and [experts_here(biases[0])]
 
     def _whole(
         self, kind: str, parts: Sequence[Tensor], *, kept: bool = False
@@ -326,7 +350,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         if self._names[kind] == (kind,):
             return parts[0], ()
-        if torch.compiler.is_compiling() or STATE.onnx or isinstance(parts[0], Float8Tensor):
+        if torch.compiler.is_compiling() or STATE.onnx:
             return torch.stack(list(parts)), ()
         version = sum(map(version_of, parts)) if kept else -1
         whole, known = self._wholes.get(kind, (None, -1))
@@ -398,11 +422,13 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """Have each expert's parameters follow each other in memory, wherever they were moved."""
         self._wholes = {}
         for kind in ("weight", "bias") if self.use_bias else ("weight",):
-            parts = self._parameters_of(kind)
+            parts: Any = self._parameters_of(kind)
             first = parts[0]
-            like = {(type(p), p.shape, p.dtype, p.device) for p in parts}
-            is_plain = type(first) is nn.Parameter and not first.is_meta and len(like) == 1
-            if not is_plain or not first.untyped_storage().size() or as_one(parts) is not None:
+            data = first.qdata if isinstance(first, Float8Tensor) else first
+            like = {(type(p), p.shape, p.dtype, p.device, getattr(p, "spec", None)) for p in parts}
+            is_plain = type(first) in (nn.Parameter, Float8Tensor) and len(like) == 1
+            is_there = not first.is_meta and data.untyped_storage().size()
+            if not is_plain or not is_there or as_one(parts) is not None:
                 continue
             with torch.no_grad():
                 whole = torch.stack([p.data for p in parts])
@@ -447,7 +473,9 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
                 f"m_splits must be {E} numbers ({argument}); got {shown(m_splits)}. Pass the "
                 "number of rows of each expert."
             )
-        return m_splits.to(x.device).cumsum(0)
+        # int32 stays so: torch's default would convert the numbers first.
+        dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
+        return m_splits.to(x.device).cumsum(0, dtype=dtype)
     try:
         sizes = [operator.index(size) for size in m_splits]
     except TypeError:

@@ -229,6 +229,8 @@ class LayerNormMLP(FusedModule):
         else:
             results = self._forward_in_high_precision(x, added, is_first_microbatch, rows)
         normed = results[1] if self.return_layernorm_output else None
+        if parallel is not None:
+            parallel.note_rows(results[0], rows)
         if normed is not None and parallel is not None and rows is not None:
             gathered = self.return_layernorm_output_gathered
             normed = parallel.gather(normed, rows) if gathered else normed

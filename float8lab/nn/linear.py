@@ -27,7 +27,14 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.main_grad import fused_weight, plain_weight
-from float8lab.nn.parallel import Shard, TensorParallelGroup, overlap_of, parallel_size, share_of
+from float8lab.nn.parallel import (
+    Shard,
+    TensorParallelGroup,
+    ignore_extra_state,
+    overlap_of,
+    parallel_size,
+    share_of,
+)
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
@@ -285,6 +292,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         check_callables(init_method=init_method)
         check_dtype("params_dtype", params_dtype)
         nn.Module.__init__(self)
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.in_features = in_features = check_size("in_features", in_features)
         self.out_features = out_features = check_size("out_features", out_features)
         self.return_bias = return_bias
@@ -389,6 +397,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             y = LinearFunction.run(x, weight, added, call)
             if call.record:
                 self._fp8.end(call)
+        if rows is not None and parallel.scatters:  # type: ignore[union-attr]  # it has rows
+            parallel.note_rows(y, rows)  # type: ignore[union-attr]
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -400,15 +410,17 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         return whole, None if biases[0] is None else torch.cat(biases)
 
     def register_parameter(self, name: str, param: Any) -> None:
+        old = self._parameters.get(name)
         super().register_parameter(name, param)
         if name == "weight":
-            self._follow_placements(param)
+            self._follow_placements(param, old)
 
-    def _follow_placements(self, weight: Any, *, sharded: bool = False) -> None:
+    def _follow_placements(self, weight: Any, old: Any = None, *, sharded: bool = False) -> None:
         """Spread the layer over ranks as the placements of a weight that is a DTensor say.
 
         Args:
             weight: the layer's.
+            old: the one in whose place it comes.
             sharded: FSDP2 shards it over all dimensions of its mesh but the last.
         """
         placements = getattr(weight, "placements", None)
@@ -419,8 +431,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             mesh = weight.device_mesh
             if sharded:
                 mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
-            self._spread = _load_dtensor().Spread(mesh, placements)
-            self._spread.check(weight)
+            self._spread = _load_dtensor().Spread(mesh, placements, weight.shape)
+            self._spread.adopt(weight, old)
         self._fp8.spread(self._spread and self._spread.whole)
 
     def extra_repr(self) -> str:

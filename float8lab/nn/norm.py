@@ -20,9 +20,11 @@ from float8lab.arguments import (
     shown,
 )
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
+from float8lab.distributed.tensor_parallel import same_rows
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
+from float8lab.nn.parallel import ignore_extra_state
 
 __all__ = [
     "LayerNorm",
@@ -94,6 +96,7 @@ class _Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch's norm's: it makes its own parameters
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         check_flags(sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma)
         eps = check_number("eps", eps, minimum=0)
         shape = normalized_size(hidden_size, normalized_shape)
@@ -133,7 +136,8 @@ class _Norm(nn.Module):
         bias = self.bias.flatten() if self._center else None
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
-        return y.reshape(x.shape)
+        y = y.reshape(x.shape)
+        return same_rows(y, x) if self.sequence_parallel else y
 
 
 class LayerNorm(_Norm, nn.LayerNorm):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from float8lab.nn.expert_function import Layer
-from float8lab.nn.expert_mlp import ExpertsBase, like
+from float8lab.nn.expert_mlp import ExpertsBase, layers_here, like
 from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
@@ -179,6 +179,7 @@ def _route(
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(_plain(hidden_states))
     x = x.to(output_dtype(x))  # before it is copied to each expert
+    layers = layers_here(layers)
     row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
     y = self._run_experts(x, offs, layers, activation, to=(row_map, rows))
     y = y if after is None else after(y)
@@ -216,7 +217,7 @@ class LlamaExperts(OtherExperts):
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Apply to each of E equal parts of the rows its expert."""
-        layers = LlamaExperts.layers(self)
+        layers = layers_here(LlamaExperts.layers(self))
         experts, _, features = layers[0][0].shape
         x = _plain(hidden_states).reshape(-1, features)
         share = x.shape[0] // experts
@@ -290,7 +291,8 @@ class TitanExperts(OtherExperts):
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply to each row, ``[M, D]``, its expert, of which each has as many rows as it says."""
         offs = num_tokens_per_expert.to(device=x.device, dtype=torch.int64).cumsum(0)
-        y: Tensor = self._run_experts(_plain(x), offs, TitanExperts.layers(self), "swiglu")
+        layers = layers_here(TitanExperts.layers(self))
+        y: Tensor = self._run_experts(_plain(x), offs, layers, "swiglu")
         return y.to(x.dtype)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8lab.arguments import (
     check_choice,
@@ -25,6 +25,7 @@ __all__ = [
     "Shard",
     "TensorParallelGroup",
     "check_context_group",
+    "ignore_extra_state",
     "mark_shard",
     "overlap_of",
     "parallel_size",
@@ -114,6 +115,18 @@ def check_context_group(cp_group: Any) -> None:
         )
 
 
+def ignore_extra_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """A hook of ``load_state_dict``: leave out the ``_extra_state`` that TransformerEngine saves.
+
+    It is the state of its own delayed scaling; ``float8lab.nn.ScalingState`` holds ours.
+    """
+    for key in [k for k in state_dict if k.startswith(prefix)]:
+        if key.rpartition(".")[2] == "_extra_state":
+            del state_dict[key]
+
+
 def mark_shard(parameter: Tensor, dim: int) -> None:
     """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
     marked: Any = parameter
@@ -137,22 +150,20 @@ class Shard(NamedTuple):
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of ``whole``."""
-        sizes = self._sizes(whole.shape[self.dim])
+        sizes = self.sizes(whole.shape[self.dim])
         if len(sizes) == 1:
             return whole.chunk(self.ranks, self.dim)[self.rank]
         parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
         return torch.cat([part[self.rank] for part in parts], self.dim)
 
-    def gathered(self, part: Tensor, group: Any) -> Tensor:
-        """The whole, from the parts of all ranks."""
-        bits = part.detach().contiguous().view(torch.uint8)
-        parts = [torch.empty_like(bits) for _ in range(self.ranks)]
-        torch.distributed.all_gather(parts, bits, group=group)
-        sizes = self._sizes(part.shape[self.dim])
-        pieces = zip(*(p.view(part.dtype).split(sizes, self.dim) for p in parts), strict=True)
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole, from the parts of all ranks in their order."""
+        sizes = self.sizes(parts[0].shape[self.dim])
+        pieces = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
         return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
 
-    def _sizes(self, size: int) -> list[int]:
+    def sizes(self, size: int) -> list[int]:
+        """The sizes of the pieces, of the whole or of a part."""
         return [size * piece // sum(self.pieces) for piece in self.pieces]
 
 

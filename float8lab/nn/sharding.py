@@ -2,15 +2,17 @@
 
 The whole is the parameter that one rank alone would have. A checkpoint of Transformer Engine or of
 Megatron has a file for each tensor-parallel rank, with the same parts under the same names, so each
-rank loads its own by ``load_state_dict``; the functions here go from there to one rank, and back.
+rank loads its own by ``load_state_dict``; the functions here go from there to any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from float8lab.arguments import check_instance, check_module
 from float8lab.nn.parallel import Shard, TensorParallelGroup
@@ -21,9 +23,14 @@ __all__ = ["shard_state_dict", "shards_of", "whole_state_dict"]
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
     """Which part of the whole each parameter is, by qualified name; replicas are left out."""
+    return {name: shard for name, shard in _layouts(model).items() if shard.ranks > 1}
+
+
+def _layouts(model: nn.Module) -> dict[str, Shard]:
+    """The same, and of modules with a parallel mode and one rank, how several would share them."""
     found: dict[str, Shard] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, TensorParallelGroup) or module.tp_size == 1:
+        if not isinstance(module, TensorParallelGroup):
             continue
         for state, (mode, pieces) in module._parallel_modes().items():
             prefix = state.removeprefix("_fp8").removeprefix("_")
@@ -34,12 +41,14 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
                 dim = _dimension(name, mode)
                 if dim is None:
                     continue
-                shard = module._shard(dim, pieces if alone else ())
-                if shard is None:
+                cut = pieces if alone else ()
+                shard = module._shard(dim, cut)
+                if shard is None and module.tp_size > 1:
                     raise RuntimeError(
                         f"model must have tensor-parallel groups; {path or 'it'} has none. Call "
                         "set_tensor_parallel_group(group)."
                     )
+                shard = shard or Shard(dim, pieces=cut or (1,))
                 found[f"{path}.{name}" if path else name] = shard
     return found
 
@@ -51,48 +60,105 @@ def _dimension(name: str, mode: str) -> int | None:
     return -1 if mode == "column" else None
 
 
-def shard_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Take this rank's part of the state dict that the model has on one rank.
+def shard_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Take this rank's part of a state dict, of one rank or of any number of them.
 
     Args:
-        model: whose tensor-parallel modules have their groups.
-        state_dict: of the same model on one rank, or one that ``whole_state_dict`` made. Names that
-            are not in the model stay as they are.
+        model: whose tensor-parallel modules have their groups. On one rank, too, they have their
+            parallel modes: ``set_parallel_mode``, or ``parallel_mode``.
+        state_dict: of the same model on one rank, or one that ``whole_state_dict`` made; or a list
+            of those that the ranks of another group had, in their order. Names that are not in the
+            model stay as they are; they and parameters that all ranks have are the first rank's.
 
     Returns:
-        What ``model.load_state_dict`` takes; parts are views of the whole where they can be.
+        What ``model.load_state_dict`` takes; parts are views of the whole where they can be. A
+        tensor that is stored in FP8 keeps its bytes, with the scales of the blocks it lies in.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: a module has no group yet.
-        NotImplementedError: a parameter that ranks share is stored in FP8, or sharded further.
+        ValueError: state dicts of ranks that do not fit together; or a part of a tensor stored in
+            FP8 that would need a new scale, since its blocks are not those of the whole.
+        NotImplementedError: a parameter that ranks share is sharded further.
 
     >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")  # one rank: all of it
     >>> state = float8lab.nn.shard_state_dict(layer, layer.state_dict())
     >>> state["weight"].shape
     torch.Size([4, 8])
+    >>> parts = [{"weight": torch.zeros(2, 8), "bias": torch.zeros(2)} for rank in range(2)]
+    >>> float8lab.nn.shard_state_dict(layer, parts)["weight"].shape
+    torch.Size([4, 8])
     """
     check_module("model", model)
-    check_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
-    shards = shards_of(model)
-    for name in shards:
-        _check_plain("state_dict", name, state_dict.get(name))
-    return {n: shards[n].of(x) if n in shards else x for n, x in state_dict.items()}
+    if isinstance(state_dict, Sequence) and state_dict:
+        for rank, state in enumerate(state_dict):
+            check_instance(f"state_dict[{rank}]", state, Mapping, "a mapping from names to tensors")
+        states = list(state_dict)
+    else:
+        what = "a mapping from names to tensors, or a list of the ranks' own"
+        check_instance("state_dict", state_dict, Mapping, what)
+        states = [cast("Mapping[str, Any]", state_dict)]
+    layouts, result = _layouts(model), dict(states[0])
+    if len(states) > 1 and not layouts:
+        raise ValueError(
+            f"model must have parallel modes to join the state dicts of {len(states)} ranks; it "
+            "has none. Make it with set_parallel_mode=True, or parallel_mode."
+        )
+    for name, shard in layouts.items():
+        if name in result:
+            result[name] = _of_rank(name, shard, _checked("state_dict", name, states))
+    return result
+
+
+def _of_rank(name: str, shard: Shard, parts: list[Any]) -> Any:
+    """A rank's part of the parameter that the ranks of another group have in ``parts``."""
+    if len(parts) > 1:
+        parts = [_joined(name, shard._replace(ranks=len(parts)), parts)]
+    whole = parts[0]
+    return whole if shard.ranks == 1 else _cut(name, shard, whole)
+
+
+def _checked(argument: str, name: str, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The parts of a parameter in the state dicts of all ranks."""
+    lacking = [str(rank) for rank, state in enumerate(states) if name not in state]
+    if lacking:
+        raise ValueError(
+            f"{argument} must have the same names on all ranks; got no {name} in "
+            f"{', '.join(lacking)}. Pass the state dicts of one checkpoint."
+        )
+    parts = [state[name] for state in states]
+    for part in parts:
+        if hasattr(part, "_local_tensor"):
+            raise NotImplementedError(
+                f"{argument} must have plain tensors where ranks share parameters; got {name}, a "
+                f"{type(part).__name__}. Save each rank's state by itself, or high precision."
+            )
+    kinds = {(getattr(part, "spec", None), part.dtype, part.shape) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{argument} must have parts of one kind and shape on all ranks; got {name} of "
+            f"{', '.join(sorted(str(kind[1:]) for kind in kinds))}. Pass the state dicts of one "
+            "checkpoint."
+        )
+    return parts
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """Gather the state dict that the model has on one rank. All ranks call it, and all get it.
 
     Args:
-        model: whose parameters are not sharded further (FSDP2), nor stored in FP8.
+        model: whose parameters are not sharded further (FSDP2).
 
     Returns:
-        The model's state dict with each parameter whole.
+        The model's state dict with each parameter whole; one that is stored in FP8 has the bytes
+        and scales of all ranks.
 
     Raises:
         TypeError: not a module.
         RuntimeError: a module has no group yet.
-        NotImplementedError: a parameter that ranks share is stored in FP8, or sharded further.
+        NotImplementedError: a parameter that ranks share is sharded further.
 
     >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")
     >>> sorted(float8lab.nn.whole_state_dict(layer))
@@ -101,17 +167,92 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     check_module("model", model)
     state, groups = dict(model.state_dict()), _groups(model)
     for name, shard in shards_of(model).items():
-        _check_plain("model", name, state[name])
-        state[name] = shard.gathered(state[name], groups[name.rpartition(".")[0]])
+        (part,) = _checked("model", name, [state])
+        parts = _gathered(part, shard.ranks, groups[name.rpartition(".")[0]])
+        state[name] = _joined(name, shard, parts)
     return state
 
 
-def _check_plain(argument: str, name: str, value: Any) -> None:
-    if isinstance(value, Float8Tensor) or hasattr(value, "_local_tensor"):
-        raise NotImplementedError(
-            f"{argument} must have plain tensors where ranks share parameters; got {name}, a "
-            f"{type(value).__name__}. Save each rank's state by itself, or high precision."
+def _gathered(part: Tensor, ranks: int, group: Any) -> list[Tensor]:
+    """The parts of all ranks."""
+    if isinstance(part, Float8Tensor):
+        inner = [_gathered(x, ranks, group) for x in (part.qdata, part.scale, part.amax)]
+        return [
+            part.replace(qdata=qdata, scale=scale, amax=amax)
+            for qdata, scale, amax in zip(*inner, strict=True)
+        ]
+    bits = part.detach().contiguous().view(torch.uint8)
+    found = [torch.empty_like(bits) for _ in range(ranks)]
+    torch.distributed.all_gather(found, bits, group=group)
+    return [one.view(part.dtype) for one in found]
+
+
+# Tensors that are stored in FP8: codes are cut and joined as those of any tensor; scales as if each
+# of a few rows, or columns, had its own.
+
+
+def _cut(name: str, shard: Shard, whole: Any) -> Any:
+    """A rank's part of a tensor."""
+    if not isinstance(whole, Float8Tensor):
+        return shard.of(whole)
+    unit = _unit(shard, whole, whole.shape[shard.dim])
+    qdata = shard.of(whole.qdata)
+
+    def cut(scale: Tensor) -> Tensor:
+        spread = _spread(scale, shard.dim, whole.spec.block, whole.shape, unit)
+        return _merged(name, shard.of(spread), shard.dim, whole.spec.block, qdata.shape, unit)
+
+    return whole.replace(qdata=qdata, scale=cut(whole.scale), amax=cut(whole.amax))
+
+
+def _joined(name: str, shard: Shard, parts: Sequence[Any]) -> Any:
+    """The whole, from the parts of all ranks."""
+    first = parts[0]
+    if not isinstance(first, Float8Tensor):
+        return shard.joined(parts)
+    unit = _unit(shard, first, first.shape[shard.dim] * shard.ranks)
+    qdata = shard.joined([part.qdata for part in parts])
+
+    def join(scales: Sequence[Tensor]) -> Tensor:
+        spread = [_spread(s, shard.dim, first.spec.block, first.shape, unit) for s in scales]
+        return _merged(name, shard.joined(spread), shard.dim, first.spec.block, qdata.shape, unit)
+
+    scale, amax = (join([getattr(part, name) for part in parts]) for name in ("scale", "amax"))
+    return first.replace(qdata=qdata, scale=scale, amax=amax)
+
+
+def _unit(shard: Shard, x: Float8Tensor, size: int) -> int:
+    """The most rows that no boundary of a block, a piece or a rank's part of one goes through."""
+    block = x.spec.block[shard.dim]
+    edges = [piece // shard.ranks for piece in shard.sizes(size)]
+    return max(math.gcd(*edges, *([] if block == -1 else [block])), 1)
+
+
+def _spread(
+    scale: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
+) -> Tensor:
+    """A scale for each ``unit`` of a dimension."""
+    size = shape[dim]
+    each = size if block[dim] == -1 else block[dim]
+    return scale.repeat_interleave(each // unit, dim).narrow(dim, 0, size // unit)
+
+
+def _merged(
+    name: str, spread: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
+) -> Tensor:
+    """A scale for each block of a dimension, from those for each ``unit``."""
+    size = shape[dim]
+    step = (size if block[dim] == -1 else block[dim]) // unit
+    index = torch.arange(0, spread.shape[dim], max(step, 1), device=spread.device)
+    found = spread.index_select(dim, index)
+    again = _spread(found, dim, block, shape, unit)
+    if not torch.equal(again.view(torch.int32), spread.contiguous().view(torch.int32)):
+        raise ValueError(
+            f"{name} must have one scale for each block of {block[dim]} that a rank has; its "
+            f"{size} of dimension {dim} do not begin where a block does, or ranks have other "
+            "scales. Use a number of ranks that gives each whole blocks, or dequantize it first."
         )
+    return found
 
 
 def _groups(model: nn.Module) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from float8lab.distributed.tensor_parallel import (
     Product,
     Shards,
-    gathered_before,
-    note_gathered,
+    note,
+    noted,
     spread_mm,
 )
 from float8lab.nn.casts import Operand, cast, cast_by, show_cast, show_gemm
@@ -62,12 +62,12 @@ def spread_product(
         bias = F.pad(bias, (0, b[0].shape[0] - bias.shape[0]))
     blocks, keep = (gemm.left.block, gemm.right.block), keep or call.watched
     product = Product(*blocks, gemm.fast_accum, (shape[0], wide), dtype, keep)
-    known = gathered_before(a[0])
+    known = noted(a[0])
     y, whole = spread_mm(
         parallel, rows, (a, b), product, bias, backward=backward, beside=beside, whole=known
     )
     if known is None and whole[0] is not a[0]:
-        note_gathered(a[0], whole)
+        note(a[0], whole)
     return parallel.cropped(y, 1, features, edge), whole
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab.arguments import check_choice, check_flags, check_input, check_number
+from float8lab.distributed.tensor_parallel import same_rows
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import (
@@ -19,16 +20,18 @@ from float8lab.nn.attention.masks import (
     split_padding_mask,
     window_of,
 )
-from float8lab.nn.attention.multihead import (
-    MultiheadAttention,
-    RotaryArgument,
-    ignore_extra_state,
-)
+from float8lab.nn.attention.multihead import MultiheadAttention, RotaryArgument
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import reset_children
 from float8lab.nn.norm import LayerNorm, RMSNorm
-from float8lab.nn.parallel import ContextParallelGroup, of_first_rank, overlap_of, parallel_size
+from float8lab.nn.parallel import (
+    ContextParallelGroup,
+    ignore_extra_state,
+    of_first_rank,
+    overlap_of,
+    parallel_size,
+)
 
 __all__ = ["TransformerLayer"]
 
@@ -420,6 +423,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
         """``residual + drop_path(dropout(x + bias))``."""
+        attended = x
         if bias is not None:
             x = x + bias.to(x.dtype)
         x = F.dropout(x, self.hidden_dropout, self.training)
@@ -432,7 +436,8 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             if batch and self._has_part_of_the_tokens:
                 stays = of_first_rank(stays, self.tp_group)  # all ranks have tokens of a sample
             x = x * stays / (kept or 1.0)
-        return residual + x
+        total = residual + x
+        return same_rows(total, attended, residual) if self.sequence_parallel else total
 
     @property
     def _has_part_of_the_tokens(self) -> bool:

@@ -404,8 +404,12 @@ def _versions(p: Tensor) -> tuple[torch.device, int, int, int]:
 
 def _shares_blocks(p: Any) -> bool:
     """Whether other ranks can hold parts of a block of this shard, as FSDP2 cuts a weight."""
-    if local_of(p) is p or p.ndim != 2 or not isinstance(local_of(p), Float8Tensor):
+    local = local_of(p)
+    if local is p or p.ndim != 2 or not isinstance(local, Float8Tensor):
         return False
+    layout = layout_of(p) if hasattr(local, "weight") else None
+    if layout is not None:  # sent by FSDP2, of the rows or columns that tensor parallelism gives
+        return layout.spec.block[0] != 1 or layout.group is not None
     *copied, cut = p.placements
     by_rows = bool(cut.is_shard(0)) and all(c.is_replicate() for c in copied)
     return by_rows and layout_of(p).spec.block[0] != 1

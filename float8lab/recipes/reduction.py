@@ -66,15 +66,18 @@ class AmaxChannel:
         self._host: Any = None
 
     def host_name(self, group: Any) -> str:
-        """Name of a process group of the same ranks that exchanges tensors of the CPU."""
+        """Name of a process group of the same ranks that exchanges tensors of the CPU.
+
+        It carries nothing else: a rank that waits here for another, which has gone on to its data,
+        gets an error at the group's timeout, and never data that it takes for something else.
+        """
         if self._host is None:
-            self._host = group
-            if torch.device("cpu") not in group._device_types:
-                self._host = dist.new_group(
-                    dist.get_process_group_ranks(group),
-                    backend="gloo",
-                    use_local_synchronization=True,
-                )
+            self._host = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=group._get_backend(group._device_types[0]).options._timeout,
+                backend="gloo",
+                use_local_synchronization=True,
+            )
         return str(self._host.group_name)
 
     def add(self, slots: DelayedSlots) -> None:

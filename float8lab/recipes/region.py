@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8lab.ops import NO_DATA
 from float8lab.ops.declare import declare
@@ -131,13 +132,15 @@ class _State(threading.local):
 class _Process:
     """The few values that all threads share."""
 
-    __slots__ = ("checkpoints", "clock", "observer", "owners", "watch")
+    __slots__ = ("checkpoints", "clock", "notes", "observer", "owners", "watch")
 
     def __init__(self) -> None:
         # The objects that tensors of compiled graphs stand for, by address; see nn/handles.py.
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # The calls in torch's checkpoints, by frame or ctx of these, see nn/precision.py.
         self.checkpoints: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
+        # What is known of tensors as long as they live, see distributed/tensor_parallel.py.
+        self.notes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
         self.observer: Any = None

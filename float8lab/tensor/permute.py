@@ -455,7 +455,9 @@ class _Gather(Float8Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
         ctx.rows = y.shape[0]
-        ctx.save_for_backward(row_map, *(() if probs is None else (probs, y)))
+        # The rows are for the gradient of the probabilities alone.
+        rows = y if ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(row_map, *(() if probs is None else (probs, rows)))
         return _gathered(y, row_map, probs)[0]
 
     @staticmethod
@@ -465,5 +467,7 @@ class _Gather(Float8Function):
         if not merged:
             return _scattered(dx, row_map, ctx.rows)[0], None, None
         dx, probs, y = (t.dequantize() if isinstance(t, Float8Tensor) else t for t in (dx, *merged))
+        asked = y is not None
+        y = y if asked else dx.new_empty((ctx.rows, dx.shape[1]))  # something to read
         dy, dprobs, *_ = scatter_rows_op(dx, row_map, ctx.rows, probs, y)
-        return dy, None, dprobs
+        return dy, None, dprobs if asked else None

@@ -9,10 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
 import float8lab
 from float8lab.formats import E5M2, Float8Spec
+from float8lab.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+)
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
 E, H = 8, 96
@@ -76,23 +89,77 @@ def check_the_bytes_of_one_rank(ranks: Ranks) -> None:
                 assert torch.equal(one, other[where])
 
 
+class Experts(nn.Module):
+    """torchtitan's, of versions without a method for grouped products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("w1", "w2", "w3"):
+            self.register_parameter(name, nn.Parameter(torch.randn(E, H, H) / 8))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """What conversion replaces."""
+        raise NotImplementedError
+
+
+def stacked(kind: str, device: torch.device) -> Any:
+    """A module of experts, with all weights of a layer in one parameter."""
+    torch.manual_seed(0)
+    if kind == "experts":
+        module: Any = Experts().to(device)
+    elif kind == "mlp":
+        module = float8lab.ExpertMLP(E, H, H, bias=True, device=device)
+    else:
+        whole = {"single_grouped_weight": True, "single_grouped_bias": True}
+        module = float8lab.GroupedLinear(E, H, H, **whole, device=device)
+    return module
+
+
 def check_shards_of_stacked_weights(ranks: Ranks) -> None:
-    """Experts whose weights FSDP2 shards along their first dimension, on the same ranks."""
-    groups = [dist.new_group([r]) for r in range(ranks.world)]
+    """Experts that are DTensors, converted before and after, have the bytes of one rank's."""
+    groups, mesh = [dist.new_group([r]) for r in range(ranks.world)], ranks.mesh()
     x, probs, routing_map, starts = batch(ranks, *[6, 1, 0, 9][: ranks.world])
-    weight = torch.randn(E, H, H, generator=torch.Generator().manual_seed(1)).to(ranks.device)
-    local = dist.tensor.distribute_tensor(weight, ranks.mesh(), [dist.tensor.Shard(0)]).to_local()
     here = slice(starts[ranks.rank], [*starts, len(x)][ranks.rank + 1])
-    results = []
-    for tokens, p, to, w, group in (
-        (x[here], probs[here], routing_map[here], local, None),
-        (x, probs, routing_map, weight, groups[ranks.rank]),
-    ):
-        rows, beside, counts, handle = float8lab.moe_dispatch(tokens, p, to, group)
-        parts = rows.split(counts.tolist())
-        out = torch.cat([part @ m for part, m in zip(parts, w, strict=True)]) * beside[:, None]
-        results.append(float8lab.moe_combine(out, handle))
-    torch.testing.assert_close(results[0], results[1][here])
+
+    def train(module: Any, method: str, where: slice, group: Any) -> list[Tensor]:
+        tokens = x[where].clone().requires_grad_()
+        sent = tokens, probs[where], routing_map[where]
+        rows, beside, counts, handle = float8lab.moe_dispatch(*sent, group)
+        out = getattr(module, method)(rows, counts) * beside[:, None]
+        y = float8lab.moe_combine(out, handle)
+        y.backward((y.detach() * 1.7).cos())
+        return [y.detach(), tokens.grad, *(p.grad for p in module.parameters())]
+
+    def place(_: str, module: nn.Module, mesh: Any) -> None:
+        for name, p in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+
+    for recipe in (Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling()):
+        for kind, method in (("experts", "forward"), ("mlp", "run_rows"), ("linear", "forward")):
+            converted_first = kind == "mlp"
+            alone, module = stacked(kind, ranks.device), stacked(kind, ranks.device)
+            float8lab.convert_to_float8(alone, recipe)
+            if converted_first:
+                float8lab.convert_to_float8(module, recipe)
+            distribute_module(module, mesh, place)
+            if not converted_first:
+                float8lab.convert_to_float8(module, recipe)
+            assert float8lab.conversion_report(module).converted
+            got = train(module, method, here, None)
+            y, dx, *gradients = train(alone, method, slice(None), groups[ranks.rank])
+            for one, other in zip(got, (y[here], dx[here], *gradients), strict=True):
+                one = one.full_tensor() if isinstance(one, DTensor) else one
+                assert torch.equal(one, other)
+    module = distribute_module(stacked("mlp", ranks.device), mesh, place)
+    with pytest.raises(NotImplementedError, match="ExpertMLP must be given the rows"):
+        module(x, probs, routing_map)
+    float8lab.convert_to_float8(module, DelayedScaling())
+    with pytest.raises(NotImplementedError, match="recipe must not be DelayedScaling"):
+        train(module, "run_rows", here, None)
+    replicated = nn.Parameter(distribute_tensor(torch.ones(E, H, H), mesh, [Replicate()]))
+    module.register_parameter("fc2_weight", replicated)
+    with pytest.raises(NotImplementedError, match="experts' parameters must be placed as"):
+        module.run_rows(x, [len(x)] * E)
 
 
 outcome = ranks_fixture(__name__, 2, 4)

@@ -23,7 +23,7 @@ from float8lab.nn.precision import precisions
 from float8lab.nn.sharding import shards_of
 from float8lab.ops import dequantize_op
 from float8lab.recipes.region import PROCESS
-from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
 
 H, G, D = 8, 4, 8  # query heads, key/value heads, channels of a head
 HIDDEN = 64
@@ -76,17 +76,23 @@ def watched(model: nn.Module) -> Any:
         PROCESS.observer = None
 
 
-def inputs_of(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Filled by each forward: the tensors that the layers with GEMMs, and attention, are given."""
-    found: dict[str, list[Tensor]] = {}
+Given = dict[str, tuple[list[Tensor], list[Tensor]]]
+
+
+def given_to(model: nn.Module) -> Given:
+    """Filled by each step: what layers with GEMMs, and attention, get in forward and backward."""
+    found: Given = {}
     kinds = (fnn.Linear, fnn.LayerNormLinear, fnn.DotProductAttention)
     for path, module in model.named_modules():
         if isinstance(module, kinds):
 
-            def note(_: Any, args: Any, path: str = path) -> None:
-                found[path] = [x.detach() for x in args[:3] if isinstance(x, Tensor)]
+            def note(_: Any, args: Any, y: Any, path: str = path) -> None:
+                found[path] = [x.detach() for x in args[:3] if isinstance(x, Tensor)], []
+                y = y[0] if isinstance(y, tuple) else y
+                if y.requires_grad:
+                    y.register_hook(lambda dy, path=path: found[path][1].append(dy))
 
-            module.register_forward_pre_hook(note)
+            module.register_forward_hook(note)
     return found
 
 
@@ -95,14 +101,17 @@ def joined(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return torch.cat(ranks.gather(x.cpu()), dim).to(x.device)
 
 
+SIDES = {"fprop": ("MK", "NK"), "dgrad": ("MN", "KN"), "wgrad": ("NM", "KM")}
+"""Rows and columns of the operands of each GEMM."""
+
+
 def compare_operands(
-    ranks: Ranks, spread: nn.Module, alone: nn.Module, inputs: dict[str, list[Tensor]],
-    gemms: Gemms, recipe: Any,
-) -> None:  # fmt: skip
-    """The operands of the forward are those of one rank's layer, given the same input."""
-    for path, tensors in inputs.items():
+    ranks: Ranks, spread: nn.Module, alone: nn.Module, given: Given, gemms: Gemms, recipe: Any
+) -> None:
+    """Operands, forward and backward, are those of one rank's layer, given the same tensors."""
+    for path, (tensors, gradients) in given.items():
         layer: Any = spread.get_submodule(path)
-        one = copy.deepcopy(alone.get_submodule(path))
+        one: Any = copy.deepcopy(alone.get_submodule(path))
         if isinstance(layer, fnn.DotProductAttention):
             if not recipe.fp8_dpa:
                 continue
@@ -114,28 +123,40 @@ def compare_operands(
                 assert torch.equal(scale, wanted.seen[".", name][0]), (path, name)
             continue
         row = layer.parallel_mode == "row"
-        x = tensors[0]
-        if row:
-            x = joined(x, -1, ranks)
-        elif layer.sequence_parallel:
-            x = joined(x, 0, ranks)
-        with watched(one) as wanted, float8lab.autocast(recipe=recipe):
-            one(x)
-        got = gemms.seen[f"{path}.", "fprop"]
-        a, b = wanted.seen[".", "fprop"]
-        N, K = one.out_features, one.in_features
-        weights = [p for n, p in one.named_parameters() if n.endswith("weight") and p.ndim == 2]
-        pieces = layer._joined or tuple(len(w) for w in weights)
-        shard = fnn.sharding.Shard(-1 if row else -2, ranks.rank, ranks.world, pieces)
-        want_a, want_b = a[: x.numel() // K, :K], shard.of(b[:N, :K])
-        if row:
-            want_a = want_a.chunk(ranks.world, 1)[ranks.rank]
-        for side, mine, want in (("left", got[0], want_a), ("right", got[1], want_b)):
-            if row or side == "right":  # without the room in blocks that lie on several ranks
-                dim = int(row)
-                mine = layer._fp8.parallel.cropped(mine, dim, want.shape[dim], recipe.linear.edge)
-            same = torch.equal(mine[: want.shape[0], : want.shape[1]], want)
-            assert same, (path, side, recipe)
+        features = layer._fp8.parallel.pieces or (layer.out_features,)
+        shard = fnn.sharding.Shard(-1, ranks.rank, ranks.world, (1,) if row else features)
+        x = whole_of(tensors[0], row, layer.sequence_parallel, ranks).requires_grad_()
+        with watched(one) as wanted:
+            with float8lab.autocast(recipe=recipe):
+                y = one(x)
+            if gradients:
+                dy = gradients[0]
+                if row and layer.sequence_parallel:
+                    dy = joined(dy, 0, ranks)
+                elif not row:
+                    dy = shard.gathered(dy, dist.group.WORLD)
+                (y[0] if isinstance(y, tuple) else y).backward(dy)
+            assert not gradients or len(wanted.seen) == 3, path
+        sizes = {"M": x.shape[:-1].numel(), "N": one.out_features, "K": one.in_features}
+        for (_, kind), operands in wanted.seen.items():
+            pairs = zip(gemms.seen[f"{path}.", kind], operands, SIDES[kind], strict=True)
+            for mine, want, (down, across) in pairs:
+                want = want[: sizes[down], : sizes[across]]
+                for dim, name in enumerate((down, across)):
+                    if name == "NK"[row]:
+                        want = shard.of(want.movedim(dim, -1)).movedim(-1, dim)
+                        mine = layer._fp8.parallel.cropped(
+                            mine, dim, want.shape[dim], recipe.linear.edge
+                        )
+                mine = mine[: want.shape[0], : want.shape[1]]
+                assert torch.equal(mine, want), (path, kind, down + across, recipe)
+
+
+def whole_of(x: Tensor, by_features: bool, by_tokens: bool, ranks: Ranks) -> Tensor:
+    """A layer's input on one rank."""
+    if by_features:
+        return joined(x, -1, ranks)
+    return joined(x, 0, ranks) if by_tokens else x.clone()
 
 
 def run(layer: Any, x: Tensor, how: dict[str, Any], recipe: Any) -> list[Tensor]:
@@ -154,12 +175,19 @@ def run(layer: Any, x: Tensor, how: dict[str, Any], recipe: Any) -> list[Tensor]
 
 
 def close(got: Tensor, want: Tensor, high: Tensor | None, size: Tensor, what: Any) -> None:
-    """Within the order of sums; where that turns a code, a tenth of the error of FP8 itself.
+    """Within the order of sums; where that turns codes, a share of the error of FP8 itself.
+
+    Rounding to n codes of steps s costs ``sqrt(n * mean(s**2) / 12)``, and one that turns a step:
+    so in the least of these tensors, a key's gradient of 18 tokens and 16 features on each rank,
+    one of the larger codes, 4 times the mean, that turns is ``4 * sqrt(12 / 288)`` = 0.8 of all
+    roundings. Hopper sums FP8 products in 14 bits, and turns one code in some thousands; a CPU,
+    whose sums have 24, none. A missing sum is as large as the result; operands are compared apart.
 
     ``size`` is a norm beside which roundings are small: a key's bias has no gradient but these.
     """
     assert got.shape == want.shape, what
-    error = 0.0 if high is None else 0.1 * (want - high).norm()
+    share = 0.8 if got.is_cuda else 0.1
+    error = 0.0 if high is None else share * (want - high).norm()
     rounding = 32 * torch.finfo(want.dtype).eps * torch.maximum(want.norm(), size)
     assert (got - want).norm() <= error + rounding, what
 
@@ -184,7 +212,7 @@ def compare(
     whole = fnn.whole_state_dict(spread)
     for name, value in alone.state_dict().items():
         assert torch.equal(value, whole[name]), name
-    shards, inputs = shards_of(spread), inputs_of(spread)
+    shards, given = shards_of(spread), given_to(spread)
 
     def part(t: Tensor) -> Tensor:
         return of_rank(t, ranks) if sequence_parallel else t
@@ -200,7 +228,7 @@ def compare(
             zero = torch.zeros((), device=x.device)
             close(one, part(other), None if h is None else part(h), zero, (step, number))
         if operands and not step and recipe is not None:
-            compare_operands(ranks, spread, fresh, inputs, gemms, recipe)
+            compare_operands(ranks, spread, fresh, given, gemms, recipe)
         size = max(p.grad.norm() for p in alone.parameters())
         wanted, exact = (dict(m.named_parameters()) for m in (alone, high))
         for name, p in spread.named_parameters():
@@ -280,6 +308,26 @@ def check_transformer_layer(ranks: Ranks) -> None:
         (True, decoder, {"encoder_output": y}),
     ):
         compare(ranks, transformer(**more), x, how, current, sequence_parallel=sequence_parallel)
+
+
+def check_sizes_are_exchanged_once(ranks: Ranks) -> None:
+    """Where tokens come from outside; what layers make of them has known rows."""
+    group = {
+        "tp_group": dist.group.WORLD, "set_parallel_mode": True, "sequence_parallel": True,
+    }  # fmt: skip
+    decoder = {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True}
+    mixed = {"parallel_attention_mlp": True, **LLAMA}
+    layers = nn.ModuleList(
+        transformer(**more)(**group) for more in (LLAMA, mixed, decoder, {"output_layernorm": True})
+    ).to(ranks.device)
+    for tokens in (7, 8, 1, 0, 9):  # with 4 ranks the first has as many of 7 as of 8
+        x = of_rank(torch.randn(tokens, 2, HIDDEN), ranks).to(ranks.device)
+        y = of_rank(torch.randn(5, 2, HIDDEN), ranks).to(ranks.device)
+        with Collectives() as collectives, float8lab.autocast(recipe=ALL[0]):
+            for layer in layers:
+                of_encoder = {"encoder_output": y} if layer.layer_type == "decoder" else {}
+                x = layer(x, **of_encoder)
+        assert collectives.of("all_gather").count((torch.int64, 3)) == 2, tokens
 
 
 def check_formats_and_masks(ranks: Ranks) -> None:
@@ -406,6 +454,16 @@ def check_compiled(ranks: Ranks) -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+def assert_same_bytes(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """State dicts have the same tensors, whether or not these are stored in FP8."""
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        for part in ("qdata", "scale", "amax") if hasattr(value, "qdata") else ("data",):
+            one, other = (getattr(x, part).cpu().contiguous() for x in (value, want[name]))
+            assert (one.shape, one.dtype) == (other.shape, other.dtype), (name, part)
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (name, part)
+
+
 def check_stored_weights(ranks: Ranks) -> None:
     """A rank's part of a weight that is stored in FP8 has the bytes of the whole."""
     torch.manual_seed(1)
@@ -416,22 +474,19 @@ def check_stored_weights(ranks: Ranks) -> None:
         made = []
         for more, mode in (
             ({}, {}),
-            ({**group, "set_parallel_mode": True}, {"parallel_mode": "column"}),
+            ({**group, "set_parallel_mode": True}, {"parallel_mode": "column", **group}),
+            ({"set_parallel_mode": True}, {"parallel_mode": "column"}),
         ):
             torch.manual_seed(3)
             with float8lab.fp8_model_init(recipe=recipe):
                 layer = transformer(ffn=128, activation="swiglu", kv_channels=32)(**more)
-                experts = float8lab.GroupedLinear(
-                    *sizes, device="cpu", **mode, **(group if mode else {})
-                )
+                experts = float8lab.GroupedLinear(*sizes, device="cpu", **mode)
             made.append(nn.ModuleList([layer, experts]).to(ranks.device))
-        alone, spread = made
-        shards, values = shards_of(spread), dict(alone.named_parameters())
-        for name, p in spread.named_parameters():
-            both = [t.dequantize() if hasattr(t, "dequantize") else t for t in (p, values[name])]
-            assert torch.equal(both[0], shards[name].of(both[1]) if name in shards else both[1]), (
-                name
-            )
+        alone, spread, single = made
+        states = [spread.state_dict(), alone.state_dict()]
+        assert_same_bytes(states[0], fnn.shard_state_dict(spread, states[1]))
+        assert_same_bytes(states[1], fnn.whole_state_dict(spread))
+        assert_same_bytes(states[1], fnn.shard_state_dict(single, ranks.gather(states[0])))
         with float8lab.autocast(recipe=recipe):
             got, want = spread[0](x), alone[0](x)
             y, whole = spread[1](x, [4, 3, 3]), alone[1](x, [4, 3, 3])
@@ -439,8 +494,6 @@ def check_stored_weights(ranks: Ranks) -> None:
         assert (
             y - whole.chunk(ranks.world, -1)[ranks.rank]
         ).abs().max() <= 1e-5 * whole.abs().max()
-        with pytest.raises(NotImplementedError, match=r"model must have plain .* a Float8Tensor"):
-            fnn.whole_state_dict(spread)
     with float8lab.fp8_model_init(), pytest.raises(NotImplementedError, match=r"^single_grouped_w"):
         float8lab.GroupedLinear(
             *sizes, single_grouped_weight=True, parallel_mode="column", device="cpu", **group

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,10 +67,10 @@ class Block(nn.Module):
     must have the very numbers of one rank.
     """
 
-    def __init__(self, recipe: Recipe | None) -> None:
+    def __init__(self, recipe: Recipe | None, hidden: int = HIDDEN) -> None:
         super().__init__()
         sizes = dict.fromkeys(("q", "k", "out"), (WIDTH, WIDTH))
-        sizes |= dict.fromkeys(("up", "gate"), (WIDTH, HIDDEN)) | {"down": (HIDDEN, WIDTH)}
+        sizes |= dict.fromkeys(("up", "gate"), (WIDTH, hidden)) | {"down": (hidden, WIDTH)}
         generator = torch.Generator().manual_seed(1)
         for name, size in sizes.items():
             layer = nn.Linear(*size, bias=name != "k")
@@ -93,15 +94,17 @@ def integers(shape: Any, generator: torch.Generator) -> Tensor:
 
 def plan_of(kind: str) -> dict[str, Any]:
     """A plan of parallelize_module: with whole tokens, or shards gathered in one way or another."""
-    if kind == "tensor":
-        styles = {"out": RowwiseParallel(), "down": RowwiseParallel()}
-        return styles | dict.fromkeys(COLUMN, ColwiseParallel())
-    rows: Any = {"output_layouts": TOKENS_AS_SHARDS, "use_local_output": False}
-    if kind == "sequence":
-        columns, row = ColwiseParallel(input_layouts=TOKENS_AS_SHARDS), RowwiseParallel(**rows)
-    else:
-        columns, row = Float8ColwiseParallel(), Float8RowwiseParallel(**rows)
-    return dict.fromkeys(COLUMN, columns) | {"out": row, "down": row}
+    tokens: Any = {"output_layouts": TOKENS_AS_SHARDS, "use_local_output": False}
+    column, row = {
+        "tensor": (ColwiseParallel, RowwiseParallel()),
+        "sequence": (
+            partial(ColwiseParallel, input_layouts=TOKENS_AS_SHARDS), RowwiseParallel(**tokens)
+        ),
+        "float8": (Float8ColwiseParallel, Float8RowwiseParallel(**tokens)),
+    }[kind]  # fmt: skip
+    # torch takes plain shards for equal ones, which those of the hidden features need not be.
+    columns = {name: column(use_local_output=name in ("q", "k")) for name in COLUMN}
+    return columns | {"out": row, "down": row}
 
 
 class Operands:
@@ -162,8 +165,10 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def parallelized(mesh: Any, kind: str, recipe: Recipe, *, converted_first: bool = True) -> Any:
-    model = Block(recipe if converted_first else None)
+def parallelized(
+    mesh: Any, kind: str, recipe: Recipe, *, converted_first: bool = True, hidden: int = HIDDEN
+) -> Any:
+    model = Block(recipe if converted_first else None, hidden)
     parallelize_module(model, mesh, plan_of(kind))
     return model if converted_first else float8lab.convert_to_float8(model, recipe)
 
@@ -198,6 +203,19 @@ def check_operands_and_results(ranks: Ranks) -> None:
             model = parallelized(mesh, kind, recipe, converted_first=False)
             assert float8lab.conversion_report(model).converted
             assert_as_alone(ranks, model, Block(recipe), kind, (3, 5))
+
+
+def check_features_that_do_not_divide(ranks: Ranks) -> None:
+    """Ranks have unequal shards of them, or none, and parts of a block."""
+    for recipe in RECIPES:
+        for kind, hidden in (("float8", 150), ("tensor", 5), ("sequence", 530)):
+            model = parallelized(ranks.mesh(), kind, recipe, hidden=hidden)
+            assert_as_alone(ranks, model, Block(recipe, hidden), kind, (3, 5))
+    model = Block(recipe, 5)
+    for name, style in (("up", Float8ColwiseParallel()), ("down", Float8RowwiseParallel())):
+        parallelize_module(model, ranks.mesh(), {name: style})
+    with pytest.raises(ValueError, match=r"inp must .*in_features"):  # on all ranks
+        model.down(model.up(torch.ones(2, WIDTH)))
 
 
 def check_what_travels(ranks: Ranks) -> None:
@@ -260,12 +278,47 @@ def check_weights_stored_in_fp8(ranks: Ranks) -> None:
         assert_as_alone(ranks, model, alone, "float8", (2, 16))
 
 
+def check_training_of_weights_stored_in_fp8(ranks: Ranks) -> None:
+    """Masters start as kept initial values; a step writes the bytes that one rank's writes."""
+
+    def train(model: nn.Module, recipe: Recipe, x: Any) -> list[Any]:
+        optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.SGD, lr=0.5)
+        masters = [optimizer.masters[layer.weight] for layer in model]
+        before = [whole(master.detach()).clone() for master in masters]
+        with float8lab.autocast(recipe=recipe):
+            results = run(model, x)
+        optimizer.step()
+        weights = [whole(layer.weight.detach()).dequantize() for layer in model]
+        return [*before, *results, *map(whole, masters), *weights]
+
+    for recipe in RECIPES:
+        blocks = isinstance(recipe, (Float8BlockScaling, MXFP8BlockScaling))
+        width, hidden = (128, 128 * ranks.world) if blocks else (WIDTH, 129)
+        generator = torch.Generator().manual_seed(1)
+        how: Any = {"init_method": lambda w, g=generator: w.copy_(integers(w.shape, g))}
+        with float8lab.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            up = float8lab.Linear(width, hidden, **how, device="cpu")
+            down = float8lab.Linear(hidden, width, **how, device="cpu")
+        alone = nn.Sequential(up, down)
+        x = integers((1, 8, width), generator)
+        for shape in ((1, ranks.world), (2, ranks.world // 2)):
+            mesh, model = ranks.mesh(*shape, names=("dp", "tp")), copy.deepcopy(alone)
+            row = Float8RowwiseParallel(output_layouts=TOKENS_AS_SHARDS, use_local_output=False)
+            plan = {"0": Float8ColwiseParallel(use_local_output=False), "1": row}
+            parallelize_module(model, mesh["tp"], plan)
+            if shape[0] > 1:
+                fully_shard(model, mesh=mesh["dp"])
+            mine = train(model, recipe, distribute_tensor(x, mesh["tp"], [TOKENS_AS_SHARDS]))
+            for one, other in zip(mine, train(copy.deepcopy(alone), recipe, x), strict=True):
+                assert torch.equal(one, other)
+
+
 def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
     """Of weights in high precision, and stored in FP8."""
 
     def build(shape: tuple[int, int], seed: int, recipe: Recipe, stored: bool) -> Block:
         mesh = ranks.mesh(*shape, names=("dp", "tp"))
-        model = Block(None)
+        model = Block(None, hidden)
         for parameter in model.parameters():
             parameter.data.add_(seed)
         float8lab.convert_to_float8(model, recipe, freeze_weights=stored)
@@ -276,10 +329,10 @@ def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
         return {name: whole(value) for name, value in ModelState(model).state_dict().items()}
 
     half = ranks.world // 2
-    for i, (recipe, stored) in enumerate(
-        ((RECIPES[0], False), (RECIPES[0], True), (RECIPES[2], True))
+    for i, (recipe, stored, hidden) in enumerate(
+        ((RECIPES[0], False, HIDDEN), (RECIPES[0], True, HIDDEN), (RECIPES[2], True, 129))
     ):
-        alone = float8lab.convert_to_float8(Block(None), recipe, freeze_weights=stored)
+        alone = float8lab.convert_to_float8(Block(None, hidden), recipe, freeze_weights=stored)
         expected, path = content(alone), ranks.tmp_path / str(i)
         dcp.save({"model": ModelState(build((half, 2), 0, recipe, stored))}, checkpoint_id=path)
         for shape in ((ranks.world, 1), (1, ranks.world), (2, half)):

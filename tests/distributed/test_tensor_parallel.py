@@ -435,6 +435,20 @@ def check_group_that_is_set_later(ranks: Ranks) -> None:
     layer.set_tensor_parallel_group(dist.group.WORLD)
     with float8lab.autocast(recipe=CURRENT):
         ranks.assert_same(layer(x))
+    # From call to call the tokens change, and those of some ranks do not.
+    options = {"parallel_mode": "column", "sequence_parallel": True, "device": ranks.device}
+    column = float8lab.Linear(32, 16 * ranks.world, tp_size=ranks.world, **options)
+    column.set_tensor_parallel_group(dist.group.WORLD)
+    with float8lab.autocast(recipe=Float8BlockScaling()):
+        for tokens in (7, 8, 4092, 1, 0, 5):
+            x = torch.randn(tokens, 32, device=ranks.device)
+            dist.broadcast(x, 0)
+            y, same = column(part_of(x, 0, ranks)), column(part_of(x, 0, ranks))
+            parallel: Any = column._fp8.parallel
+            column._fp8.spread(None)
+            assert torch.equal(y, column(x)), tokens
+            assert torch.equal(y, same), tokens
+            column._fp8.spread(parallel)
     alone = dist.new_group([ranks.rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match=f"tp_group must have the {ranks.world} ranks"):
         layer.set_tensor_parallel_group(alone)

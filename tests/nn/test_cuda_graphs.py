@@ -140,7 +140,7 @@ def test_what_stands_for_a_module_in_graphs_is_where_its_parameters_are(make):
 @pytest.mark.parametrize("moved", [False, True], ids=["converted-there", "moved"])
 def test_reduce_overhead_equals_eager(recipe, moved):
     torch._dynamo.reset()
-    eager = GPT(width=64)
+    eager = GPT(width=64, checkpointed=(False, False))
     if not moved:
         eager.cuda()
     float8lab.convert_to_float8(eager, recipe)
@@ -632,7 +632,7 @@ def test_graphed_modules_equal_eager(recipe, make):
 @each_recipe
 def test_a_graphed_stack_equals_eager(recipe):
     torch.manual_seed(0)
-    eager = GPT(width=64).cuda()
+    eager = GPT(width=64, checkpointed=(False, False)).cuda()
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
     for block in model.blocks:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
+import sys
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -275,6 +279,42 @@ def test_weights_lie_together_wherever_they_move():
     assert not theirs
 
 
+@pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
+def test_stored_weights_lie_together(recipe):
+    """Nothing is copied, wherever they move; a copy is right where one of them lies elsewhere."""
+    with float8lab.fp8_model_init(True, recipe):
+        layer, other = experts(), experts()
+    loaded = pickle.loads(pickle.dumps(layer))
+    loaded.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
+    x, dy = rows(K), rows(N)
+    for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
+        parts = one._parameters_of("weight")
+        whole, theirs = one._whole("weight", parts)
+        assert whole.qdata.data_ptr() == parts[0].qdata.data_ptr()
+        assert whole.scale.data_ptr() == parts[0].scale.data_ptr()
+        assert theirs is parts
+        assert one._whole("weight", parts)[0] is whole
+        assert torch.equal(whole.dequantize(), torch.stack([p.dequantize() for p in parts]))
+        for how in (recipe, None):
+            with Ops() as seen:
+                step(one, x, dy, how)
+            assert not {"aten.stack.default", "aten.cat.default"} & set(seen.names)
+    apart = copy.deepcopy(layer)
+    for weight in apart._parameters_of("weight"):
+        weight.data = weight.data.clone()
+    whole, theirs = apart._whole("weight", apart._parameters_of("weight"))
+    assert not theirs
+    found = []
+    for one in (layer, apart):
+        optimizer = float8lab.optim.MasterWeights(one.parameters(), torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            found.append(step(one, x, dy, recipe))
+            optimizer.step()
+    for mine, others in zip(found[:3], found[3:], strict=True):
+        assert all(map(torch.equal, mine, others))
+    assert not torch.equal(found[0][0], found[2][0])
+
+
 @pytest.mark.parametrize("stored", [False, True], ids=["kept", "stored"])
 def test_weights_in_fp8_are_not_cast_again(stored):
     """Over microbatches, or stored so: x and dy are cast, and the weights are turned, at most."""
@@ -334,6 +374,45 @@ def test_a_source_is_cast_as_its_values(recipe):
         results.append((y, *grads[:2]))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_calls_do_not_grow_with_the_experts(name):
+    """Functions of the package in a step, however the parameters lie."""
+
+    def made(kind: str, experts: int):
+        with float8lab.fp8_model_init(kind == "stored", RECIPES[name]):
+            if kind == "mlp":
+                return float8lab.ExpertMLP(experts, 32, 32, device="cpu")
+            single = kind == "single"
+            return float8lab.GroupedLinear(
+                experts, 32, 32, device="cpu",
+                single_grouped_weight=single, single_grouped_bias=single,
+            )  # fmt: skip
+
+    def note(counted: Counter, frame, event: str, _) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and "float8lab" in file and "ops/reference" not in file:
+            counted[file, frame.f_code.co_name] += 1
+
+    for kind in ("each", "stored", "single", "mlp"):
+        calls: list[Counter] = []
+        for number in (8, 128):
+            module = made(kind, number)
+            run = module.run_rows if kind == "mlp" else module
+            sizes = torch.tensor([3] * 8 + [0] * (number - 8))
+            for _ in range(3):
+                x = torch.randn(24, 32, requires_grad=True)
+                counted = Counter()
+                sys.setprofile(partial(note, counted))
+                try:
+                    with float8lab.autocast(recipe=RECIPES[name]):
+                        run(x, sizes).sum().backward()
+                finally:
+                    sys.setprofile(None)
+            calls.append(counted)
+        assert calls[0] == calls[1]
+        assert calls[0].total() > 30
 
 
 def test_its_gemms_and_casts_are_seen():

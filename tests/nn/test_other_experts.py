@@ -114,6 +114,28 @@ def test_experts_as_torchtitan_has_them(kind, recipe):
     assert torch.equal(step(model, x)[0], step(original, x)[0])
 
 
+def test_rows_are_cast_once_for_two_products():
+    """w1's and w3's input is saved once in FP8, and no FP8 data of weights; of other groups not."""
+    torch.manual_seed(0)
+    recipe = recipes.Float8CurrentScaling()
+    model = float8lab.convert_to_float8(SeamExperts(), recipe)
+    x = torch.randn(sum(COUNTS), D, requires_grad=True) * 1
+    saved: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.element_size() == 1:
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    counts = torch.tensor(COUNTS)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = model(x, counts)
+    assert sorted(len(tensor) for tensor in saved.values()) == [32, 32]  # D, and W padded
+    others = model(x, counts.flip(0))
+    assert torch.equal(others, model(x.detach(), counts.flip(0)))
+    assert torch.equal(y, model(x.detach(), counts))
+
+
 def test_what_cannot_be_is_said():
     model = nn.ModuleDict({"experts": SeamExperts(use_grouped_mm=False)})
     (layer,) = float8lab.conversion_report(float8lab.convert_to_float8(model)).skipped

@@ -478,12 +478,6 @@ def check_groups() -> None:
             groups.used_columns(sizes),
         )
         same(*slots)
-    how = (None, E4M3, (1, -1), "encode", 0.0)
-    for wanted, size in (((True, False), 2 * 48), ((False, True), 2 * 144)):
-        arguments = ("", batch[:1], FP32, *how, *wanted, False, torch.rand(size))
-        same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
-    arguments = ("", [x], BF16, offs, *how[1:], True, False, False, torch.rand(len(x)))
-    same_casts(grouped_cast.cast_groups(*arguments), reference.cast_groups(*arguments))
     how = (E4M3, (-1, -1))
     factors = torch.rand(2, 8)[:, 0]
     slots = [torch.full((2,), -1.0) for _ in range(2)]

@@ -90,25 +90,6 @@ def test_slots_see_the_rows_of_groups_alone():
     assert torch.equal(q[1, :5, :7].float(), (w[1] * 64).to(E5M2).float())
 
 
-def test_rows_are_cast_by_given_factors():
-    x, offs = rows([3, 0, 5], 20), ends([3, 0, 5])
-    how = (E4M3, (1, -1))
-    found = reference.cast_groups("", [x], x.dtype, offs, *how, "pow2", 0.0)
-    given = (1 / found[1].view(-1), None)  # powers of two
-    again = reference.cast_groups(
-        "", [x], x.dtype, offs, *how, "encode", 0.0, True, False, False, *given
-    )
-    assert torch.equal(bytes_of(again[0]), bytes_of(found[0]))
-    w = torch.randn(2, 33, 20)
-    found = reference.cast_groups("", [w], w.dtype, None, *how, "pow2", 0.0, True, True)
-    for part, wanted in ((0, (True, False)), (3, (False, True))):
-        factors = 1 / found[part + 1]
-        again = reference.cast_groups(
-            "", [w], w.dtype, None, *how, "encode", 0.0, *wanted, False, factors
-        )
-        assert torch.equal(bytes_of(again[part]), bytes_of(found[part]))
-
-
 def test_a_prologue_is_cast_in_groups():
     h, offs = rows([3, 0, 5], 40), ends([3, 0, 5])
     how = (E4M3, (1, 128), "fp32", 0.0, True, True, True)

@@ -49,6 +49,7 @@ from float8lab.nn.parallel import (
     ContextParallelGroup,
     check_context_group,
     heads_of_rank,
+    ignore_extra_state,
     parallel_size,
 )
 from float8lab.recipes.region import STATE, in_backward
@@ -147,6 +148,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         backends: Sequence[str] = BACKENDS,
     ) -> None:
         super().__init__()
+        self.register_load_state_dict_pre_hook(ignore_extra_state)
         check_context_group(cp_group)
         check_format("qkv_format", qkv_format)
         check_flags(sequence_parallel=sequence_parallel)

@@ -23,23 +23,17 @@ from float8lab.nn.attention.rotary import check_angles, check_positions, turn
 from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear, normal_init, reset_children
 from float8lab.nn.norm import check_norm
-from float8lab.nn.parallel import ContextParallelGroup, overlap_of, parallel_size
+from float8lab.nn.parallel import (
+    ContextParallelGroup,
+    ignore_extra_state,
+    overlap_of,
+    parallel_size,
+)
 
-__all__ = ["MultiheadAttention", "RotaryArgument", "ignore_extra_state"]
+__all__ = ["MultiheadAttention", "RotaryArgument"]
 
 RotaryArgument = Tensor | tuple[Tensor, Tensor] | None
 """Angles of ``RotaryPositionEmbedding``: of queries and keys, or a pair."""
-
-
-def ignore_extra_state(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
-) -> None:
-    """A hook of ``load_state_dict``: leave out the ``_extra_state`` that TransformerEngine saves.
-
-    It is the state of its own delayed scaling; ``float8lab.nn.ScalingState`` holds ours.
-    """
-    for key in [k for k in state_dict if k.startswith(prefix) and k.endswith("._extra_state")]:
-        del state_dict[key]
 
 
 def _rank_by_rank(

@@ -436,7 +436,7 @@ def _has_kernel(
     width = block[1]
     part = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
     square = offs is None and block == (128, 128)
-    known = block in ((-1, -1), (1, -1)) or (rule in SCALE_RULES and (part or square))
+    known = block == (-1, -1) or (rule in SCALE_RULES and (block == (1, -1) or part or square))
     return fits and known
 
 
@@ -455,6 +455,7 @@ def cast_groups(
     column_sum: bool = False,
     given: Tensor | None = None,
     slot: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> tuple[Any, ...]:
     first, block = inputs[0], tuple(block)
     if not _has_kernel(prologue, inputs, dtype, offs, block, rule):
@@ -467,8 +468,9 @@ def cast_groups(
         if x_fits(first, dtype, block, ALIGN):
             how = fp8_dtype, block, rule, eps
             return cast_tiles_of_groups(
-                (prologue, inputs, dtype), offs, how, write=straight, column_sum=column_sum
-            )
+                (prologue, inputs, dtype), offs, how, write=straight, column_sum=column_sum,
+                plan=plan,
+            )  # fmt: skip
     batch: tuple[int, ...] = ()
     stride, source = 0, inputs
     if offs is None:
@@ -493,7 +495,7 @@ def cast_groups(
         found, scale, scale_t, factors = _factors(matrix, where, fp8_dtype, rule, eps, given)
         amax = found if given is None else None
         given, given_stride = factors, len(batch)
-    elif per_row and rule in SCALE_RULES:
+    elif per_row:
         scale, scale_t, given = _scales_of_rows(
             matrix, where, (*batch, rows, columns), fp8_dtype, rule, eps,
             write=straight, transpose=transposed,
@@ -513,11 +515,9 @@ def cast_groups(
     narrow = _NARROW_OF_PROLOGUE if prologue else _NARROW
     tile = _TILE if blocks else narrow
     tensors, constants = arguments_of(*matrix, tile)
-    # Among the factors of rows and columns, of which a caller gives those that are wanted.
-    first_column = rows * (E if batch else 1) if straight or rule in SCALE_RULES else 0
     _cast_groups_kernel[(tiles * ceil_div(columns, tile.columns),)](
         *tensors, offs, given, slot, q, q_t, *of_blocks, sums, *where[1:], rows, columns, across,
-        first_column, given_stride, *strides, eps,
+        rows * (E if batch else 1), given_stride, *strides, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
         SQUARE=block == (128, 128), PER_ROW=per_row, HAS_SLOT=slot is not None, WRITE=straight,
         TRANSPOSE=transposed, COLUMN_SUM=column_sum,
@@ -548,6 +548,7 @@ def cast_tiles_of_groups(
     *,
     write: bool,
     column_sum: bool,
+    plan: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
     (_, (first, *_), _), (fp8_dtype, block, rule, eps) = matrix, how
@@ -561,7 +562,7 @@ def cast_tiles_of_groups(
     scale_t = empty_scale(first, (columns, across), block)
     if column_sum:
         sums = first.new_empty((across // SPAN, K), dtype=torch.float32)
-    plan = plan_groups(offs, M)
+    plan = plan_groups(offs, M) if plan is None else plan
     launch_tiles(
         matrix, (q, q_t, scale, scale_t, sums), (across, columns), block, rule, eps, plan, E
     )

@@ -93,6 +93,7 @@ def cast_groups(
     column_sum: bool = False,
     given: Tensor | None = None,
     slot: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> tuple[
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
 ]:
@@ -110,15 +111,15 @@ def cast_groups(
         fp8_dtype: of the result.
         block: ``(-1, -1)``, or a row or a part of it of up to 128 columns, a power of two; for a
             batch ``(128, 128)``, too.
-        rule: one of ``SCALE_RULES``, or ``"encode"``: by the factor ``given``, or those.
+        rule: one of ``SCALE_RULES``, or for the whole ``"encode"``: by the factor ``given``.
         eps: the least amax that a scale is found from.
         straight: the rows are wanted.
         transposed: the transpose is wanted.
         column_sum: the sums over the rows of each group are wanted; not of a batch.
         given: the factor, or that of each matrix of a batch; where scales are found for the whole,
-            the amaxes, if they are known. Of rows, in one orientation alone and not of a transpose
-            in groups: the factor of each, those of the padding included.
+            the amaxes, if they are known.
         slot: as many elements; raised to the amax, unless there is no row.
+        plan: that of ``plan_groups`` for these groups, where it is made anyway. It changes nothing.
 
     Returns:
         As ``cast``. Of groups: data ``[M, K]``; scales ``[1, 1]``, ``[M, 1]`` or
@@ -167,8 +168,7 @@ def _cast_one(
     fp8_dtype, block, rule, eps = how
     if rule == "encode":
         assert given is not None, "the rule says so"
-        factor = given.view(-1, 1) if block == (1, -1) else given
-        return encode(x, factor, fp8_dtype, block), None, None
+        return encode(x, given, fp8_dtype, block), None, None
     whole = block == (-1, -1)
     known = given.view(1, 1) if whole and given is not None else None
     q, scale, found = quantize(x, fp8_dtype, block, rule, eps, 1, known)
