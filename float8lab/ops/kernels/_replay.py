@@ -449,7 +449,8 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     """
     if not _launch.ENABLED or getattr(_launch.RECORDING, "launch", None) is not None:
         return None
-    key: list[Any] = []
+    device = current_device()
+    key: list[Any] = [device]
     tensors: list[Tensor] = []
     append = key.append
     left = [*args]
@@ -457,7 +458,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             address = arg.data_ptr()
-            if not address or (tensors and arg.get_device() != tensors[0].get_device()):
+            if not address or arg.get_device() != device:
                 return None
             tensors.append(arg)
             append((arg.shape, arg.stride(), arg.dtype, address & 15))
@@ -470,8 +471,4 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
             return None
         else:
             append(arg)
-    device = tensors[0].get_device()
-    if device < 0 or device != current_device():
-        return None
-    append(device)
     return device, tuple(key), tensors
