@@ -13,8 +13,8 @@ from float8lab.arguments import needs
 from float8lab.distributed.tensor_parallel import TensorParallel
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.linear import Linear
-from float8lab.nn.report import conversion_report
 from float8lab.ops import compute_intensive_ops
 
 with needs("float8lab.integrations.torchtitan", "torchtitan", '"float8lab[torchtitan]"'):
