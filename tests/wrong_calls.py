@@ -179,6 +179,14 @@ def _export(model: nn.Module, folder: Path) -> Path:
     return folder / "model"
 
 
+def _of_megatron(folder: Path) -> Path:
+    path = folder / "run" / "mp_rank_00"
+    path.mkdir(parents=True, exist_ok=True)
+    state = {"model": {"embedding.word_embeddings.weight": _x(8, H)}}
+    torch.save(state, path / "model_optim_rng.pt")
+    return path.parent
+
+
 def _assert(truth: bool) -> None:
     assert truth
 
@@ -532,6 +540,11 @@ CALLS: dict[str, Call] = {
         lambda folder: {"source": {}, "model": float8lab.Linear(H, H)},
         skip=("source",),
         refusal="must have delayed scales",
+    ),
+    "integrations.read_megatron": Call(
+        integrations.read_megatron,
+        lambda folder: {"path": _of_megatron(folder), "vocab_size": 5},
+        lambda found: _assert(found.state["embedding.word_embeddings.weight"].shape == (5, H)),
     ),
     "integrations.to_transformer_layers": Call(
         integrations.to_transformer_layers,

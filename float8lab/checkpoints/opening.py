@@ -7,13 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from float8lab.checkpoints.dcp import open_dcp
+from float8lab.checkpoints.megatron import (
+    FOLDER,
+    LATEST,
+    is_megatron,
+    iteration_of,
+    layer_by_layer,
+    open_megatron,
+)
 from float8lab.checkpoints.pickles import open_state_dict, open_torch_save
 from float8lab.checkpoints.safetensors import open_safetensors
 from float8lab.checkpoints.source import CheckpointError, Source, check_file
 
 __all__ = ["open_checkpoint"]
 
-_READ = "safetensors files, files by torch.save and directories by torch.distributed.checkpoint"
+_READ = (
+    "safetensors files, files by torch.save, and directories by torch.distributed.checkpoint or "
+    "Megatron-LM"
+)
 _OTHERS = {
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",
@@ -58,7 +69,12 @@ def _path(path: str | Path) -> Source:
 def _directory(path: Path) -> Source:
     names = sorted(entry.name for entry in path.iterdir())
     if ".metadata" in names:
-        return open_dcp(path)
+        source = open_dcp(path)
+        return layer_by_layer(source) if is_megatron(path) else source
+    if any(FOLDER.fullmatch(name) for name in names):
+        return open_megatron(path)
+    if LATEST in names:
+        return _directory(iteration_of(path))
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     if len(indices) > 1:
         raise CheckpointError(

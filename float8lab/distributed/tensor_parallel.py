@@ -426,6 +426,14 @@ class TensorParallel:
         """The bias as this rank's product has it: of partial sums one rank's does."""
         return None if self.mode == "row" and self.rank else bias
 
+    def all_features(self, x: Tensor, *, gather: bool) -> Tensor:
+        """All features of a tensor of which a rank has some; or those of a whole; differentiable.
+
+        The gradient of all is the same on all ranks, as what they compute of all is.
+        """
+        found: Tensor = _Features.run(x, self, gather)
+        return found
+
     def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
         """``entered`` of a layer's input, differentiable."""
         return x if self.mode == "row" else self.gather(x, rows)
@@ -491,14 +499,15 @@ class StoredShard:
 
     parallel: TensorParallel
     dim: int
+    """Of the weight's matrix, or of each expert's."""
 
     def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
         """Raise unless each block that has a size lies on one rank."""
-        size, ranks = spec.block[self.dim], self.parallel.size
-        if self.parallel.are_cut(shape[self.dim], size):
+        size, ranks = spec.block[self.dim - 2], self.parallel.size
+        if self.parallel.are_cut(shape[self.dim - 2], size):
             raise ValueError(
                 f"{name} must give each of {ranks} ranks whole blocks of {size} to store them in "
-                f"FP8; got {shape[self.dim]} for each. Choose another size, another recipe, or "
+                f"FP8; got {shape[self.dim - 2]} for each. Choose another size, another recipe, or "
                 "weights in high precision."
             )
 
@@ -514,8 +523,8 @@ def shared_amaxes(
     found: list[Tensor | None] = [None] * len(weights)
     groups: dict[TensorParallel, list[int]] = {}
     for i, (shard, value, spec) in enumerate(weights):
-        if spec.block[shard.dim] == -1:
-            found[i] = amax_op("", (value,), value.dtype, spec.block)
+        if spec.block[shard.dim - 2] == -1:
+            found[i] = _amaxes(value, spec.block)
             groups.setdefault(shard.parallel, []).append(i)
     for parallel, places in groups.items():
         local: Any = [found[i] for i in places]
@@ -524,6 +533,13 @@ def shared_amaxes(
         for i, amax, part in zip(places, local, parts, strict=True):
             found[i] = part.view(amax.shape)
     return found
+
+
+def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
+    """The amaxes of the blocks of a matrix, or of each of a batch of them."""
+    if value.ndim == 2:
+        return amax_op("", (value,), value.dtype, block)
+    return torch.stack([_amaxes(matrix, block[1:]) for matrix in value])
 
 
 def _side_by_side(parts: Tensor) -> Tensor:
@@ -561,6 +577,27 @@ class _Moved(Float8Function):
         move = parallel.left if enters else parallel.entered
         dx = move(as_matrix(dy), rows, backward=True)
         return dx.reshape(ctx.shape), None, None, None
+
+
+class _Features(Float8Function):
+    """Features of ranks are gathered, or taken from all; the gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        ctx.how = parallel, gather
+        return _Features._move(x, parallel, gather)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        parallel, gather = ctx.how
+        return _Features._move(dy, parallel, not gather), None, None
+
+    @staticmethod
+    def _move(x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        if not gather:
+            return x.chunk(parallel.size, -1)[parallel.rank].contiguous()
+        mine, size = x.shape[-1], x.shape[-1] * parallel.size
+        return parallel.gathered(as_matrix(x), Rows(size, mine, 1), 1).view(*x.shape[:-1], size)
 
 
 # The products of FP8 operands that communicate. What overlaps the two belongs here.

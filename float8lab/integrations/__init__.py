@@ -15,21 +15,25 @@ if TYPE_CHECKING:
     from float8lab.integrations.checkpoint import (
         ExportReport,
         LoadReport,
+        MegatronCheckpoint,
         ScalingReport,
         export,
         load_fp8,
         load_te_scaling,
+        read_megatron,
     )
 
 __all__ = [
     "ExportReport",
     "LoadReport",
+    "MegatronCheckpoint",
     "ScalingReport",
     "export",
     "from_transformer_layers",
     "load_fp8",
     "load_te_scaling",
     "onnx_export",
+    "read_megatron",
     "to_transformer_layers",
     "transformer_layers",
 ]

@@ -448,12 +448,12 @@ def known_input(
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-        how = spec, transposed, call.plan.epsilon, call.shards, call.rows
-        key = (*how, inp._version, node._sequence_nr(), stream)
+        how: tuple[Any, ...] = spec, transposed, call.plan.epsilon, call.shards, call.rows
         if isinstance(x, Groups):
-            offs: Any = x.offs  # of groups that are the same, too
-            known = StorageWeakRef(offs.untyped_storage())
-            key = (*key, known, offs.data_ptr(), version_of(offs))
+            offs: Any = x.offs  # of the same groups, too
+            ends = StorageWeakRef(offs.untyped_storage())
+            how = (*how, ends, offs.data_ptr(), version_of(offs))
+        key = (*how, inp._version, node._sequence_nr(), stream)
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None

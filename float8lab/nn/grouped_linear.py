@@ -193,11 +193,6 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if where.type != "meta":
             self.reset_parameters()
         stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
-        if stored is not None and self.single_grouped_weight:
-            raise NotImplementedError(
-                "single_grouped_weight must be False where tensor-parallel ranks share weights "
-                "that are stored in FP8; got True. Leave it out: each expert's weight is one then."
-            )
         self._keeps_initial_values = store_in_fp8(self, self._names["weight"], stored)
         self._lie_together()
         if ranks > 1:
@@ -367,12 +362,9 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     ) -> Tensor:  # fmt: skip
         """The layer where the features of ranks meet inside blocks: with zeros for the others'."""
         parallel, edge = call.shards, call.plan.edge
-        if call.fused_weight is not None:
-            raise NotImplementedError(
-                f"fuse_wgrad_accumulation must be False where blocks of {edge} features lie on "
-                f"several ranks; got True and {parallel.pieces[0]} features for each. Leave it "
-                "out, or choose sizes that the blocks divide."
-            )
+        if call.fused_weight is not None:  # what goes into main_grad is without these zeros
+            weights = [plain_weight(self, w, call.first_microbatch, as_main=True) for w in weights]
+            call.fused_weight = None
         column, (length,) = parallel.mode == "column", parallel.pieces
         weight = weights[0] if self.single_grouped_weight else torch.stack(list(weights))
         weight = parallel.spaced(weight, 1 if column else 2, edge)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,13 +80,14 @@ def stored_for(weight: Tensor, recipe: Recipe, shard: StoredShard | None = None)
     ``shard`` says how ranks share it, if they do.
     """
     spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
+    block = (1,) * (weight.ndim - 2) + spec.block
     if shard is not None:
+        spec = replace(spec, block=block)
         known = shard.amaxes(weight.detach(), spec)
         q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
         return Float8Tensor(*q, spec, weight.dtype)
     return quantize(
-        weight.detach(), spec.fp8_dtype, block=(1,) * (weight.ndim - 2) + spec.block,
-        scale_rule=spec.scale_rule,
+        weight.detach(), spec.fp8_dtype, block=block, scale_rule=spec.scale_rule,
         amax_epsilon=epsilon,
     )  # fmt: skip
 

@@ -35,12 +35,18 @@ def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
     return weight if module.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
 
 
-def plain_weight(module: Any, weight: Tensor, first_microbatch: bool | None) -> Tensor:
-    """``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for that."""
-    fused = fused_weight(module, weight)
+def plain_weight(
+    module: Any, weight: Tensor, first_microbatch: bool | None, *, as_main: bool = False
+) -> Tensor:
+    """``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for that.
+
+    ``as_main``: in the dtype of that, in which a GEMM then gives the gradient.
+    """
+    fused: Any = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
-    found: Tensor = _IntoMainGrad.run(plain(weight), fused, first_microbatch is True)
+    value = plain(weight).to(fused.main_grad.dtype) if as_main else plain(weight)
+    found: Tensor = _IntoMainGrad.run(value, fused, first_microbatch is True)
     return found
 
 

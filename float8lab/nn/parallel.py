@@ -151,14 +151,18 @@ class Shard(NamedTuple):
     def of(self, whole: Tensor) -> Tensor:
         """The part of ``whole``."""
         sizes = self.sizes(whole.shape[self.dim])
-        if len(sizes) == 1:
-            return whole.chunk(self.ranks, self.dim)[self.rank]
+        if len(sizes) == 1:  # by the rule of torch.chunk, which leaves out what is empty
+            each = -(-sizes[0] // self.ranks)
+            start = min(self.rank * each, sizes[0])
+            return whole.narrow(self.dim, start, min(each, sizes[0] - start))
         parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
         return torch.cat([part[self.rank] for part in parts], self.dim)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole, from the parts of all ranks in their order."""
         sizes = self.sizes(parts[0].shape[self.dim])
+        if len(sizes) == 1:
+            return torch.cat(list(parts), self.dim)
         pieces = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
         return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
 
