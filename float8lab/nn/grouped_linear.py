@@ -25,7 +25,6 @@ from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain, spec_of_experts
-from float8lab.nn.gemm import fused_weight, plain_weight
 from float8lab.nn.grouped_function import (
     GroupedFunction,
     as_one,
@@ -42,6 +41,7 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     TensorParallelGroup,
     ignore_extra_state,

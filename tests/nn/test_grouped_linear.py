@@ -367,10 +367,9 @@ def test_a_source_is_cast_as_its_values(recipe):
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
         y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, ends=ends)
-        gradient = gemm.Gradient(dy, call, needs=needs, ends=ends)
         grads = gemm.backward(
-            gradient, x if x is source else None, saved, call,
-            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
+            dy, x if x is source else None, saved, call,
+            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), ends=ends,
         )  # fmt: skip
         results.append((y, *grads[:2]))
     for one, other in zip(*results, strict=True):
