@@ -210,8 +210,8 @@ def _layout(spread: Spread, x: Any, weight: Any, plan: LinearPlan | None, wanted
             # A rank knows how one run of rows cuts the blocks of tokens, not several.
             rows = None if any(map(rows.are_cut, _blocks_of_tokens(plan))) else rows
         if rows is not None and mode == "row":
-            start = min(rows.lead, rows.chunk * spread.shards.rank)
-            y_shape[dim] = min(rows.chunk, rows.lead - start)
+            chunk = -(-whole[dim] // spread.shards.size)
+            y_shape[dim] = max(0, min(chunk, whole[dim] - chunk * spread.shards.rank))
 
     def placed(here: Any, others: Sequence[Any] = base) -> tuple[Any, ...]:
         return tuple(here if i == axis else p for i, p in enumerate(others))
