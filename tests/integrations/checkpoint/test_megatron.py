@@ -189,7 +189,7 @@ def test_nothing_of_a_file_runs(tmp_path):
     torch.save({"model": {"norm.weight": torch.ones(2)}, "args": evil}, file)
     assert list(integrations.read_megatron(tmp_path).state) == ["norm.weight"]
     torch.save({"model": {"norm.weight": evil[3]}}, file)
-    with pytest.raises(CheckpointError, match="norm.weight is a __builtin__.eval"):
+    with pytest.raises(CheckpointError, match=r"norm.weight is a __builtin__.eval"):
         integrations.read_megatron(tmp_path)
     assert not made.exists()
 
