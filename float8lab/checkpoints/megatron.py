@@ -54,6 +54,8 @@ _REPLICATED = re.compile(
     r"|(.*\.)?(position_embeddings|linear_q_down_proj|linear_kv_down_proj)\.weight"
     r"|.*\.router\.\w+|(.*\.)?_extra_state"
 )
+_STORED = ("Float8Tensor", "Float8BlockwiseQTensor")
+"""Transformer Engine's classes of weights in FP8."""
 _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..+)")
 _STACKED = re.compile(r"((?:.*\.)?decoder\.layers\.)(?!\d)(.+)")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
@@ -220,16 +222,40 @@ def _chunks(file: Path, content: Any) -> list[dict[str, Entry]]:
         for key, value in leaves(file, content[name], ""):
             if key.endswith("_extra_state") and hasattr(value, "getvalue"):  # as older releases do
                 value = torch.tensor(list(value.getvalue()), dtype=torch.uint8)
+            if isinstance(value, Opaque):
+                value = _dequantized(value)
             if isinstance(value, Tensor):
                 for entry in entries_of(key, value, f"{file.parent.name}/{file.name}"):
                     chunk[entry.name] = entry
             elif isinstance(value, Opaque) and not key.endswith("_extra_state"):
                 raise CheckpointError(
-                    f"{file} must have plain tensors; {key} is a {type(value).__module__}."
-                    f"{type(value).__name__}. Save it in high precision."
+                    f"{file} must have tensors in high precision, or in FP8 with scales of tensors "
+                    f"or 128x128 blocks; {key} is a {type(value).__module__}."
+                    f"{type(value).__name__}. Save it in the format torch_dist."
                 )
         result.append(chunk)
     return result
+
+
+def _dequantized(value: Opaque) -> Any:
+    """A weight that Transformer Engine stored in FP8, in the dtype it stands for; others as is.
+
+    Weights are e4m3 there. The arguments that it pickles begin with the bytes and their scales, or
+    with a shape and these; scales of blocks are padded.
+    """
+    tensors = [part for part in value.values if isinstance(part, Tensor)]
+    dtype = next((part for part in value.values if isinstance(part, torch.dtype)), torch.float32)
+    if type(value).__name__ not in _STORED or len(tensors) < 2 or tensors[0].dtype != torch.uint8:
+        return value
+    codes, scale = tensors[0].view(torch.float8_e4m3fn).float(), tensors[1]
+    if type(value).__name__ == "Float8Tensor" and scale.numel() == 1:
+        return (codes * scale.reshape(())).to(dtype)
+    rows, columns = (-(-n // 128) for n in codes.shape) if codes.ndim == 2 else (0, 0)
+    two = scale.ndim == 2 and len(scale) == rows and columns <= scale.shape[1] <= columns + 3
+    if not two or scale.dtype != torch.float32 or type(value).__name__ == "Float8Tensor":
+        return value
+    each = scale[:, :columns].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (codes * each[: codes.shape[0], : codes.shape[1]]).to(dtype)
 
 
 def _joined(path: Path, ranks: Sequence[Mapping[str, Entry]], apart: list[str]) -> dict[str, Entry]:

@@ -57,8 +57,7 @@ def read_megatron(
 
     Raises:
         CheckpointError: a file is missing or damaged, or of a kind that is not read:
-            expert-parallel ranks in the format ``torch``, copies of keys and values, or weights
-            stored in FP8.
+            expert-parallel ranks in the format ``torch``, or copies of keys and values.
         OSError: it does not exist, or may not be read.
     """
     check_path("path", path)

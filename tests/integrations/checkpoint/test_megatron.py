@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import shutil
 import warnings
@@ -163,6 +165,72 @@ def _stored(path):
 
 class _Named:
     """An object that is no tensor."""
+
+
+class Evil:
+    def __init__(self, function, *values):
+        self.what = function, values
+
+    def __reduce__(self):
+        return self.what
+
+
+def test_nothing_of_a_file_runs(tmp_path):
+    made, inner = tmp_path / "made", io.BytesIO()
+    torch.save(Evil(os.mkdir, str(made)), inner)
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    evil = [
+        Evil(os.mkdir, str(made)),
+        Evil(torch.storage._load_from_bytes, inner.getvalue()),
+        Evil(getattr, str, "format"),
+        Evil(eval, f"__import__('os').mkdir({str(made)!r})"),
+    ]
+    torch.save({"model": {"norm.weight": torch.ones(2)}, "args": evil}, file)
+    assert list(integrations.read_megatron(tmp_path).state) == ["norm.weight"]
+    torch.save({"model": {"norm.weight": evil[3]}}, file)
+    with pytest.raises(CheckpointError, match=r"norm.weight is a __builtin__.eval"):
+        integrations.read_megatron(tmp_path)
+    assert not made.exists()
+
+
+class Float8Tensor:
+    """Pickled as TransformerEngine's weights in FP8 are: a class method and its arguments."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *values):
+        raise AssertionError("nothing of a file is run")
+
+    def __reduce_ex__(self, protocol):
+        return type(self)._make_in_reduce_ex, self.values
+
+
+class Float8BlockwiseQTensor(Float8Tensor):
+    pass
+
+
+def test_weights_stored_in_fp8_are_dequantized(tmp_path):
+    weights = {}
+    for name, block in (("linear_qkv", (-1, -1)), ("linear_fc1", (128, 128))):
+        whole = float8lab.quantize(torch.randn(384, 200, dtype=torch.bfloat16), block=block)
+        qdata, dtype = whole.qdata.view(torch.uint8), torch.bfloat16
+        if block[0] == -1:
+            stored = Float8Tensor(qdata, 7, whole.scale.reshape(1), dtype, whole.shape)
+        else:  # scales are padded to a multiple of 4 columns
+            scale = torch.nn.functional.pad(whole.scale, (0, 2))
+            parts = (whole.shape, qdata, scale, None, None)
+            stored = Float8BlockwiseQTensor(*parts, 7, dtype, None, True)
+        weights[f"{name}.weight"] = whole, stored
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    torch.save({"model": {name: stored for name, (_, stored) in weights.items()}}, path)
+    found = integrations.read_megatron(tmp_path).state
+    for name, (whole, _) in weights.items():
+        assert torch.equal(found[name], whole.dequantize())
+        assert found[name].dtype == torch.bfloat16
 
 
 BROKEN = {
