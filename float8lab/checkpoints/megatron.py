@@ -36,6 +36,7 @@ __all__ = [
     "iteration_of",
     "layer_by_layer",
     "open_megatron",
+    "open_rank",
 ]
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -123,17 +124,17 @@ def open_megatron(path: Path) -> Source:
                 stages.setdefault(number, [[] for _ in range(pp)])[stage].append(chunk)
     entries: dict[str, Entry] = {}
     apart: list[str] = []
-    first = 0  # of the layers of a stage
+    first: dict[str, int] = {}  # of a stage's layers; an encoder's and a decoder's by themselves
     for part in (part for chunk in stages.values() for part in chunk):
-        found = _joined(path, part, apart)
-        count = 0
-        for name, entry in found.items():
+        counts: dict[str, int] = {}
+        for name, entry in _joined(path, part, apart).items():
             layer = _LAYER.fullmatch(name)
             if layer is not None:
-                count = max(count, int(layer[2]) + 1)
-                name = f"{layer[1]}{first + int(layer[2])}{layer[3]}"
+                stack, number = layer[1], int(layer[2])
+                counts[stack] = max(counts.get(stack, 0), number + 1)
+                name = f"{stack}{first.get(stack, 0) + number}{layer[3]}"
             entries.setdefault(name, replace(entry, name=name))
-        first += count
+        first = {stack: first.get(stack, 0) + counts.get(stack, 0) for stack in first | counts}
     if pp > 1 and arguments.get("untie_embeddings_and_output_weights") is False:
         entries.pop("output_layer.weight", None)  # the last stage's copy of the embedding
     notes = [
@@ -142,6 +143,18 @@ def open_megatron(path: Path) -> Source:
     ]
     kind = f"Megatron-LM, {tp} tensor-parallel by {pp} pipeline ranks"
     return Source(str(path), kind, list(entries.values()), notes=notes if apart else ())
+
+
+def open_rank(file: Path) -> Source:
+    """The tensors of one rank's model, as they are."""
+    chunks = _chunks(file, load_opaquely(file))
+    entries = [
+        replace(entry, name=f"model{number}.{name}" if len(chunks) > 1 else name)
+        for number, chunk in enumerate(chunks)
+        for name, entry in chunk.items()
+    ]
+    note = f"the part of one rank; {file.parent.parent} has those of all, which are joined"
+    return Source(str(file), "Megatron-LM, a file of one rank", entries, notes=[note])
 
 
 def _files(path: Path) -> dict[tuple[int, int], Path]:

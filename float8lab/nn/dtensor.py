@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from float8lab.arguments import shown
 from float8lab.distributed.fsdp.weight import local_of
-from float8lab.distributed.tensor_parallel import Rows, StoredShard, TensorParallel
+from float8lab.distributed.tensor_parallel import Rows, SharedScales, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import Gradient, backward, forward, fused_weight, output_dtype
@@ -96,8 +96,8 @@ class Spread:
         if self.mode is None or not isinstance(local, Float8Tensor):
             return
         dim = int(self.mode == "row")
-        local._shard = StoredShard(self.whole, dim)
-        local._shard.check("weight", local.shape, local.spec)
+        local._shared_scales = SharedScales(self.whole, dim)
+        local._shared_scales.check("weight", local.shape, local.spec)
         kept = getattr(old, "_high_precision_init_val", None)
         if kept is not None and kept.shape == weight.shape:
             place = self._shares(1).of(self.whole.rank)

@@ -598,7 +598,9 @@ def plain_weight(
     fused: Any = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
-    value = plain(weight).to(fused.main_grad.dtype) if as_main else plain(weight)
+    value = plain(weight)
+    if as_main:
+        value = value.to(fused.main_grad.dtype)
     found: Tensor = _IntoMainGrad.run(value, fused, first_microbatch is True)
     return found
 

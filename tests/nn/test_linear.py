@@ -1,6 +1,7 @@
 """Linear: numbers and every gradient against float64, every parameter, every shape."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -255,6 +256,24 @@ def test_init_method_bias_and_params_dtype():
     assert layer.bias is None
     assert torch.equal(layer.weight, torch.ones(4, 8, dtype=torch.bfloat16))
     assert float8lab.Linear(8, 4, device="cpu").weight.dtype == torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
+def test_weights_are_drawn_from_a_trackers_stream(name):
+    tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    tracker.add("model-parallel-rng", 5)
+    tracker.add("experts", 6)
+    sizes = (2, 8, 4) if name == "GroupedLinear" else (8, 4)
+    make = functools.partial(getattr(float8lab, name), *sizes, device="cpu")
+    streams = ((5, {}), (6, {"rng_tracker_name": "experts"}))
+    for seed, kwargs in streams:
+        layer = make(get_rng_state_tracker=lambda: tracker, **kwargs)
+        torch.manual_seed(seed)
+        assert all(map(torch.equal, layer.parameters(), make().parameters()))
+        assert layer.use_bias
+    assert not make(bias=False, rng_tracker_name=None).use_bias
+    with pytest.raises(ValueError, match="name must be one given to add"):
+        make(get_rng_state_tracker=lambda: tracker, rng_tracker_name="other")
 
 
 def test_default_device():

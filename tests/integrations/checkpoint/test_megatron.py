@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import warnings
 
@@ -23,6 +24,18 @@ def save(state, path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about one process
         dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def name_metadata_as_megatron_does(path):
+    """Its own class has one field more than torch's."""
+    data = path.read_bytes()
+    old, new = (
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+        b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n",
+    )
+    protocol2 = pickle.dumps(pickle.loads(data), protocol=2)
+    assert old in protocol2
+    path.write_bytes(protocol2.replace(old, new))
 
 
 def close(got, want):
@@ -57,6 +70,8 @@ def test_files_of_ranks(tmp_path, llama, tp, pp, virtual):
     checkpoint = integrations.read_megatron(tmp_path / "run", vocab_size=WORDS)
     assert checkpoint.kind == f"Megatron-LM, {tp} tensor-parallel by {pp} pipeline ranks"
     layers, state = check(checkpoint, model)
+    one = integrations.read_megatron(tmp_path / "run", layer="decoder.layers.3").state
+    assert one.keys() == {name for name in checkpoint.state if ".layers.3." in name}
     report = integrations.load_te_scaling(
         {name: x for name, x in state.items() if name[0].isdigit()}, layers
     )
@@ -73,6 +88,8 @@ def test_files_of_ranks(tmp_path, llama, tp, pp, virtual):
 def test_distributed_checkpoints(tmp_path, halves):
     model = Decoder(llama=True)
     layouts.write_distributed(tmp_path / "new", model, halves=halves, save=save)
+    if halves:
+        name_metadata_as_megatron_does(tmp_path / "new" / ".metadata")
     check(integrations.read_megatron(tmp_path / "new", vocab_size=WORDS), model)
     # The same values as in the files of ranks, also of a part of a tensor.
     old = open_checkpoint(layouts.write_ranks(tmp_path / "old", model, 4, 2))
@@ -96,6 +113,8 @@ def test_commands_read_them(tmp_path, capsys):
     assert main(["inspect", str(paths[1].parent)]) == 0
     assert "Megatron-LM, 2 tensor-parallel by 1 pipeline ranks" in capsys.readouterr().out
     assert main(["diff", "--layer", "*weight", *map(str, paths)]) == 0
+    assert main(["inspect", str(paths[1] / "mp_rank_01")]) == 0
+    assert "Megatron-LM, a file of one rank" in capsys.readouterr().out
     with torch.no_grad():
         model.layers[3].down.weight[0, -1] += 1
     other = layouts.write_ranks(tmp_path / "other", model, 4)
@@ -175,6 +194,8 @@ def test_the_last_iteration_must_be_there(tmp_path):
     with pytest.raises(CheckpointError, match="its folder must exist; it says '7'"):
         integrations.read_megatron(tmp_path / "run")
     save({"weight": torch.ones(2)}, tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match="layer must match a tensor"):
+        integrations.read_megatron(tmp_path / "run" / "iter_0000001", layer="encoder")
     with pytest.raises(CheckpointError, match="must be a checkpoint of Megatron-LM"):
         integrations.read_megatron(tmp_path / "dcp")
 
