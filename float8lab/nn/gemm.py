@@ -10,8 +10,8 @@ is multiplied by its own expert's weight, ``[E, N, K]``.
 The input of a GEMM is a matrix, or a ``Source``: a norm or an activation that is computed while it
 is cast and never written. Of a matrix the transpose is saved for backward, in FP8. A source is
 there in backward, too, and is cast again then, under the forward's scales. The FP8 weight is saved
-where its transpose has the same bytes (one scale per tensor or square blocks), else the weight
-itself, which is alive anyway.
+where its transpose has the same bytes (one scale per tensor or square blocks), unless memory is to
+be saved; else the weight itself, which is alive anyway.
 """
 
 from __future__ import annotations

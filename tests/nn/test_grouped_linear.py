@@ -280,13 +280,13 @@ def test_weights_lie_together_wherever_they_move():
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
-def test_stored_weights_lie_together(recipe):
+def test_stored_weights_lie_together(recipe, device):
     """Nothing is copied, wherever they move; a copy is right where one of them lies elsewhere."""
     with float8lab.fp8_model_init(True, recipe):
-        layer, other = experts(), experts()
+        layer, other = experts().to(device), experts().to(device)
     loaded = pickle.loads(pickle.dumps(layer))
     loaded.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
-    x, dy = rows(K), rows(N)
+    x, dy = rows(K).to(device), rows(N).to(device)
     for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
         parts = one._parameters_of("weight")
         whole, theirs = one._whole("weight", parts)
