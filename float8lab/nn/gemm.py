@@ -368,7 +368,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
-    That of the weight is None if it went into the weight's ``main_grad``.
+    That of the weight is what ``accumulate`` gives if it went into the weight's ``main_grad``.
 
     Args:
         dy: gradient of the output. A caller that has no use for it any more casts it before, as a
@@ -420,8 +420,7 @@ def backward(
         some, others = (for_dx, for_dw, db_dtype), (for_wgrad, shape, ends)
         dx, dw, db = _gradients_in_turn(dy, *some, call, *others)
     if fused is not None and dw is not None:
-        accumulate(fused, dw, overwrite=call.first_microbatch is True)
-        dw = None
+        dw = accumulate(fused, dw, overwrite=call.first_microbatch is True)
     return dx, dw, db
 
 

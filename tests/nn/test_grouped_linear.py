@@ -21,7 +21,7 @@ from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
 from float8lab.ops import Ends, Source
 from float8lab.tensor import Float8Tensor
-from tests.recorder import Ops, never_waiting
+from tests.recorder import Ops, hooked_as_by_megatron, never_waiting
 
 SIZES = [0, 1, 15, 17, 40]
 E, M, K, N = len(SIZES), sum(SIZES), 72, 40
@@ -181,9 +181,14 @@ def test_gradients_go_into_main_grad(single, recipe):
             layer(x, SIZES, is_first_microbatch=first).backward(dy)
         for weight, grad in zip(weights, want, strict=False):
             assert weight.grad is None
-            assert weight.grad_added_to_main_grad
             expected = 2 * grad if added is None else grad + added
             torch.testing.assert_close(weight.main_grad, expected)
+    seen = hooked_as_by_megatron(weights, zero_out=True)
+    with float8lab.autocast(recipe is not None, recipe=recipe):
+        layer(x, SIZES, is_first_microbatch=False).backward(dy)
+    assert {*map(id, seen)} == {*map(id, weights)}
+    for weight, grad in zip(weights, want, strict=False):
+        torch.testing.assert_close(weight.main_grad, 3 * grad)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"], RECIPES["block"]], ids=str)
