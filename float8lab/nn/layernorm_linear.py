@@ -12,13 +12,14 @@ from float8lab.arguments import check_flags, check_size
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.gemm import LinearFunction, output_dtype, plain_weight
+from float8lab.nn.gemm import LinearFunction, output_dtype
 from float8lab.nn.linear import (
     drawn_from,
     linear_in_high_precision,
     sizes_of_split,
     store_in_fp8,
 )
+from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
@@ -155,7 +156,7 @@ class LayerNormLinear(FusedModule):
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
-        self._keeps_initial_values = store_in_fp8(self, names, self._stored_shard("_fp8", int(row)))
+        self._keeps_initial_values = store_in_fp8(self, names, self._sharing_of("_fp8", int(row)))
         self._mark_shards(self._prefixes, int(row))
         place_precisions(self)
 

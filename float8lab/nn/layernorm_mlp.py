@@ -14,8 +14,9 @@ from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.gemm import output_dtype, plain_weight
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import drawn_from, linear_in_high_precision, store_in_fp8
+from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
@@ -171,8 +172,8 @@ class LayerNormMLP(FusedModule):
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        store_in_fp8(self, ["fc1_weight"], self._stored_shard("_fp8_fc1", 0))
-        keeps = store_in_fp8(self, ["fc2_weight"], self._stored_shard("_fp8_fc2", 1))
+        store_in_fp8(self, ["fc1_weight"], self._sharing_of("_fp8_fc1", 0))
+        keeps = store_in_fp8(self, ["fc2_weight"], self._sharing_of("_fp8_fc2", 1))
         self._keeps_initial_values = keeps
         self._mark_shards(["fc1_"], 0)
         self._mark_shards(["fc2_"], 1)

@@ -25,10 +25,11 @@ from float8lab.arguments import (
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.tensor_parallel import Rows, StoredShard
+from float8lab.distributed.tensor_parallel import Rows, SharedScales
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
+from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     Shard,
     TensorParallelGroup,
@@ -76,16 +77,16 @@ def _default_device_was_set() -> bool:
     )
 
 
-def stored_for(weight: Tensor, recipe: Recipe, shard: StoredShard | None = None) -> Float8Tensor:
+def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = None) -> Float8Tensor:
     """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient.
 
-    ``shard`` says how ranks share it, if they do.
+    ``sharing`` says how ranks share it, if they do.
     """
     spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
     block = (1,) * (weight.ndim - 2) + spec.block
-    if shard is not None:
+    if sharing is not None:
         spec = replace(spec, block=block)
-        known = shard.amaxes(weight.detach(), spec)
+        known = sharing.amaxes(weight.detach(), spec)
         q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
         return Float8Tensor(*q, spec, weight.dtype)
     return quantize(
@@ -94,21 +95,23 @@ def stored_for(weight: Tensor, recipe: Recipe, shard: StoredShard | None = None)
     )  # fmt: skip
 
 
-def store_in_fp8(module: nn.Module, names: Sequence[str], shard: StoredShard | None = None) -> bool:
+def store_in_fp8(
+    module: nn.Module, names: Sequence[str], sharing: SharedScales | None = None
+) -> bool:
     """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
 
-    ``shard`` says how ranks share them, if they do. Returns whether they are to keep their initial
-    values in high precision.
+    ``sharing`` says how ranks share them, if they do. Returns whether they are to keep their
+    initial values in high precision.
     """
     init = STATE.init
     if init is None:
         return False
     for name in names:
         value = getattr(module, name).detach()
-        if shard is not None:
-            shard.check(name, value.shape, init.recipe.linear.w)
-        parameter = nn.Parameter(stored_for(value, init.recipe, shard))
-        parameter._shard = shard  # type: ignore[attr-defined]  # of a Float8Tensor
+        if sharing is not None:
+            sharing.check(name, value.shape, init.recipe.linear.w)
+        parameter = nn.Parameter(stored_for(value, init.recipe, sharing))
+        parameter._shared_scales = sharing  # type: ignore[attr-defined]  # of a Float8Tensor
         if init.preserve_high_precision_init_val:
             keep_initial_value(parameter, value)
         setattr(module, name, parameter)
@@ -354,7 +357,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
-        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        stored = self._sharing_of("_fp8", int(self.parallel_mode == "row"))
         self._keeps_initial_values = store_in_fp8(self, names, stored)
         self._mark_shards(self._names, int(self.parallel_mode == "row"))
         place_precisions(self)

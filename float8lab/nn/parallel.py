@@ -17,7 +17,7 @@ from float8lab.arguments import (
     check_size,
 )
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import NoGroup, StoredShard, TensorParallel
+from float8lab.distributed.tensor_parallel import NoGroup, SharedScales, TensorParallel
 from float8lab.recipes.region import STATE
 
 __all__ = [
@@ -214,7 +214,7 @@ class TensorParallelGroup:
         rank = torch.distributed.get_rank(self.tp_group)
         return Shard(dim, rank, self.tp_size, pieces or (1,))
 
-    def _stored_shard(self, name: str, dim: int) -> StoredShard | None:
+    def _sharing_of(self, name: str, dim: int) -> SharedScales | None:
         """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
         parallel = getattr(self, name).parallel
         if parallel is None or STATE.init is None:
@@ -224,7 +224,7 @@ class TensorParallelGroup:
                 f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
                 "are stored in FP8, which share scales; got None. Pass the group to the module."
             )
-        return StoredShard(parallel, dim)
+        return SharedScales(parallel, dim)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
@@ -288,9 +288,9 @@ class TensorParallelGroup:
                 )
             getattr(self, name).spread(parallel)
             for parameter in module.parameters(recurse=False):
-                stored = getattr(parameter, "_shard", None)
+                stored = getattr(parameter, "_shared_scales", None)
                 if stored is not None and stored.dim == int(mode == "row"):
-                    parameter._shard = StoredShard(parallel, stored.dim)
+                    parameter._shared_scales = SharedScales(parallel, stored.dim)
 
 
 class ContextParallelGroup(TensorParallelGroup):

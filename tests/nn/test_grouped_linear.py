@@ -285,13 +285,13 @@ def test_weights_lie_together_wherever_they_move():
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
-def test_stored_weights_lie_together(recipe):
+def test_stored_weights_lie_together(recipe, device):
     """Nothing is copied, wherever they move; a copy is right where one of them lies elsewhere."""
     with float8lab.fp8_model_init(True, recipe):
-        layer, other = experts(), experts()
+        layer, other = experts().to(device), experts().to(device)
     loaded = pickle.loads(pickle.dumps(layer))
     loaded.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
-    x, dy = rows(K), rows(N)
+    x, dy = rows(K).to(device), rows(N).to(device)
     for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
         parts = one._parameters_of("weight")
         whole, theirs = one._whole("weight", parts)
@@ -372,10 +372,9 @@ def test_a_source_is_cast_as_its_values(recipe):
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
         y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, ends=ends)
-        gradient = gemm.Gradient(dy, call, needs=needs, ends=ends)
         grads = gemm.backward(
-            gradient, x if x is source else None, saved, call,
-            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
+            dy, x if x is source else None, saved, call,
+            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), ends=ends,
         )  # fmt: skip
         results.append((y, *grads[:2]))
     for one, other in zip(*results, strict=True):
