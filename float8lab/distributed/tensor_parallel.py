@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.overlap import (
+    all_parts,
     gather_mm,
     is_worth_it,
     mm_scatter,
@@ -45,7 +46,7 @@ from float8lab.tensor.differentiation import Float8Function
 __all__ = [
     "NoGroup",
     "Rows",
-    "StoredShard",
+    "SharedScales",
     "TensorParallel",
     "gathered_mm",
     "mm_reduced",
@@ -296,7 +297,7 @@ class TensorParallel:
         """The amaxes of a shard's blocks over all ranks that have a part of them; of all blocks.
 
         Args:
-            grid: of this rank's parts, ``[rows, columns]`` of blocks.
+            grid: of this rank's parts, ``[..., rows, columns]`` of blocks.
             size: of a block along ``dim``; -1 is the whole dimension.
             dim: the one of which a rank has a shard.
             places: where in the whole its pieces begin, and how many elements they have.
@@ -310,7 +311,7 @@ class TensorParallel:
             first, blocks = start // size, -(-(start % size + length) // size)
             pad = (first, count - first - blocks)
             part = grid.narrow(dim, at, blocks)
-            parts.append(F.pad(part, pad if dim == 1 else (0, 0, *pad)))
+            parts.append(F.pad(part, (0, 0) * (grid.ndim - 1 - dim) + pad))
             runs.append((first, blocks))
             at += blocks
         # A rank's own pieces can share a block, too.
@@ -353,38 +354,22 @@ class TensorParallel:
 
     def gathered(self, shard: Tensor, rows: Rows, dim: int = 0) -> Tensor:
         """The whole of a matrix that is cut along its rows, or columns, as ``rows`` says."""
-        ops = torch.ops._c10d_functional
+        size, run = rows.chunk * rows.inner, rows.lead * rows.inner
         raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
-        size, total = rows.chunk * rows.inner, rows.total
         if rows.outer > 1:
-            return self._gathered_runs(raw, rows, dim).view(shard.dtype)
+            count = rows.of(self.rank)[1]
+            raw = raw.narrow(dim, 0, rows.outer * count).unflatten(dim, (rows.outer, count))
+            dim += 1
         if raw.shape[dim] > size:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
-            short = size - raw.shape[dim]
-            raw = F.pad(raw, _after(short, dim))
-        whole: Tensor = ops.wait_tensor(
-            ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
-        )
-        if dim == 1:
-            whole = _side_by_side(whole.unflatten(0, (self.size, -1)))
-        if whole.shape[dim] != total:
-            whole = whole.narrow(dim, 0, total)
+            raw = F.pad(raw, (0, 0) * (raw.ndim - 1 - dim) + (0, size - raw.shape[dim]))
+        whole = _joined(all_parts(raw, self.size, self.name), dim)
+        if whole.shape[dim] != run:
+            whole = whole.narrow(dim, 0, run)
+        if rows.outer > 1:
+            whole = whole.flatten(dim - 1, dim)
         return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
-
-    def _gathered_runs(self, raw: Tensor, rows: Rows, dim: int) -> Tensor:
-        """``gathered`` where a rank's rows are several runs of the whole's."""
-        ops, outer, size = torch.ops._c10d_functional, rows.outer, rows.chunk * rows.inner
-        count = rows.of(self.rank)[1]
-        runs = raw.narrow(dim, 0, outer * count).unflatten(dim, (outer, count))
-        if count != size:
-            runs = F.pad(runs, (0, 0) * (1 - dim) + (0, size - count))
-        every = ops.wait_tensor(
-            ops.all_gather_into_tensor(runs.contiguous(), self.size, self.name)
-        ).unflatten(0, (self.size, runs.shape[0]))
-        every = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)  # of each run, all ranks'
-        whole: Tensor = every.narrow(dim + 1, 0, rows.lead * rows.inner).flatten(dim, dim + 1)
-        return whole.contiguous()
 
     def gathered_operand(
         self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
@@ -494,7 +479,7 @@ class NoGroup:
 
 
 @dataclass(frozen=True)
-class StoredShard:
+class SharedScales:
     """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
 
     parallel: TensorParallel
@@ -517,9 +502,9 @@ class StoredShard:
 
 
 def shared_amaxes(
-    weights: Sequence[tuple[StoredShard, Tensor, Float8Spec]],
+    weights: Sequence[tuple[SharedScales, Tensor, Float8Spec]],
 ) -> list[Tensor | None]:
-    """The amaxes of each weight, ``StoredShard.amaxes``: one all-reduce for each group."""
+    """The amaxes of each weight, ``SharedScales.amaxes``: one all-reduce for each group."""
     found: list[Tensor | None] = [None] * len(weights)
     groups: dict[TensorParallel, list[int]] = {}
     for i, (shard, value, spec) in enumerate(weights):
@@ -542,13 +527,15 @@ def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
     return torch.stack([_amaxes(matrix, block[1:]) for matrix in value])
 
 
-def _side_by_side(parts: Tensor) -> Tensor:
-    """``[R, rows, columns]`` as ``[rows, R * columns]``."""
-    dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """``[R, *shape]``, of each rank its part, as one tensor along a dimension of the parts."""
+    if dim == 0:
+        return parts.flatten(0, 1)
+    dtype, nbytes = parts.dtype, parts.shape[-1] * parts.element_size()
     if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
         parts = parts.view(torch.int64)  # bytes one by one take four times as long
     # Of one column, what is flat is a view.
-    return parts.transpose(0, 1).flatten(1).contiguous().view(dtype)
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous().view(dtype)
 
 
 def _after(count: int, dim: int) -> tuple[int, ...]:
@@ -650,7 +637,7 @@ class Shards:
 
     def arrive(self, data: Tensor, scales: Tensor | None) -> None:
         """Take ``[R, *shape]`` of that."""
-        raw, scale = _side_by_side(data), self.operand[1]
+        raw, scale = _joined(data, 1), self.operand[1]
         if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()

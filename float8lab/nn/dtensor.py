@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from float8lab.arguments import shown
 from float8lab.distributed.fsdp.weight import local_of
-from float8lab.distributed.tensor_parallel import Rows, StoredShard, TensorParallel
+from float8lab.distributed.tensor_parallel import Rows, SharedScales, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import backward, forward, output_dtype
@@ -97,8 +97,8 @@ class Spread:
         if self.mode is None or not isinstance(local, Float8Tensor):
             return
         dim = int(self.mode == "row")
-        local._shard = StoredShard(self.whole, dim)
-        local._shard.check("weight", local.shape, local.spec)
+        local._shared_scales = SharedScales(self.whole, dim)
+        local._shared_scales.check("weight", local.shape, local.spec)
         kept = getattr(old, "_high_precision_init_val", None)
         if kept is not None and kept.shape == weight.shape:
             place = self._shares(1).of(self.whole.rank)
@@ -210,8 +210,8 @@ def _layout(spread: Spread, x: Any, weight: Any, plan: LinearPlan | None, wanted
             # A rank knows how one run of rows cuts the blocks of tokens, not several.
             rows = None if any(map(rows.are_cut, _blocks_of_tokens(plan))) else rows
         if rows is not None and mode == "row":
-            start = min(rows.lead, rows.chunk * spread.shards.rank)
-            y_shape[dim] = min(rows.chunk, rows.lead - start)
+            chunk = -(-whole[dim] // spread.shards.size)
+            y_shape[dim] = max(0, min(chunk, whole[dim] - chunk * spread.shards.rank))
 
     def placed(here: Any, others: Sequence[Any] = base) -> tuple[Any, ...]:
         return tuple(here if i == axis else p for i, p in enumerate(others))

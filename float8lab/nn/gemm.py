@@ -10,8 +10,8 @@ is multiplied by its own expert's weight, ``[E, N, K]``.
 The input of a GEMM is a matrix, or a ``Source``: a norm or an activation that is computed while it
 is cast and never written. Of a matrix the transpose is saved for backward, in FP8. A source is
 there in backward, too, and is cast again then, under the forward's scales. The FP8 weight is saved
-where its transpose has the same bytes (one scale per tensor or square blocks), else the weight
-itself, which is alive anyway.
+where its transpose has the same bytes (one scale per tensor or square blocks), unless memory is to
+be saved; else the weight itself, which is alive anyway.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
-    That of the weight is None if it went into the weight's ``main_grad``.
+    That of the weight is what ``accumulate`` gives if it went into the weight's ``main_grad``.
 
     Args:
         dy: gradient of the output. A caller that has no use for it any more casts it before, as a
@@ -420,8 +420,7 @@ def backward(
         some, others = (for_dx, for_dw, db_dtype), (for_wgrad, shape, ends)
         dx, dw, db = _gradients_in_turn(dy, *some, call, *others)
     if fused is not None and dw is not None:
-        accumulate(fused, dw, overwrite=call.first_microbatch is True)
-        dw = None
+        dw = accumulate(fused, dw, overwrite=call.first_microbatch is True)
     return dx, dw, db
 
 
