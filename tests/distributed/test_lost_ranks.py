@@ -1,4 +1,4 @@
-"""Ranks of a tensor-parallel group that die, skip a layer or have another group: errors, no hangs.
+"""Ranks of a group that die, skip a layer, or have other tokens or groups: errors, no hangs.
 
 These processes are not those of other files' checks: a group that has lost a rank is of no use.
 """
@@ -79,6 +79,16 @@ def have_another_group(rank: int) -> None:
         step(layer)
 
 
+def pass_other_tokens(rank: int) -> None:
+    """Where the others' are known, a rank that asks for sizes is alone."""
+    layer = made(group_of(WORLD))
+    with float8lab.autocast(recipe=Float8CurrentScaling()):
+        x = layer(torch.ones(4, 2, 16))
+    x = x[:3].clone() if rank == 1 else x
+    with pytest.raises(RuntimeError), float8lab.autocast(recipe=Float8CurrentScaling()):
+        layer(x)
+
+
 def lose_a_rank(rank: int, ranks: int, kind: str) -> None:
     """The last of so many ranks is killed within a step."""
     layer = made(group_of(ranks))
@@ -94,6 +104,7 @@ def start(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=SHORT)
     skip_a_layer(rank)
     have_another_group(rank)
+    pass_other_tokens(rank)
     lose_a_rank(rank, WORLD, "fprop")
     lose_a_rank(rank, WORLD - 1, "dgrad")
     (folder / str(rank)).touch()
