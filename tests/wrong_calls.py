@@ -338,6 +338,19 @@ CALLS: dict[str, Call] = {
         _constant(inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool)),
         lambda found: float8lab.moe_unpermute(found[0], found[2]),
     ),
+    "moe_permute_and_pad_with_probs": Call(
+        float8lab.moe_permute_and_pad_with_probs,
+        _constant(
+            inp=_x(S, H),
+            probs=_x(S, S),
+            routing_map=torch.eye(S, dtype=torch.bool),
+            tokens_per_expert=torch.ones(S, dtype=torch.int64),
+            align_size=2,
+        ),
+        lambda found: float8lab.moe_unpermute(
+            found[0], found[2], restore_shape=(S, H), pad_offsets=found[3]
+        ),
+    ),
     "moe_unpermute": Call(
         float8lab.moe_unpermute,
         lambda folder: dict(

@@ -36,6 +36,7 @@ __all__ = [
     "iteration_of",
     "layer_by_layer",
     "open_megatron",
+    "open_rank",
 ]
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -53,6 +54,8 @@ _REPLICATED = re.compile(
     r"|(.*\.)?(position_embeddings|linear_q_down_proj|linear_kv_down_proj)\.weight"
     r"|.*\.router\.\w+|(.*\.)?_extra_state"
 )
+_STORED = ("Float8Tensor", "Float8BlockwiseQTensor")
+"""Transformer Engine's classes of weights in FP8."""
 _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..+)")
 _STACKED = re.compile(r"((?:.*\.)?decoder\.layers\.)(?!\d)(.+)")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
@@ -123,17 +126,17 @@ def open_megatron(path: Path) -> Source:
                 stages.setdefault(number, [[] for _ in range(pp)])[stage].append(chunk)
     entries: dict[str, Entry] = {}
     apart: list[str] = []
-    first = 0  # of the layers of a stage
+    first: dict[str, int] = {}  # of a stage's layers; an encoder's and a decoder's by themselves
     for part in (part for chunk in stages.values() for part in chunk):
-        found = _joined(path, part, apart)
-        count = 0
-        for name, entry in found.items():
+        counts: dict[str, int] = {}
+        for name, entry in _joined(path, part, apart).items():
             layer = _LAYER.fullmatch(name)
             if layer is not None:
-                count = max(count, int(layer[2]) + 1)
-                name = f"{layer[1]}{first + int(layer[2])}{layer[3]}"
+                stack, number = layer[1], int(layer[2])
+                counts[stack] = max(counts.get(stack, 0), number + 1)
+                name = f"{stack}{first.get(stack, 0) + number}{layer[3]}"
             entries.setdefault(name, replace(entry, name=name))
-        first += count
+        first = {stack: first.get(stack, 0) + counts.get(stack, 0) for stack in first | counts}
     if pp > 1 and arguments.get("untie_embeddings_and_output_weights") is False:
         entries.pop("output_layer.weight", None)  # the last stage's copy of the embedding
     notes = [
@@ -142,6 +145,18 @@ def open_megatron(path: Path) -> Source:
     ]
     kind = f"Megatron-LM, {tp} tensor-parallel by {pp} pipeline ranks"
     return Source(str(path), kind, list(entries.values()), notes=notes if apart else ())
+
+
+def open_rank(file: Path) -> Source:
+    """The tensors of one rank's model, as they are."""
+    chunks = _chunks(file, load_opaquely(file))
+    entries = [
+        replace(entry, name=f"model{number}.{name}" if len(chunks) > 1 else name)
+        for number, chunk in enumerate(chunks)
+        for name, entry in chunk.items()
+    ]
+    note = f"the part of one rank; {file.parent.parent} has those of all, which are joined"
+    return Source(str(file), "Megatron-LM, a file of one rank", entries, notes=[note])
 
 
 def _files(path: Path) -> dict[tuple[int, int], Path]:
@@ -207,16 +222,40 @@ def _chunks(file: Path, content: Any) -> list[dict[str, Entry]]:
         for key, value in leaves(file, content[name], ""):
             if key.endswith("_extra_state") and hasattr(value, "getvalue"):  # as older releases do
                 value = torch.tensor(list(value.getvalue()), dtype=torch.uint8)
+            if isinstance(value, Opaque):
+                value = _dequantized(value)
             if isinstance(value, Tensor):
                 for entry in entries_of(key, value, f"{file.parent.name}/{file.name}"):
                     chunk[entry.name] = entry
             elif isinstance(value, Opaque) and not key.endswith("_extra_state"):
                 raise CheckpointError(
-                    f"{file} must have plain tensors; {key} is a {type(value).__module__}."
-                    f"{type(value).__name__}. Save it in high precision."
+                    f"{file} must have tensors in high precision, or in FP8 with scales of tensors "
+                    f"or 128x128 blocks; {key} is a {type(value).__module__}."
+                    f"{type(value).__name__}. Save it in the format torch_dist."
                 )
         result.append(chunk)
     return result
+
+
+def _dequantized(value: Opaque) -> Any:
+    """A weight that Transformer Engine stored in FP8, in the dtype it stands for; others as is.
+
+    Weights are e4m3 there. The arguments that it pickles begin with the bytes and their scales, or
+    with a shape and these; scales of blocks are padded.
+    """
+    tensors = [part for part in value.values if isinstance(part, Tensor)]
+    dtype = next((part for part in value.values if isinstance(part, torch.dtype)), torch.float32)
+    if type(value).__name__ not in _STORED or len(tensors) < 2 or tensors[0].dtype != torch.uint8:
+        return value
+    codes, scale = tensors[0].view(torch.float8_e4m3fn).float(), tensors[1]
+    if type(value).__name__ == "Float8Tensor" and scale.numel() == 1:
+        return (codes * scale.reshape(())).to(dtype)
+    rows, columns = (-(-n // 128) for n in codes.shape) if codes.ndim == 2 else (0, 0)
+    two = scale.ndim == 2 and len(scale) == rows and columns <= scale.shape[1] <= columns + 3
+    if not two or scale.dtype != torch.float32 or type(value).__name__ == "Float8Tensor":
+        return value
+    each = scale[:, :columns].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (codes * each[: codes.shape[0], : codes.shape[1]]).to(dtype)
 
 
 def _joined(path: Path, ranks: Sequence[Mapping[str, Entry]], apart: list[str]) -> dict[str, Entry]:

@@ -14,6 +14,7 @@ from float8lab.checkpoints.megatron import (
     iteration_of,
     layer_by_layer,
     open_megatron,
+    open_rank,
 )
 from float8lab.checkpoints.pickles import open_state_dict, open_torch_save
 from float8lab.checkpoints.safetensors import open_safetensors
@@ -87,7 +88,7 @@ def _directory(path: Path) -> Source:
         return open_safetensors(path, None, files)
     files = [path / name for name in names if name.endswith((".bin", ".ckpt", ".pt", ".pth"))]
     if len(files) == 1:
-        return open_torch_save(files[0])
+        return _torch_save(files[0])
     if files:
         raise CheckpointError(
             f"{path} must hold one file by torch.save; it holds {len(files)}, from {files[0].name} "
@@ -122,5 +123,9 @@ def _file(path: Path) -> Source:
     ):
         return open_safetensors(path, None, [path])
     if pickled or path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        return open_torch_save(path)
+        return _torch_save(path)
     raise CheckpointError(f"{path} must be a checkpoint; it is none. Known: {_READ}.")
+
+
+def _torch_save(path: Path) -> Source:
+    return open_rank(path) if FOLDER.fullmatch(path.parent.name) else open_torch_save(path)

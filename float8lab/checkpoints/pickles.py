@@ -165,14 +165,24 @@ def load_safely(file: Any, name: str, **options: Any) -> Any:
 class Opaque:
     """A stand-in for an object of any class: it has its values, and none of its code."""
 
+    values: tuple[Any, ...] = ()
+
     def __init__(self, *values: Any, **named: Any) -> None:
         self.values = values
         self.__dict__.update(named)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"values": (state,)})
 
     def _ignore(self, *values: Any) -> None:
         """Leave out what a pickle puts into its own kind of list or dict."""
 
     append = extend = add = __setitem__ = _ignore
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """A stand-in for a class's method that makes an object: the class."""
+    return owner if isinstance(owner, type) and issubclass(owner, Opaque) else Opaque
 
 
 def _bytes(text: str, encoding: str) -> bytes:
@@ -185,6 +195,8 @@ _REBUILT = {
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("_io", "BytesIO"): io.BytesIO,
     ("_codecs", "encode"): _bytes,
+    ("builtins", "getattr"): _attribute,
+    ("__builtin__", "getattr"): _attribute,  # as protocol 2 names it
 }
 
 

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_callables, check_flags, check_size
+from float8lab.arguments import check_flags, check_size
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.gemm import LinearFunction, output_dtype, plain_weight
-from float8lab.nn.linear import linear_in_high_precision, sizes_of_split, store_in_fp8
+from float8lab.nn.gemm import LinearFunction, output_dtype
+from float8lab.nn.linear import (
+    drawn_from,
+    linear_in_high_precision,
+    sizes_of_split,
+    store_in_fp8,
+)
+from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
@@ -62,6 +68,9 @@ class LayerNormLinear(FusedModule):
             caller allocates, instead of producing ``weight.grad``.
         return_bias: do not add the bias; return it after the output.
         params_dtype: dtype of the parameters; None is the default dtype.
+        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
+            ``init_method`` draws; None is the default stream.
+        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
         ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
             turns that off. Numbers are the same.
@@ -97,6 +106,8 @@ class LayerNormLinear(FusedModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
@@ -109,12 +120,13 @@ class LayerNormLinear(FusedModule):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             return_bias=return_bias,
         )
-        check_callables(init_method=init_method)
+        init_method = drawn_from(init_method, get_rng_state_tracker, rng_tracker_name)
         super().__init__()
         in_features = check_size("in_features", in_features)
         self.out_features = out_features = check_size("out_features", out_features)
         self.parallel_mode = mode
         self.tp_size = ranks
+        self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from float8lab.arguments import (
     check_dtype,
     check_flags,
     check_input,
+    check_instance,
     check_size,
     shown,
 )
@@ -26,7 +28,8 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import Rows, SharedScales
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
+from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     Shard,
     TensorParallelGroup,
@@ -44,6 +47,7 @@ from float8lab.tensor.blocks import quantize_blocks
 __all__ = [
     "Linear",
     "default_device",
+    "drawn_from",
     "initialise",
     "keep_initial_value",
     "linear_in_high_precision",
@@ -206,6 +210,25 @@ def normal_init(weight: Tensor) -> None:
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+def drawn_from(
+    init_method: Callable[[Tensor], Any] | None,
+    get_rng_state_tracker: Callable[[], Any] | None,
+    rng_tracker_name: str | None,
+) -> Callable[[Tensor], Any] | None:
+    """The init method, or one that draws from a stream of the tracker if there is one."""
+    check_callables(init_method=init_method, get_rng_state_tracker=get_rng_state_tracker)
+    check_instance("rng_tracker_name", rng_tracker_name, str, "a name", optional=True)
+    if get_rng_state_tracker is None:
+        return init_method
+    names = () if rng_tracker_name is None else (rng_tracker_name,)
+    return partial(_draw_from, init_method or normal_init, get_rng_state_tracker, names)
+
+
+def _draw_from(init: Any, get_rng_state_tracker: Any, names: tuple[str, ...], x: Tensor) -> None:
+    with get_rng_state_tracker().fork(*names):
+        init(x)
+
+
 def _load_dtensor() -> Any:
     """``nn/dtensor.py``, which imports DTensor: that takes as long as all of float8lab."""
     return importlib.import_module("float8lab.nn.dtensor")
@@ -243,6 +266,9 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight
             and gives as many features; "row": ``[out_features, in_features / R]``, takes as many
             features, and all have the sum of their products; None: no rank shares anything.
+        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
+            ``init_method`` draws; None is the default stream.
+        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
         ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
             turns that off. Numbers are the same.
@@ -283,6 +309,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
@@ -292,12 +320,13 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             sequence_parallel=sequence_parallel,
         )
-        check_callables(init_method=init_method)
+        init_method = drawn_from(init_method, get_rng_state_tracker, rng_tracker_name)
         check_dtype("params_dtype", params_dtype)
         nn.Module.__init__(self)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.in_features = in_features = check_size("in_features", in_features)
         self.out_features = out_features = check_size("out_features", out_features)
+        self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.sequence_parallel = sequence_parallel

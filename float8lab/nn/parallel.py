@@ -75,6 +75,7 @@ _UB_FLAGS = (
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
 )
+_UB_NAMES = ("ub_name", "symmetric_ar_type")
 
 
 def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
@@ -82,7 +83,7 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
 
     None: where that was measured to pay, whatever arguments are True; False: never, where
     ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
-    have no meaning of their own.
+    have no meaning of their own, ``symmetric_ar_type`` neither: the group chooses how it reduces.
 
     Raises:
         TypeError: an argument that is no such, as Python would say.
@@ -90,11 +91,11 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
     for name, value in arguments.items():
-        if name not in (*_UB_FLAGS, "ub_name"):
+        if name not in (*_UB_FLAGS, *_UB_NAMES):
             raise TypeError(
                 f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
             )
-        if name == "ub_name":
+        if name in _UB_NAMES:
             check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
             check_flags(**{name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -187,6 +188,32 @@ def output_layer_init_method(module: str) -> None:
     assert torch.equal(second, torch.ones_like(second))
     assert not torch.equal(first, torch.ones_like(first))
     assert gemm_weights(make(module))[1].std().item() == pytest.approx(0.023, rel=0.2)
+
+
+@effect
+def get_rng_state_tracker(module: str) -> None:
+    tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    tracker.add("model-parallel-rng", 5)
+    before = torch.get_rng_state()
+    found = gemm_weights(make(module, get_rng_state_tracker=lambda: tracker))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert all(map(torch.equal, found, gemm_weights(make(module))))
+    with pytest.raises(TypeError, match=r"^get_rng_state_tracker must be"):
+        make(module, get_rng_state_tracker=tracker)
+
+
+@effect
+def rng_tracker_name(module: str) -> None:
+    tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    tracker.add("experts", 5)
+    named = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "experts"}
+    found = gemm_weights(copy.deepcopy(make(module, init_method=nn.init.uniform_, **named)))
+    torch.manual_seed(5)
+    assert torch.equal(found[0], gemm_weights(make(module, init_method=nn.init.uniform_))[0])
+    assert same_function(make(module, rng_tracker_name="experts"), make(module))
+    with pytest.raises(TypeError, match=r"^rng_tracker_name must be"):
+        make(module, rng_tracker_name=1)
 
 
 @effect

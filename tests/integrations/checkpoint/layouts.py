@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -250,7 +251,7 @@ def write_ranks(
                 folder = path / "iter_0000007" / f"mp_rank_{rank:02d}{end}"
                 folder.mkdir(parents=True)
                 content = {"args": args, "checkpoint_version": 3.0, "iteration": 7, **states}
-                content["rng_state"] = [{"random_rng_state": (3, (1, 2), None)}]
+                content["rng_state"] = [{"np_rng_state": np.random.get_state()}]
                 content["optimizer"] = {"state": {0: torch.ones(3)}}
                 torch.save(content, folder / "model_optim_rng.pt")
     finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import shutil
 import warnings
 
@@ -23,6 +26,18 @@ def save(state, path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about one process
         dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def name_metadata_as_megatron_does(path):
+    """Its own class has one field more than torch's."""
+    data = path.read_bytes()
+    old, new = (
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+        b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n",
+    )
+    protocol2 = pickle.dumps(pickle.loads(data), protocol=2)
+    assert old in protocol2
+    path.write_bytes(protocol2.replace(old, new))
 
 
 def close(got, want):
@@ -57,6 +72,8 @@ def test_files_of_ranks(tmp_path, llama, tp, pp, virtual):
     checkpoint = integrations.read_megatron(tmp_path / "run", vocab_size=WORDS)
     assert checkpoint.kind == f"Megatron-LM, {tp} tensor-parallel by {pp} pipeline ranks"
     layers, state = check(checkpoint, model)
+    one = integrations.read_megatron(tmp_path / "run", layer="decoder.layers.3").state
+    assert one.keys() == {name for name in checkpoint.state if ".layers.3." in name}
     report = integrations.load_te_scaling(
         {name: x for name, x in state.items() if name[0].isdigit()}, layers
     )
@@ -73,6 +90,8 @@ def test_files_of_ranks(tmp_path, llama, tp, pp, virtual):
 def test_distributed_checkpoints(tmp_path, halves):
     model = Decoder(llama=True)
     layouts.write_distributed(tmp_path / "new", model, halves=halves, save=save)
+    if halves:
+        name_metadata_as_megatron_does(tmp_path / "new" / ".metadata")
     check(integrations.read_megatron(tmp_path / "new", vocab_size=WORDS), model)
     # The same values as in the files of ranks, also of a part of a tensor.
     old = open_checkpoint(layouts.write_ranks(tmp_path / "old", model, 4, 2))
@@ -96,6 +115,8 @@ def test_commands_read_them(tmp_path, capsys):
     assert main(["inspect", str(paths[1].parent)]) == 0
     assert "Megatron-LM, 2 tensor-parallel by 1 pipeline ranks" in capsys.readouterr().out
     assert main(["diff", "--layer", "*weight", *map(str, paths)]) == 0
+    assert main(["inspect", str(paths[1] / "mp_rank_01")]) == 0
+    assert "Megatron-LM, a file of one rank" in capsys.readouterr().out
     with torch.no_grad():
         model.layers[3].down.weight[0, -1] += 1
     other = layouts.write_ranks(tmp_path / "other", model, 4)
@@ -146,6 +167,72 @@ class _Named:
     """An object that is no tensor."""
 
 
+class Evil:
+    def __init__(self, function, *values):
+        self.what = function, values
+
+    def __reduce__(self):
+        return self.what
+
+
+def test_nothing_of_a_file_runs(tmp_path):
+    made, inner = tmp_path / "made", io.BytesIO()
+    torch.save(Evil(os.mkdir, str(made)), inner)
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    evil = [
+        Evil(os.mkdir, str(made)),
+        Evil(torch.storage._load_from_bytes, inner.getvalue()),
+        Evil(getattr, str, "format"),
+        Evil(eval, f"__import__('os').mkdir({str(made)!r})"),
+    ]
+    torch.save({"model": {"norm.weight": torch.ones(2)}, "args": evil}, file)
+    assert list(integrations.read_megatron(tmp_path).state) == ["norm.weight"]
+    torch.save({"model": {"norm.weight": evil[3]}}, file)
+    with pytest.raises(CheckpointError, match=r"norm.weight is a __builtin__.eval"):
+        integrations.read_megatron(tmp_path)
+    assert not made.exists()
+
+
+class Float8Tensor:
+    """Pickled as TransformerEngine's weights in FP8 are: a class method and its arguments."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *values):
+        raise AssertionError("nothing of a file is run")
+
+    def __reduce_ex__(self, protocol):
+        return type(self)._make_in_reduce_ex, self.values
+
+
+class Float8BlockwiseQTensor(Float8Tensor):
+    pass
+
+
+def test_weights_stored_in_fp8_are_dequantized(tmp_path):
+    weights = {}
+    for name, block in (("linear_qkv", (-1, -1)), ("linear_fc1", (128, 128))):
+        whole = float8lab.quantize(torch.randn(384, 200, dtype=torch.bfloat16), block=block)
+        qdata, dtype = whole.qdata.view(torch.uint8), torch.bfloat16
+        if block[0] == -1:
+            stored = Float8Tensor(qdata, 7, whole.scale.reshape(1), dtype, whole.shape)
+        else:  # scales are padded to a multiple of 4 columns
+            scale = torch.nn.functional.pad(whole.scale, (0, 2))
+            parts = (whole.shape, qdata, scale, None, None)
+            stored = Float8BlockwiseQTensor(*parts, 7, dtype, None, True)
+        weights[f"{name}.weight"] = whole, stored
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    torch.save({"model": {name: stored for name, (_, stored) in weights.items()}}, path)
+    found = integrations.read_megatron(tmp_path).state
+    for name, (whole, _) in weights.items():
+        assert torch.equal(found[name], whole.dequantize())
+        assert found[name].dtype == torch.bfloat16
+
+
 BROKEN = {
     "missing": (_missing, {}, "that of rank 1 and 0 is missing"),
     "no file": (_empty, {}, r"must have model_optim_rng.pt; it has none"),
@@ -175,6 +262,8 @@ def test_the_last_iteration_must_be_there(tmp_path):
     with pytest.raises(CheckpointError, match="its folder must exist; it says '7'"):
         integrations.read_megatron(tmp_path / "run")
     save({"weight": torch.ones(2)}, tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match="layer must match a tensor"):
+        integrations.read_megatron(tmp_path / "run" / "iter_0000001", layer="encoder")
     with pytest.raises(CheckpointError, match="must be a checkpoint of Megatron-LM"):
         integrations.read_megatron(tmp_path / "dcp")
 
