@@ -9,7 +9,7 @@ from float8lab.integrations.hf_weights import (
     transformer_layers,
 )
 from float8lab.integrations.onnx import onnx_export
-from float8lab.nn.other_linear import register_linear
+from float8lab.nn.convert.other_linear import register_linear
 
 if TYPE_CHECKING:
     from float8lab.integrations.checkpoint import (

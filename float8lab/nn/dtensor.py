@@ -28,7 +28,8 @@ from float8lab.distributed.fsdp.weight import local_of
 from float8lab.distributed.tensor_parallel import Rows, SharedScales, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import Gradient, backward, forward, fused_weight, output_dtype
+from float8lab.nn.gemm import backward, forward, output_dtype
+from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.precision import Call
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
@@ -209,8 +210,8 @@ def _layout(spread: Spread, x: Any, weight: Any, plan: LinearPlan | None, wanted
             # A rank knows how one run of rows cuts the blocks of tokens, not several.
             rows = None if any(map(rows.are_cut, _blocks_of_tokens(plan))) else rows
         if rows is not None and mode == "row":
-            start = min(rows.lead, rows.chunk * spread.shards.rank)
-            y_shape[dim] = min(rows.chunk, rows.lead - start)
+            chunk = -(-whole[dim] // spread.shards.size)
+            y_shape[dim] = max(0, min(chunk, whole[dim] - chunk * spread.shards.rank))
 
     def placed(here: Any, others: Sequence[Any] = base) -> tuple[Any, ...]:
         return tuple(here if i == axis else p for i, p in enumerate(others))
@@ -285,10 +286,10 @@ class _Linear(Float8Function):
         wanted = tuple(Replicate() if p.is_partial() else p for p in layout.y)
         if tuple(dy.placements) != wanted:
             dy = dy.redistribute(placements=wanted)
-        gradient = Gradient(as_matrix(dy.to_local()), call, needs=needs)
         dx, dw, db = backward(
-            gradient, None, ctx.saved_tensors, call, needs=needs, shape=ctx.shape, dtypes=ctx.dtypes
-        )
+            as_matrix(dy.to_local()), None, ctx.saved_tensors, call,
+            needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
+        )  # fmt: skip
         dx = None if dx is None else dx.reshape(layout.shape_of_dx)
         return *(
             None if local is None else _made(local, ctx.mesh, placements, whole)

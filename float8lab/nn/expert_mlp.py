@@ -22,7 +22,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
 from float8lab.nn.expert_function import Layer, expert_mlp
-from float8lab.nn.gemm import fused_weight, output_dtype, plain_weight
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction
 from float8lab.nn.grouped_linear import ends_of
 from float8lab.nn.linear import (
@@ -33,6 +33,7 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.recipes.state import autocast

@@ -20,8 +20,8 @@ from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import fused_weight
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
+from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind
 from float8lab.nn.parallel import Shard, TensorParallelGroup, ignore_extra_state

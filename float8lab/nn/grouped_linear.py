@@ -25,7 +25,6 @@ from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain, spec_of_experts
-from float8lab.nn.gemm import fused_weight, plain_weight
 from float8lab.nn.grouped_function import (
     GroupedFunction,
     as_one,
@@ -42,6 +41,7 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     TensorParallelGroup,
     ignore_extra_state,
@@ -279,12 +279,10 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             weights, biases = self._experts_here(weights, biases)
             experts = weights[0].shape[0]
         offs = ends_of(m_splits, x, experts, "num_gemms")
-        for name, buffer, size in (
-            ("out", out, self.out_features),
-            ("dgrad_out", dgrad_out, self.in_features),
-        ):
-            self._check_buffer(name, buffer, (*inp.shape[:-1], size))
+        if out is not None:
+            self._check_buffer("out", out, (*inp.shape[:-1], self.out_features))
         if dgrad_out is not None:
+            self._check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
             x = into_buffer(x, dgrad_out.view_as(x))
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
@@ -390,7 +388,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
 
     def _check_buffer(self, name: str, buffer: Any, shape: tuple[int, ...]) -> None:
         check_tensor(name, buffer, optional=True)
-        if buffer is not None and (buffer.shape != shape or buffer.dtype not in PARAMETER_DTYPES):
+        if buffer.shape != shape or buffer.dtype not in PARAMETER_DTYPES:
             raise ValueError(
                 f"{name} must be a floating-point tensor of shape {shape}; got {shown(buffer)}. "
                 "Allocate it so, or leave it out."

@@ -14,8 +14,9 @@ from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.gemm import output_dtype, plain_weight
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import drawn_from, linear_in_high_precision, store_in_fp8
+from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions

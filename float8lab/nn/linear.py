@@ -28,7 +28,8 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import Rows, SharedScales
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
+from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     Shard,
     TensorParallelGroup,
