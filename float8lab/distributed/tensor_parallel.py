@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.overlap import (
-    all_parts,
     gather_mm,
     is_worth_it,
     mm_scatter,
@@ -364,7 +363,12 @@ class TensorParallel:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
             raw = F.pad(raw, (0, 0) * (raw.ndim - 1 - dim) + (0, size - raw.shape[dim]))
-        whole = _joined(all_parts(raw, self.size, self.name), dim)
+        ops = torch.ops._c10d_functional
+        whole: Tensor = ops.wait_tensor(
+            ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
+        )
+        if dim:
+            whole = _joined(whole.unflatten(0, (self.size, -1)), dim)
         if whole.shape[dim] != run:
             whole = whole.narrow(dim, 0, run)
         if rows.outer > 1:
@@ -528,9 +532,7 @@ def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    """``[R, *shape]``, of each rank its part, as one tensor along a dimension of the parts."""
-    if dim == 0:
-        return parts.flatten(0, 1)
+    """``[R, *shape]``, of each rank its part, side by side along a dimension of the parts."""
     dtype, nbytes = parts.dtype, parts.shape[-1] * parts.element_size()
     if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
         parts = parts.view(torch.int64)  # bytes one by one take four times as long
