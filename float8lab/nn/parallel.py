@@ -76,6 +76,7 @@ _UB_FLAGS = (
     "ub_bulk_wgrad",
 )
 _UB_NAMES = ("ub_name", "symmetric_ar_type")
+_NOT_HERE = ("delay_wgrad_compute", "save_original_input")
 
 
 def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
@@ -87,11 +88,12 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
 
     Raises:
         TypeError: an argument that is no such, as Python would say.
+        NotImplementedError: ``delay_wgrad_compute`` or ``save_original_input`` is True.
 
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
     for name, value in arguments.items():
-        if name not in (*_UB_FLAGS, *_UB_NAMES):
+        if name not in (*_UB_FLAGS, *_UB_NAMES, *_NOT_HERE):
             raise TypeError(
                 f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
             )
@@ -99,6 +101,11 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
             check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
             check_flags(**{name: value})
+        if name in _NOT_HERE and value:
+            raise NotImplementedError(
+                f"{name} must be False; got True. Gradients of weights are computed in backward, "
+                "and inputs are kept in FP8: leave it out."
+            )
     whole, gather, scatter = (arguments.get(name) for name in _UB_FLAGS[:3])
     return False if whole is False or (gather is False and scatter is False) else None
 

@@ -112,6 +112,10 @@ def test_arguments_of_overlap(name):
     make = functools.partial(getattr(float8lab, name), *sizes, device="cpu")
     assert make(ub_overlap_ag=True, ub_overlap_rs=False, ub_name="qkv").overlap is None
     assert make(symmetric_ar_type="two_shot").overlap is None
+    for argument in ("delay_wgrad_compute", "save_original_input"):
+        assert make(**{argument: False}).overlap is None
+        with pytest.raises(NotImplementedError, match=f"^{argument} must be False; got True"):
+            make(**{argument: True})
     assert make(ub_overlap_ag=False, ub_overlap_rs=False).overlap is False
     with pytest.raises(TypeError, match=f"^{name}'s arguments must be known ones; got ub_overlap"):
         make(ub_overlap=True)
