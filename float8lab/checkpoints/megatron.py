@@ -155,7 +155,7 @@ def open_rank(file: Path) -> Source:
         for number, chunk in enumerate(chunks)
         for name, entry in chunk.items()
     ]
-    note = f"the part of one rank; {file.parent.parent} has those of all, which are joined"
+    note = f"this is the part of one rank; open {file.parent.parent} for those of all, joined"
     return Source(str(file), "Megatron-LM, a file of one rank", entries, notes=[note])
 
 
@@ -345,8 +345,8 @@ def layer_by_layer(source: Source) -> Source:
     for name, pair in halves.items():
         if len(pair) < 2:
             raise CheckpointError(f"{source.path} must have both halves of {name}; it has one.")
-        stacked = _STACKED.fullmatch(name) is not None
-        whole = _whole([pair["w"], pair["v"]], int(stacked), 1)
+        features = len(pair["w"].shape) - (1 if name.endswith("bias") else 2)
+        whole = _whole([pair["w"], pair["v"]], features, 1)
         entries.append(replace(whole, name=name))
     each = [part for entry in entries for part in _layers_of(entry)]
     return replace(source, container=f"Megatron-LM, {source.container}", entries=each)

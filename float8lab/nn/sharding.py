@@ -134,10 +134,11 @@ def _is_dtensor(value: Any) -> bool:
 
 def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
     """How many ranks share a DTensor, and along which dimension; None: each has all of it."""
-    if x.device_mesh.ndim > 1 or x.placements[0].is_partial():
+    alone = type(x._local_tensor) in (Tensor, nn.Parameter, Float8Tensor)
+    if not alone or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
         raise NotImplementedError(
-            f"{name} must be on a mesh of one dimension, a shard or replicated; got "
-            f"{x.placements} of {x.device_mesh}. Use torch.distributed.checkpoint, which loads "
+            f"{name} must be on a mesh of one dimension, a shard or replicated, and not FSDP2's; "
+            f"got {x.placements} of {x.device_mesh}. Use torch.distributed.checkpoint, which loads "
             "any mesh into any other."
         )
     (placement,) = x.placements
@@ -193,7 +194,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """Gather the state dict that the model has on one rank. All ranks call it, and all get it.
 
     Args:
-        model: whose parameters are not sharded further (FSDP2).
+        model: any; those parameters of modules with ``tp_group`` that ranks share must not be
+            sharded further (FSDP2).
 
     Returns:
         The model's state dict with each parameter whole; one that is stored in FP8 has the bytes
@@ -219,7 +221,20 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
             )
         parts = _gathered(part, shard.ranks, groups[name.rpartition(".")[0]])
         state[name] = _joined(name, shard, parts)
-    return state
+    return {name: _full(name, x) if _is_dtensor(x) else x for name, x in state.items()}
+
+
+def _full(name: str, x: Any) -> Any:
+    """The whole of a DTensor; DTensor's own method would give one stored in FP8 other blocks."""
+    if type(x._local_tensor) is not Float8Tensor:  # FSDP2's shards know how to be gathered
+        return x.full_tensor()
+    ranks, dim = _layout_of(name, x)
+    if dim is None:
+        return x._local_tensor
+    parts: list[Any] = [None] * ranks  # of unequal sizes, perhaps
+    group = x.device_mesh.get_group()
+    torch.distributed.all_gather_object(parts, x._local_tensor.detach().cpu(), group)
+    return _joined(name, Shard(dim - x.ndim, 0, ranks), parts).to(x.device)
 
 
 def _gathered(part: Tensor, ranks: int, group: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ from float8lab.distributed.styles import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from float8lab.nn import ScalingState, shard_state_dict
+from float8lab.nn import ScalingState, shard_state_dict, whole_state_dict
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -374,8 +374,11 @@ def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
         for size in (1, 2, ranks.world)
     }
 
-    def build(mesh: Any, recipe: Recipe, stored: bool, hidden: int) -> Any:
-        model = float8lab.convert_to_float8(Block(None, hidden), recipe, freeze_weights=stored)
+    def build(mesh: Any, recipe: Recipe, stored: bool, hidden: int, seed: int = 0) -> Any:
+        model = Block(None, hidden)
+        for parameter in model.parameters():
+            parameter.data.add_(seed)
+        float8lab.convert_to_float8(model, recipe, freeze_weights=stored)
         return model if mesh is None else parallelize_module(model, mesh, plan_of("tensor"))
 
     def train(model: nn.Module, steps: range) -> list[Tensor]:
@@ -401,9 +404,15 @@ def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
         for size, target in ((ranks.world, 2), (2, ranks.world), (ranks.world, 1))[: 3 - i]:
             names = [ranks.tmp_path / f"{i}-{size}-{rank}.pt" for rank in range(size)]
             parts = [torch.load(name) for name in names]
-            model = build(meshes[target][ranks.rank // target], recipe, stored, hidden)
+            model = build(meshes[target][ranks.rank // target], recipe, stored, hidden, seed=1)
             states = [part["model"] for part in parts]
             model.load_state_dict(shard_state_dict(model, states))
+            alone = build(None, recipe, stored, hidden)
+            values, wanted = whole_state_dict(model), shard_state_dict(alone, states)
+            for name, value in wanted.items():
+                for part in ("qdata", "scale", "amax") if hasattr(value, "spec") else ("data",):
+                    one, other = (getattr(x, part).float() for x in (value, values[name]))
+                    assert torch.equal(one, other), (recipe, size, target, name, part)
             ScalingState(model).load_state_dict(parts[0]["scaling"])
             for one, other in zip(train(model, range(2, 4)), expected, strict=True):
                 same = [t.dequantize() if hasattr(t, "spec") else t for t in (one, other)]

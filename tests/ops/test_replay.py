@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity
@@ -374,11 +375,12 @@ def test_views_of_what_it_makes_are_made_anew():
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
         product = torch.mm(y, y.t())
-        return product[:2, :2], product.sum(0).view(2, 2), y[1], x[1:]
+        return product[:2, :2], product.sum(0).view(2, 2), y[1], x[1:], F.pad(y, (0, 2))
 
     for _ in range(4):
         x = torch.randn(4, 4)
-        cropped, sums, row, given = launcher(x)
+        cropped, sums, row, given, padded = launcher(x)
+        assert torch.equal(padded, F.pad(2 * x, (0, 2)))
         product = 2 * x @ (2 * x).t()
         assert torch.equal(cropped, product[:2, :2])
         assert torch.equal(sums, product.sum(0).view(2, 2))

@@ -71,7 +71,7 @@ def read_megatron(
             "libraries' checkpoints are read by load_fp8 or torch.load."
         )
     if source.notes:
-        raise CheckpointError(f"{path} must have known parameters; {source.notes[0]}.")
+        raise CheckpointError(f"{path} must be a whole checkpoint; {source.notes[0]}.")
     state: dict[str, Tensor] = {}
     for entry in source.entries:
         if entry.name.startswith(_OTHERS) or (globs and not named(entry.name, globs)):

@@ -103,6 +103,19 @@ def test_distributed_checkpoints(tmp_path, halves):
             assert torch.equal(entry.read(box), entry.read()[box])
 
 
+def test_experts_of_distributed_checkpoints(tmp_path):
+    name = "decoder.layers.mlp.experts.experts.linear_fc1"
+    whole = torch.randn(2, 3, 8, 5)  # layers, experts, features of both halves, inputs
+    halves = zip("wv", whole.chunk(2, 2), strict=True)
+    save({f"{name}.weight_{half}": x.contiguous() for half, x in halves}, tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({}, tmp_path / "common.pt")
+    found = integrations.read_megatron(tmp_path).state
+    for layer in range(2):
+        one = name.replace("layers", f"layers.{layer}")
+        assert torch.equal(found[f"{one}.weight"], whole[layer])
+
+
 def test_the_copy_of_a_tied_embedding_is_left_out(tmp_path):
     model = Decoder(llama=True)
     layouts.write_ranks(tmp_path / "run", model, 1, 2, untie_embeddings_and_output_weights=False)
@@ -134,7 +147,7 @@ def test_names_that_are_not_known_are_listed_rank_by_rank(tmp_path):
     names = [entry.name for entry in source.entries]
     assert names == ["mp_rank_00/mixer.A_log", "mp_rank_01/mixer.A_log"]
     assert "1 tensors are listed rank by rank" in source.notes[0]
-    with pytest.raises(CheckpointError, match=r"must have known parameters; .* mixer.A_log"):
+    with pytest.raises(CheckpointError, match=r"must be a whole checkpoint; .* mixer.A_log"):
         integrations.read_megatron(path)
 
 
@@ -262,6 +275,8 @@ def test_the_last_iteration_must_be_there(tmp_path):
     with pytest.raises(CheckpointError, match="its folder must exist; it says '7'"):
         integrations.read_megatron(tmp_path / "run")
     save({"weight": torch.ones(2)}, tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match=r"is the part of one rank; open .*iter_0000001"):
+        integrations.read_megatron(tmp_path / "run" / "iter_0000001" / "mp_rank_00")
     with pytest.raises(CheckpointError, match="layer must match a tensor"):
         integrations.read_megatron(tmp_path / "run" / "iter_0000001", layer="encoder")
     with pytest.raises(CheckpointError, match="must be a checkpoint of Megatron-LM"):
