@@ -5,6 +5,7 @@ B sequences, S positions, D width, H heads, G key-value heads, F features betwee
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -206,7 +207,11 @@ class Trial:
         if setting.sustained is None:
             yield from found
             return
-        rows, sustained = list(found), setting.sustained(steps)
+        rows = []
+        for row in found:
+            print(f"{row.case} | {row.name}: {row.refusal or 'checked'}", file=sys.stderr)
+            rows.append(row)
+        sustained = setting.sustained(steps)
         for row in rows:
             if row.name in sustained and row.refusal is None:
                 one = sustained[row.name]

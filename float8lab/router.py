@@ -148,7 +148,7 @@ def fused_compute_score_for_moe_aux_loss(
 def fused_moe_aux_loss(
     probs: Tensor,
     tokens_per_expert: Tensor,
-    total_num_tokens: int,
+    total_num_tokens: int | Tensor,
     num_experts: int,
     topk: int,
     coeff: float,
@@ -161,7 +161,8 @@ def fused_moe_aux_loss(
     Args:
         probs: ``[T, E]``, any float: scores of all experts.
         tokens_per_expert: ``[E]``, any dtype.
-        total_num_tokens: the tokens of all ranks that the loss is computed over.
+        total_num_tokens: the tokens of all ranks that the loss is computed over; or a tensor of one
+            number on the device, which a CUDA graph reads anew each time.
         num_experts: how many experts there are.
         topk: how many experts get a token.
         coeff: weight of the loss.
@@ -192,9 +193,14 @@ def fused_moe_aux_loss(
         )
     for name, size in (("num_experts", num_experts), ("topk", topk)):
         check_size(name, size, minimum=1)
-    check_size("total_num_tokens", total_num_tokens, minimum=1)
+    if isinstance(total_num_tokens, Tensor) and total_num_tokens.numel() == 1:
+        total_num_tokens = total_num_tokens.reshape(())
+    else:
+        check_size("total_num_tokens", total_num_tokens, minimum=1)
     check_number("coeff", coeff)
     wide = torch.promote_types(probs.dtype, torch.float32)
+    if isinstance(total_num_tokens, Tensor):
+        total_num_tokens = total_num_tokens.to(wide)
     weight = tokens_per_expert.to(wide) * (coeff * num_experts / (topk * total_num_tokens**2))
     return (probs.sum(0, dtype=wide) * weight).sum().to(probs.dtype)
 

@@ -1,4 +1,4 @@
-"""Which ops run, and whether they wait for the GPU."""
+"""Which ops run, whether they wait for the GPU, and which gradients hooks get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Ops", "check_capture", "never_waiting"]
+__all__ = ["Ops", "check_capture", "hooked_as_by_megatron", "never_waiting"]
 
 
 class Ops(TorchDispatchMode):
@@ -58,3 +58,26 @@ def check_capture(run: Callable[[], Sequence[Tensor]]) -> None:
     graph.replay()
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
+
+
+def hooked_as_by_megatron(weights: list[Any], *, zero_out: bool) -> list[Any]:
+    """Hooks as of Megatron's data parallelism; returns where they note each gradient they got."""
+    seen: list[Any] = []
+
+    def hook_of(weight: Any) -> Any:
+        def hook(*unused: Any) -> None:
+            assert weight.grad.dtype == weight.dtype
+            assert weight.grad_added_to_main_grad
+            if zero_out:
+                weight.main_grad.add_(weight.grad)
+            weight.grad = None
+            seen.append(weight)
+
+        return hook
+
+    for weight in weights:
+        weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zero_out
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        weight.kept_node = node  # else its hook is forgotten with it
+        node.register_hook(hook_of(weight))
+    return seen

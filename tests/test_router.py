@@ -111,6 +111,10 @@ def test_auxiliary_loss() -> None:
     loss = router.fused_moe_aux_loss(scores, *arguments)
     want = (scores.sum(0) * counts).sum() * 7 * 0.1 / (2 * 60 * 60)
     torch.testing.assert_close(loss, want)
+    for tokens in (torch.tensor(60), torch.tensor([60.0])):
+        torch.testing.assert_close(
+            router.fused_moe_aux_loss(scores, counts, tokens, 7, 2, 0.1), want
+        )
     assert torch.autograd.gradcheck(router.fused_moe_aux_loss, (scores, *arguments))
     assert router.fused_moe_aux_loss(scores.bfloat16(), *arguments).dtype == torch.bfloat16
 
@@ -166,6 +170,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         "logits",
     ),
     "counts": (lambda z: router.fused_moe_aux_loss(z, z[0, 1:], 4, 8, 2, 0.1), ValueError, "probs"),
+    "tokens": (
+        lambda z: router.fused_moe_aux_loss(z, z[0], z[0], 8, 2, 0.1),
+        TypeError,
+        "total_num_tokens",
+    ),
 }
 
 

@@ -179,6 +179,14 @@ def _export(model: nn.Module, folder: Path) -> Path:
     return folder / "model"
 
 
+def _of_megatron(folder: Path) -> Path:
+    path = folder / "run" / "mp_rank_00"
+    path.mkdir(parents=True, exist_ok=True)
+    state = {"model": {"embedding.word_embeddings.weight": _x(8, H)}}
+    torch.save(state, path / "model_optim_rng.pt")
+    return path.parent
+
+
 def _assert(truth: bool) -> None:
     assert truth
 
@@ -329,6 +337,19 @@ CALLS: dict[str, Call] = {
         float8lab.moe_permute_with_probs,
         _constant(inp=_x(S, H), probs=_x(S, S), routing_map=torch.eye(S, dtype=torch.bool)),
         lambda found: float8lab.moe_unpermute(found[0], found[2]),
+    ),
+    "moe_permute_and_pad_with_probs": Call(
+        float8lab.moe_permute_and_pad_with_probs,
+        _constant(
+            inp=_x(S, H),
+            probs=_x(S, S),
+            routing_map=torch.eye(S, dtype=torch.bool),
+            tokens_per_expert=torch.ones(S, dtype=torch.int64),
+            align_size=2,
+        ),
+        lambda found: float8lab.moe_unpermute(
+            found[0], found[2], restore_shape=(S, H), pad_offsets=found[3]
+        ),
     ),
     "moe_unpermute": Call(
         float8lab.moe_unpermute,
@@ -532,6 +553,11 @@ CALLS: dict[str, Call] = {
         lambda folder: {"source": {}, "model": float8lab.Linear(H, H)},
         skip=("source",),
         refusal="must have delayed scales",
+    ),
+    "integrations.read_megatron": Call(
+        integrations.read_megatron,
+        lambda folder: {"path": _of_megatron(folder), "vocab_size": 5},
+        lambda found: _assert(found.state["embedding.word_embeddings.weight"].shape == (5, H)),
     ),
     "integrations.to_transformer_layers": Call(
         integrations.to_transformer_layers,

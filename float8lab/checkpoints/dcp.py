@@ -82,6 +82,8 @@ def open_dcp(path: Path) -> Source:
 def _allowed(module: str, name: str) -> Any:
     if module.startswith("pathlib") and name.endswith("Path"):
         return pathlib.PurePosixPath  # of another system, perhaps
+    if module.startswith("megatron.core.dist_checkpointing.") and name == "MCoreMetadata":
+        module, name = "torch.distributed.checkpoint.metadata", "Metadata"  # with a field more
     if name not in _ALLOWED.get(module, ()):
         return None
     return getattr(importlib.import_module(module), name)

@@ -7,13 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from float8lab.checkpoints.dcp import open_dcp
+from float8lab.checkpoints.megatron import (
+    FOLDER,
+    LATEST,
+    is_megatron,
+    iteration_of,
+    layer_by_layer,
+    open_megatron,
+    open_rank,
+)
 from float8lab.checkpoints.pickles import open_state_dict, open_torch_save
 from float8lab.checkpoints.safetensors import open_safetensors
 from float8lab.checkpoints.source import CheckpointError, Source, check_file
 
 __all__ = ["open_checkpoint"]
 
-_READ = "safetensors files, files by torch.save and directories by torch.distributed.checkpoint"
+_READ = (
+    "safetensors files, files by torch.save, and directories by torch.distributed.checkpoint or "
+    "Megatron-LM"
+)
 _OTHERS = {
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",
@@ -58,7 +70,12 @@ def _path(path: str | Path) -> Source:
 def _directory(path: Path) -> Source:
     names = sorted(entry.name for entry in path.iterdir())
     if ".metadata" in names:
-        return open_dcp(path)
+        source = open_dcp(path)
+        return layer_by_layer(source) if is_megatron(path) else source
+    if any(FOLDER.fullmatch(name) for name in names):
+        return open_megatron(path)
+    if LATEST in names:
+        return _directory(iteration_of(path))
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     if len(indices) > 1:
         raise CheckpointError(
@@ -71,7 +88,7 @@ def _directory(path: Path) -> Source:
         return open_safetensors(path, None, files)
     files = [path / name for name in names if name.endswith((".bin", ".ckpt", ".pt", ".pth"))]
     if len(files) == 1:
-        return open_torch_save(files[0])
+        return _torch_save(files[0])
     if files:
         raise CheckpointError(
             f"{path} must hold one file by torch.save; it holds {len(files)}, from {files[0].name} "
@@ -106,5 +123,9 @@ def _file(path: Path) -> Source:
     ):
         return open_safetensors(path, None, [path])
     if pickled or path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        return open_torch_save(path)
+        return _torch_save(path)
     raise CheckpointError(f"{path} must be a checkpoint; it is none. Known: {_READ}.")
+
+
+def _torch_save(path: Path) -> Source:
+    return open_rank(path) if FOLDER.fullmatch(path.parent.name) else open_torch_save(path)

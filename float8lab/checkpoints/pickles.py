@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import mmap
 import pickle
 import warnings
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +24,21 @@ from float8lab.checkpoints.source import (
     Source,
     check_file,
     dtype_name,
+    refusing,
 )
 from float8lab.tensor import Float4Tensor, Float8Tensor
 
-__all__ = ["entries_of", "limited_unpickler", "load_safely", "open_state_dict", "open_torch_save"]
+__all__ = [
+    "Opaque",
+    "entries_of",
+    "leaves",
+    "limited_unpickler",
+    "load_limited",
+    "load_opaquely",
+    "load_safely",
+    "open_state_dict",
+    "open_torch_save",
+]
 
 _DEEPEST = 100
 """Nesting of dicts and lists that is followed."""
@@ -56,26 +69,25 @@ def limited_unpickler(
     return Limited
 
 
+def load_limited(file: Any, limited: type[pickle.Unpickler], **options: Any) -> Any:
+    """``torch.load`` by a ``limited_unpickler``."""
+    # A stand-in for the pickle module, which torch.load takes.
+    module: Any = SimpleNamespace(
+        Unpickler=limited,
+        load=lambda file, **options: limited(file, **options).load(),
+        __name__="pickle",
+    )
+    return torch.load(file, "cpu", pickle_module=module, weights_only=False, **options)
+
+
 def open_torch_save(path: Path) -> Source:
     """The tensors of a file by ``torch.save``, whatever dicts and lists they are nested in.
 
     Raises:
         CheckpointError: the file is damaged, or holds more than tensors and plain data.
     """
-    check_file(path)
-    with path.open("rb") as file:
-        mapped = file.read(4) == b"PK\x03\x04"  # as torch tells an archive from the older format
-    try:
-        # The format before torch 1.6 cannot be mapped: it is read whole.
-        content = load_safely(path, str(path), mmap=mapped)
-    except CheckpointError as error:
-        if not mapped or "unable to mmap" not in str(error.__cause__):
-            raise
-        # The file is larger than the memory, which a system reserves in full for torch's private
-        # mapping, since that could be written. A shared mapping needs no such reserve.
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            content = load_safely(path, str(path), mmap=True)
-    entries = _entries(_leaves(path, content, ""), path.name)
+    mapped, content = _mapped(path, functools.partial(load_safely, path, str(path)))
+    entries = _entries(leaves(path, content, ""), path.name)
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -85,6 +97,23 @@ def open_torch_save(path: Path) -> Source:
             f"{path} must hold tensors; it holds a {type(content).__name__} without any."
         )
     return Source(str(path), "torch.save" + ("" if mapped else ", old format"), entries)
+
+
+def _mapped(path: Path, load: Callable[..., Any]) -> tuple[bool, Any]:
+    """Whether a file by ``torch.save`` can be mapped, and what ``load(mmap=...)`` makes of it."""
+    check_file(path)
+    with path.open("rb") as file:
+        mapped = file.read(4) == b"PK\x03\x04"  # as torch tells an archive from the older format
+    try:
+        # The format before torch 1.6 cannot be mapped: it is read whole.
+        return mapped, load(mmap=mapped)
+    except CheckpointError as error:
+        if not mapped or "unable to mmap" not in str(error.__cause__):
+            raise
+        # The file is larger than the memory, which a system reserves in full for torch's private
+        # mapping, since that could be written. A shared mapping needs no such reserve.
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            return mapped, load(mmap=True)
 
 
 def open_state_dict(state: Mapping[str, Any]) -> Source:
@@ -133,6 +162,70 @@ def load_safely(file: Any, name: str, **options: Any) -> Any:
         ) from error
 
 
+class Opaque:
+    """A stand-in for an object of any class: it has its values, and none of its code."""
+
+    values: tuple[Any, ...] = ()
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        self.values = values
+        self.__dict__.update(named)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"values": (state,)})
+
+    def _ignore(self, *values: Any) -> None:
+        """Leave out what a pickle puts into its own kind of list or dict."""
+
+    append = extend = add = __setitem__ = _ignore
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """A stand-in for a class's method that makes an object: the class."""
+    return owner if isinstance(owner, type) and issubclass(owner, Opaque) else Opaque
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    """Bytes, which old pickles have as text."""
+    return text.encode("latin1")
+
+
+_REBUILT = {
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("_io", "BytesIO"): io.BytesIO,
+    ("_codecs", "encode"): _bytes,
+    ("builtins", "getattr"): _attribute,
+    ("__builtin__", "getattr"): _attribute,  # as protocol 2 names it
+}
+
+
+def _opaque(module: str, name: str) -> Any:
+    return _REBUILT.get((module, name)) or type(name, (Opaque,), {"__module__": module})
+
+
+def load_opaquely(path: Path) -> Any:
+    """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
+
+    Tensors are mapped where the file can be. Nothing that the file names is imported or called.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    limited = limited_unpickler(_opaque, str)
+
+    def load(**options: Any) -> Any:
+        with (
+            refusing(f"{path} must be a file by torch.save; it is not one, or it is damaged"),
+            torch.sparse.check_sparse_tensor_invariants(),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+            return load_limited(path, limited, **options)
+
+    return _mapped(path, load)[1]
+
+
 def _unsafe(file: Any) -> list[str]:
     """The classes and functions that weights_only does not load; empty if there are none."""
     try:
@@ -141,7 +234,8 @@ def _unsafe(file: Any) -> list[str]:
         return []
 
 
-def _leaves(path: Path, value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def leaves(path: Path, value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What is in containers and no container, by the names of these joined by dots."""
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{path} must hold containers in containers at most {_DEEPEST} deep; {name[:40]}... is "
@@ -156,7 +250,7 @@ def _leaves(path: Path, value: Any, name: str, depth: int = 0) -> Iterator[tuple
         yield name, value
         return
     for key, part in parts:
-        yield from _leaves(path, part, f"{name}.{key}" if name else str(key), depth + 1)
+        yield from leaves(path, part, f"{name}.{key}" if name else str(key), depth + 1)
 
 
 def entries_of(name: str, value: Any, file: str) -> list[Entry]:

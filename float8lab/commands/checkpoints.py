@@ -20,7 +20,8 @@ __all__ = ["add_commands"]
 
 _KINDS = (
     "a safetensors file, its index or a directory of them; a file by torch.save; a directory by "
-    "torch.distributed.checkpoint. Nothing in it is run, and it may be larger than memory"
+    "torch.distributed.checkpoint, or one of Megatron-LM, whose ranks' parts are joined. Nothing "
+    "in it is run, and it may be larger than memory"
 )
 _INSPECT = f"""\
 What a checkpoint holds, the suspicious tensors first: NaN, zero scales, missing and orphaned

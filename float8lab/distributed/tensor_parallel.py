@@ -45,7 +45,7 @@ from float8lab.tensor.differentiation import Float8Function
 __all__ = [
     "NoGroup",
     "Rows",
-    "StoredShard",
+    "SharedScales",
     "TensorParallel",
     "gathered_mm",
     "mm_reduced",
@@ -296,7 +296,7 @@ class TensorParallel:
         """The amaxes of a shard's blocks over all ranks that have a part of them; of all blocks.
 
         Args:
-            grid: of this rank's parts, ``[rows, columns]`` of blocks.
+            grid: of this rank's parts, ``[..., rows, columns]`` of blocks.
             size: of a block along ``dim``; -1 is the whole dimension.
             dim: the one of which a rank has a shard.
             places: where in the whole its pieces begin, and how many elements they have.
@@ -310,7 +310,7 @@ class TensorParallel:
             first, blocks = start // size, -(-(start % size + length) // size)
             pad = (first, count - first - blocks)
             part = grid.narrow(dim, at, blocks)
-            parts.append(F.pad(part, pad if dim == 1 else (0, 0, *pad)))
+            parts.append(F.pad(part, (0, 0) * (grid.ndim - 1 - dim) + pad))
             runs.append((first, blocks))
             at += blocks
         # A rank's own pieces can share a block, too.
@@ -353,38 +353,27 @@ class TensorParallel:
 
     def gathered(self, shard: Tensor, rows: Rows, dim: int = 0) -> Tensor:
         """The whole of a matrix that is cut along its rows, or columns, as ``rows`` says."""
-        ops = torch.ops._c10d_functional
+        size, run = rows.chunk * rows.inner, rows.lead * rows.inner
         raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
-        size, total = rows.chunk * rows.inner, rows.total
         if rows.outer > 1:
-            return self._gathered_runs(raw, rows, dim).view(shard.dtype)
+            count = rows.of(self.rank)[1]
+            raw = raw.narrow(dim, 0, rows.outer * count).unflatten(dim, (rows.outer, count))
+            dim += 1
         if raw.shape[dim] > size:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
-            short = size - raw.shape[dim]
-            raw = F.pad(raw, _after(short, dim))
+            raw = F.pad(raw, (0, 0) * (raw.ndim - 1 - dim) + (0, size - raw.shape[dim]))
+        ops = torch.ops._c10d_functional
         whole: Tensor = ops.wait_tensor(
             ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
         )
-        if dim == 1:
-            whole = _side_by_side(whole.unflatten(0, (self.size, -1)))
-        if whole.shape[dim] != total:
-            whole = whole.narrow(dim, 0, total)
+        if dim:
+            whole = _joined(whole.unflatten(0, (self.size, -1)), dim)
+        if whole.shape[dim] != run:
+            whole = whole.narrow(dim, 0, run)
+        if rows.outer > 1:
+            whole = whole.flatten(dim - 1, dim)
         return whole.view(shard.dtype) if raw.dtype != shard.dtype else whole
-
-    def _gathered_runs(self, raw: Tensor, rows: Rows, dim: int) -> Tensor:
-        """``gathered`` where a rank's rows are several runs of the whole's."""
-        ops, outer, size = torch.ops._c10d_functional, rows.outer, rows.chunk * rows.inner
-        count = rows.of(self.rank)[1]
-        runs = raw.narrow(dim, 0, outer * count).unflatten(dim, (outer, count))
-        if count != size:
-            runs = F.pad(runs, (0, 0) * (1 - dim) + (0, size - count))
-        every = ops.wait_tensor(
-            ops.all_gather_into_tensor(runs.contiguous(), self.size, self.name)
-        ).unflatten(0, (self.size, runs.shape[0]))
-        every = every.movedim(0, dim + 1).flatten(dim + 1, dim + 2)  # of each run, all ranks'
-        whole: Tensor = every.narrow(dim + 1, 0, rows.lead * rows.inner).flatten(dim, dim + 1)
-        return whole.contiguous()
 
     def gathered_operand(
         self, q: Tensor, scale: Tensor, block: Sequence[int], rows: Rows, dim: int
@@ -425,6 +414,14 @@ class TensorParallel:
     def added(self, bias: Tensor | None) -> Tensor | None:
         """The bias as this rank's product has it: of partial sums one rank's does."""
         return None if self.mode == "row" and self.rank else bias
+
+    def all_features(self, x: Tensor, *, gather: bool) -> Tensor:
+        """All features of a tensor of which a rank has some; or those of a whole; differentiable.
+
+        The gradient of all is the same on all ranks, as what they compute of all is.
+        """
+        found: Tensor = _Features.run(x, self, gather)
+        return found
 
     def enter(self, x: Tensor, rows: Rows | None) -> Tensor:
         """``entered`` of a layer's input, differentiable."""
@@ -486,19 +483,20 @@ class NoGroup:
 
 
 @dataclass(frozen=True)
-class StoredShard:
+class SharedScales:
     """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
 
     parallel: TensorParallel
     dim: int
+    """Of the weight's matrix, or of each expert's."""
 
     def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
         """Raise unless each block that has a size lies on one rank."""
-        size, ranks = spec.block[self.dim], self.parallel.size
-        if self.parallel.are_cut(shape[self.dim], size):
+        size, ranks = spec.block[self.dim - 2], self.parallel.size
+        if self.parallel.are_cut(shape[self.dim - 2], size):
             raise ValueError(
                 f"{name} must give each of {ranks} ranks whole blocks of {size} to store them in "
-                f"FP8; got {shape[self.dim]} for each. Choose another size, another recipe, or "
+                f"FP8; got {shape[self.dim - 2]} for each. Choose another size, another recipe, or "
                 "weights in high precision."
             )
 
@@ -508,14 +506,14 @@ class StoredShard:
 
 
 def shared_amaxes(
-    weights: Sequence[tuple[StoredShard, Tensor, Float8Spec]],
+    weights: Sequence[tuple[SharedScales, Tensor, Float8Spec]],
 ) -> list[Tensor | None]:
-    """The amaxes of each weight, ``StoredShard.amaxes``: one all-reduce for each group."""
+    """The amaxes of each weight, ``SharedScales.amaxes``: one all-reduce for each group."""
     found: list[Tensor | None] = [None] * len(weights)
     groups: dict[TensorParallel, list[int]] = {}
     for i, (shard, value, spec) in enumerate(weights):
-        if spec.block[shard.dim] == -1:
-            found[i] = amax_op("", (value,), value.dtype, spec.block)
+        if spec.block[shard.dim - 2] == -1:
+            found[i] = _amaxes(value, spec.block)
             groups.setdefault(shard.parallel, []).append(i)
     for parallel, places in groups.items():
         local: Any = [found[i] for i in places]
@@ -526,13 +524,20 @@ def shared_amaxes(
     return found
 
 
-def _side_by_side(parts: Tensor) -> Tensor:
-    """``[R, rows, columns]`` as ``[rows, R * columns]``."""
-    dtype, nbytes = parts.dtype, parts.shape[2] * parts.element_size()
+def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
+    """The amaxes of the blocks of a matrix, or of each of a batch of them."""
+    if value.ndim == 2:
+        return amax_op("", (value,), value.dtype, block)
+    return torch.stack([_amaxes(matrix, block[1:]) for matrix in value])
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """``[R, *shape]``, of each rank its part, side by side along a dimension of the parts."""
+    dtype, nbytes = parts.dtype, parts.shape[-1] * parts.element_size()
     if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
         parts = parts.view(torch.int64)  # bytes one by one take four times as long
     # Of one column, what is flat is a view.
-    return parts.transpose(0, 1).flatten(1).contiguous().view(dtype)
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous().view(dtype)
 
 
 def _after(count: int, dim: int) -> tuple[int, ...]:
@@ -561,6 +566,27 @@ class _Moved(Float8Function):
         move = parallel.left if enters else parallel.entered
         dx = move(as_matrix(dy), rows, backward=True)
         return dx.reshape(ctx.shape), None, None, None
+
+
+class _Features(Float8Function):
+    """Features of ranks are gathered, or taken from all; the gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        ctx.how = parallel, gather
+        return _Features._move(x, parallel, gather)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        parallel, gather = ctx.how
+        return _Features._move(dy, parallel, not gather), None, None
+
+    @staticmethod
+    def _move(x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        if not gather:
+            return x.chunk(parallel.size, -1)[parallel.rank].contiguous()
+        mine, size = x.shape[-1], x.shape[-1] * parallel.size
+        return parallel.gathered(as_matrix(x), Rows(size, mine, 1), 1).view(*x.shape[:-1], size)
 
 
 # The products of FP8 operands that communicate. What overlaps the two belongs here.
@@ -613,7 +639,7 @@ class Shards:
 
     def arrive(self, data: Tensor, scales: Tensor | None) -> None:
         """Take ``[R, *shape]`` of that."""
-        raw, scale = _side_by_side(data), self.operand[1]
+        raw, scale = _joined(data, 1), self.operand[1]
         if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()

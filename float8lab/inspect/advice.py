@@ -40,9 +40,9 @@ from float8lab.inspect.trial import (
     without_reduction,
 )
 from float8lab.nn.convert import unambiguous
+from float8lab.nn.convert.report import shapes_of
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
-from float8lab.nn.report import shapes_of
 from float8lab.recipes.auto import Prediction, choose
 from float8lab.recipes.cost import MODES, Parts, Times, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from float8lab.distributed.fsdp.shards import reshard
 from float8lab.nn.convert import convert_to_float8, remove_region_hooks
+from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import precisions, precisions_below
-from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, STATE, Autocast, in_backward
 from float8lab.tensor import Float8Tensor

@@ -9,27 +9,31 @@ from float8lab.integrations.hf_weights import (
     transformer_layers,
 )
 from float8lab.integrations.onnx import onnx_export
-from float8lab.nn.other_linear import register_linear
+from float8lab.nn.convert.other_linear import register_linear
 
 if TYPE_CHECKING:
     from float8lab.integrations.checkpoint import (
         ExportReport,
         LoadReport,
+        MegatronCheckpoint,
         ScalingReport,
         export,
         load_fp8,
         load_te_scaling,
+        read_megatron,
     )
 
 __all__ = [
     "ExportReport",
     "LoadReport",
+    "MegatronCheckpoint",
     "ScalingReport",
     "export",
     "from_transformer_layers",
     "load_fp8",
     "load_te_scaling",
     "onnx_export",
+    "read_megatron",
     "to_transformer_layers",
     "transformer_layers",
 ]

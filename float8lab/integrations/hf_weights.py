@@ -1,4 +1,4 @@
-"""Weights of Hugging Face Llama- and GPT-2-style models as a stack of ``TransformerLayer``.
+"""Weights of Llama- and GPT-2-style models, and Megatron-LM's, as stacked ``TransformerLayer``s.
 
 State dicts are renamed, concatenated and transposed, nothing else; transformers itself is not
 needed. A key that belongs to no layer (embeddings, the last norm, the head) keeps its name and
@@ -77,6 +77,39 @@ _GPT2 = (
 )
 
 
+_MEGATRON = (
+    *(
+        _same(f"{theirs}{kind}", f"{ours}.layer_norm_{kind}")
+        for names, ours in (
+            (("self_attention.linear_qkv.layer_norm_", "input_layernorm."), _QKV),
+            (("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), "layernorm_mlp"),
+        )
+        for theirs in names
+        for kind in ("weight", "bias")
+    ),
+    *(
+        _same(f"{theirs}{kind}", f"{ours}{kind}")
+        for theirs, ours in (
+            ("self_attention.linear_qkv.", f"{_QKV}."),
+            ("self_attention.linear_proj.", "self_attention.proj."),
+            ("mlp.linear_fc1.", "layernorm_mlp.fc1_"),
+            ("mlp.linear_fc2.", "layernorm_mlp.fc2_"),
+        )
+        for kind in ("weight", "bias")
+    ),
+    *(
+        _same(f"{theirs}._extra_state", f"{ours}._extra_state")
+        for theirs, ours in (
+            ("self_attention.linear_qkv", _QKV),
+            ("self_attention.linear_proj", "self_attention.proj"),
+            ("self_attention.core_attention", "self_attention.core_attention"),
+            ("mlp.linear_fc1", "layernorm_mlp.fc1"),
+            ("mlp.linear_fc2", "layernorm_mlp.fc2"),
+        )
+    ),
+)
+
+
 class _Style(NamedTuple):
     prefix: str
     """Prefix of a layer's keys, before its number."""
@@ -88,12 +121,14 @@ class _Style(NamedTuple):
 STYLES = {
     "llama": _Style("model.layers.", _LLAMA, ("self_attn.rotary_emb.inv_freq",)),
     "gpt2": _Style("transformer.h.", _GPT2, ("attn.bias", "attn.masked_bias")),
+    "megatron": _Style("decoder.layers.", _MEGATRON, ()),
 }
-"""Known names of parameters: ``llama`` (also Mistral's, Qwen2's ...) and ``gpt2``."""
+"""Known names of parameters: ``llama`` (also Mistral's, Qwen2's ...), ``gpt2``, and ``megatron``
+for Megatron-LM's own, of one rank or of all tensor-parallel ranks."""
 
 
 def _opened(state: Mapping[str, Tensor], style: str, prefix: str | None) -> tuple[_Style, str]:
-    """Check arguments; return the style and the prefix of a Hugging Face model's layers."""
+    """Check arguments; return the style and the prefix of a model's layers."""
     check_choice("style", style, STYLES)
     check_state("state", state)
     check_instance("prefix", prefix, str, "a string", optional=True)
@@ -134,7 +169,7 @@ def _taken(
 def to_transformer_layers(
     state: Mapping[str, Tensor], style: str, *, prefix: str | None = None
 ) -> dict[str, Tensor]:
-    """Turn the layers of a Hugging Face state dict into those of a list of ``TransformerLayer``.
+    """Turn the layers of a state dict into those of a list of ``TransformerLayer``.
 
     Args:
         state: of the whole model, or of a part that holds layers.
@@ -195,11 +230,12 @@ def from_transformer_layers(
 def transformer_layers(config: Any, style: str, **overrides: Any) -> nn.ModuleList:
     """The layers of a model, not yet with its weights.
 
-    The format is bshd. A Llama's need ``rotary_pos_emb``, the angles of
+    The format is bshd, and sbhd for Megatron's. A Llama's need ``rotary_pos_emb``, the angles of
     ``RotaryPositionEmbedding(head size, rotary_base=config.rope_theta)``.
 
     Args:
-        config: a Hugging Face configuration, or anything with its attributes.
+        config: a Hugging Face configuration, the arguments that ``read_megatron`` returns, or
+            anything with such attributes.
         style: a key of ``STYLES``.
         overrides: arguments of ``TransformerLayer`` that win over the configuration.
 
@@ -216,6 +252,8 @@ def transformer_layers(config: Any, style: str, **overrides: Any) -> nn.ModuleLi
     check_choice("style", style, STYLES)
     if style == "llama":
         count, arguments = config.num_hidden_layers, _llama_arguments(config)
+    elif style == "megatron":
+        count, arguments = config.num_layers, _megatron_arguments(config)
     else:
         count, arguments = config.n_layer, _gpt2_arguments(config)
     arguments = {"attn_input_format": "bshd", **arguments, **overrides}
@@ -261,6 +299,39 @@ def _gpt2_arguments(config: Any) -> dict[str, Any]:
         "attention_dropout": config.attn_pdrop,
         "activation": _require(config, "activation_function", activations),
         "softmax_scale": None if getattr(config, "scale_attn_weights", True) else 1.0,
+    }
+
+
+def _megatron_arguments(config: Any) -> dict[str, Any]:
+    """Arguments for the layers of Megatron-LM's arguments; it leaves out some that are defaults."""
+
+    def said(*names: str, default: Any = None) -> Any:
+        found = (getattr(config, name, None) for name in names)
+        return next((value for value in found if value is not None), default)
+
+    if said("multi_latent_attention", "qk_layernorm", default=False) or said("num_experts"):
+        raise NotImplementedError(
+            "config must have plain attention and no experts; got multi_latent_attention, "
+            "qk_layernorm or num_experts. TransformerLayer has none of these."
+        )
+    activation = "swiglu" if said("swiglu", default=False) else "gelu"
+    grouped = said("group_query_attention", default=False)
+    return {
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": said("ffn_hidden_size", default=4 * config.hidden_size),
+        "num_attention_heads": config.num_attention_heads,
+        "num_gqa_groups": said("num_query_groups") if grouped else None,
+        "kv_channels": said("kv_channels"),
+        "layernorm_epsilon": said("norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "hidden_dropout": said("hidden_dropout", default=0.1),
+        "attention_dropout": said("attention_dropout", default=0.1),
+        "normalization": said("normalization", default="LayerNorm"),
+        "zero_centered_gamma": said("apply_layernorm_1p", default=False),
+        "activation": "srelu" if said("squared_relu", default=False) else activation,
+        "bias": said("add_bias_linear", default=True),
+        "fuse_qkv_params": True,
+        "rotary_pos_interleaved": said("rotary_interleaved", default=False),
+        "attn_input_format": "sbhd",
     }
 
 

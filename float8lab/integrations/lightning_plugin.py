@@ -19,9 +19,9 @@ from float8lab.arguments import needs
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.convert.report import conversion_report, was_converted
 from float8lab.nn.norm import convert_norms
 from float8lab.nn.precision import precisions_below
-from float8lab.nn.report import conversion_report, was_converted
 from float8lab.nn.scaling_state import ScalingState
 
 with needs("float8lab.integrations.lightning", "Lightning", '"float8lab[lightning]"'):

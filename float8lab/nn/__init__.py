@@ -8,6 +8,7 @@ from float8lab.nn.attention import (
     apply_rotary_pos_emb,
 )
 from float8lab.nn.convert import convert_to_float8, to_high_precision
+from float8lab.nn.convert.report import ConversionReport, conversion_report
 from float8lab.nn.count import GemmCounts, count_gemms
 from float8lab.nn.expert_mlp import ExpertMLP
 from float8lab.nn.graphs import graphed, make_graphed_callables
@@ -16,7 +17,6 @@ from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import LayerNorm, RMSNorm, convert_norms
-from float8lab.nn.report import ConversionReport, conversion_report
 from float8lab.nn.scaling_state import ScalingState
 from float8lab.nn.sharding import shard_state_dict, whole_state_dict
 from float8lab.nn.transformer import TransformerLayer

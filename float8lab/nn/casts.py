@@ -116,8 +116,6 @@ def cast(
     if call.shards is not None and not plan.delayed:
         dim = call.shards.sharded(index)
         if dim is not None:
-            if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
-                return _cast_shard_of_groups(x, spec, transposed, dim, call, column_sum=column_sum)
             return _cast_shard(
                 x, spec, transposed, index, call, amax, column_sum=column_sum, align=align
             )
@@ -197,7 +195,7 @@ def cast_by(
 
 
 def _cast_shard(
-    x: Tensor | Source,
+    x: Matrix,
     spec: Float8Spec | None,
     transposed: Float8Spec | None,
     index: int,
@@ -210,8 +208,8 @@ def _cast_shard(
     """``cast`` of a shard, with the bytes that the cast of the whole gives it.
 
     Blocks that lie on several ranks get their amaxes from all. Features that begin or end inside
-    blocks are spaced (``TensorParallel.spaced``). Tokens that do are not padded, and the scales
-    beside them are those of all tokens.
+    blocks are spaced (``TensorParallel.spaced``); those of experts already are. Tokens that do are
+    not padded, and the scales beside them are those of all tokens.
     """
     plan, parallel = call.plan, call.shards
     assert parallel is not None, "of a layer that is spread"
@@ -222,10 +220,11 @@ def _cast_shard(
         amax = parallel.largest(own_amax(x)) if amax is None else amax
         by = Factors(None, amax), None  # type: ignore[arg-type]
     rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
-    length, total = _shape(x)[dim], None
-    spaced = rows is None and parallel.are_cut(length, plan.edge)
-    if spaced:
-        x = x.value() if isinstance(x, Source) else x
+    of_experts = isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3)
+    length = parallel.pieces[0] if of_experts else _shape(x)[dim]  # type: ignore[arg-type]
+    spaced, total = rows is None and parallel.are_cut(length, plan.edge), None
+    if spaced and not of_experts:
+        x = _value(x)
         total, column_sum = x.float().sum(0) if column_sum else None, False
         x = parallel.spaced(x, dim, plan.edge)
     ways = (spec, dim), (transposed, 1 - dim)  # of both orientations, with the shard's dimension
@@ -233,7 +232,7 @@ def _cast_shard(
         *found, sums = cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
         return *found, sums if total is None else total
     if column_sum:
-        total = (x.value() if isinstance(x, Source) else x).float().sum(0)
+        total = _sums_of_groups(x) if isinstance(x, Groups) else _value(x).float().sum(0)
     results: list[tuple[Any, ...]] = []
     for (how, axis), flip in zip(ways, (False, True), strict=True):
         if how is None:
@@ -242,9 +241,15 @@ def _cast_shard(
             one = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
             results.append((*(one[3:5] if flip else one[:2]), one[2]))
         else:
-            results.append((*_cast_parts(x, how, axis, length, rows, flip, call, align), None))
+            cast_parts: Any = _cast_parts_of_experts if of_experts else _cast_parts
+            parts = cast_parts(x, how, axis, length, rows, align, call, flip=flip)
+            results.append((*parts, None))
     (q, scale, factor), (q_t, scale_t, _) = results
     return q, scale, factor, q_t, scale_t, total
+
+
+def _value(x: Matrix) -> Tensor:
+    return x if isinstance(x, Tensor) else x.value()
 
 
 def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -281,9 +286,11 @@ def _cast_parts(
     axis: int,
     length: int,
     rows: Rows | None,
-    flip: bool,
-    call: Call,
     align: int,
+    call: Call,
+    *,
+    flip: bool,
+    matrices: int = 1,
 ) -> Operand:
     """One orientation of a shard whose blocks have parts on several ranks.
 
@@ -293,9 +300,10 @@ def _cast_parts(
         axis: the dimension of the result along which it is a shard.
         length: how much of the whole it is, before it was spaced.
         rows: of the whole, if the dimension is that of tokens.
-        flip: the transpose is wanted.
-        call: of the layer.
         align: the sizes of the result are multiples of it.
+        call: of the layer.
+        flip: the transpose is wanted.
+        matrices: how many of whole blocks lie below each other, and are shards each.
     """
     parallel, size = call.shards, how.block[axis]
     assert parallel is not None, "of a layer that is spread"
@@ -306,13 +314,15 @@ def _cast_parts(
     tokens = rows is not None and size > 0
     before = start % size if tokens else 0
     if before:
-        x = F.pad(x.value() if isinstance(x, Source) else x, (0, 0, before, 0))
+        x = F.pad(_value(x), (0, 0, before, 0))
     prologue, inputs, dtype = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
     block = how.block[::-1] if flip else how.block
     grid = amax_op(prologue, inputs, dtype, block)
+    grid = grid.t() if flip else grid
     amaxes, everywhere = parallel.shared_amaxes(
-        grid.t() if flip else grid, size, axis, places, total
+        grid.unflatten(0, (matrices, -1)), size, axis + 1, places, total
     )
+    amaxes = amaxes.flatten(0, 1)
     shape = _shape(x)[::-1] if flip else _shape(x)
     down, across = how.scale_shape(tuple(round_up(n, align) for n in shape))
     pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
@@ -322,6 +332,7 @@ def _cast_parts(
     )  # fmt: skip
     q, scale = (q_t, scale_t) if flip else (q, scale)
     if tokens:
+        everywhere = everywhere.flatten(0, 1)
         q = q.narrow(axis, before, count)
         missing = down - everywhere.shape[0], across - everywhere.shape[1]
         pad = (0, 0, 0, missing[0]) if axis else (0, missing[1], 0, 0)
@@ -330,72 +341,31 @@ def _cast_parts(
     return q, scale
 
 
-def _cast_shard_of_groups(
+def _cast_parts_of_experts(
     x: Groups | Tensor,
-    spec: Float8Spec | None,
-    transposed: Float8Spec | None,
-    dim: int,
+    how: Float8Spec,
+    axis: int,
+    length: int,
+    rows: None,
+    align: int,
     call: Call,
     *,
-    column_sum: bool,
-) -> tuple[Any, ...]:
-    """``_cast_shard`` of experts' rows, or of their weights; of features, which are spaced."""
-    plan, parallel = call.plan, call.shards
-    assert parallel is not None, "of a layer that is spread"
-    by: By = None
-    if (-1, -1) in (spec and spec.block, transposed and transposed.block):
-        by = Factors(None, parallel.largest(own_amax(x))), None  # type: ignore[arg-type]
-    cut = parallel.are_cut(0, plan.edge)
-    ways = (spec, dim), (transposed, 1 - dim)
-    several = [how and _lies_on_several(how.block, axis, None, cut) for how, axis in ways]
-    if not any(several):
-        return cast_by(x, spec, transposed, plan, by, column_sum=column_sum)
-    results: list[tuple[Any, ...]] = []
-    total = _sums_of_groups(x) if column_sum else None  # type: ignore[arg-type]  # not of weights
-    for (how, axis), crosses, flip in zip(ways, several, (False, True), strict=True):
-        if how is None:
-            results.append((None, None))
-        elif crosses:
-            results.append(_cast_parts_of_groups(x, how, axis, call, flip=flip))
-        else:
-            found = cast_by(x, None if flip else how, how if flip else None, plan, by)
-            results.append(found[3:5] if flip else found[:2])
-    (q, scale), (q_t, scale_t) = results
-    return q, scale, None, q_t, scale_t, total
-
-
-def _cast_parts_of_groups(
-    x: Groups | Tensor, how: Float8Spec, axis: int, call: Call, *, flip: bool
+    flip: bool,
 ) -> Operand:
     """``_cast_parts`` of the rows of experts, or of each of their weights, or its transpose."""
-    parallel, high, size = call.shards, how.block[0], how.block[axis]
-    assert parallel is not None, "of a layer that is spread"
     if isinstance(x, Groups):  # rows of nobody are taken for zeros
-        matrices, least = x.owned()[None], 1
-    else:
-        matrices, least = x.mT if flip else x, ALIGN
-    E, rows, columns = matrices.shape
-    below = round_up(rows, max(high, least))  # all matrices below each other, in whole blocks
-    matrix = F.pad(matrices, (0, 0, 0, below - rows)).reshape(E * below, columns)
-    grid = amax_op("", (matrix,), matrix.dtype, how.block).unflatten(0, (E, below // high))
-    grid = grid if axis else grid.mT  # what lies on several ranks last
-    length = parallel.pieces[0]
-    shared, _ = parallel.shared_amaxes(
-        grid.flatten(0, 1), size, 1, parallel.places(length), length * parallel.size
+        matrix = x.owned()
+        q, scale = _cast_parts(matrix, how, axis, length, rows, align, call, flip=flip)
+        return q[: len(matrix)], scale[: len(matrix)]
+    each, high = x.mT if flip else x, how.block[0]
+    E, tall, _ = each.shape
+    below = F.pad(each, (0, 0, 0, round_up(tall, max(high, align)) - tall))
+    q, scale = _cast_parts(
+        below.flatten(0, 1), how, axis, length, rows, align, call, flip=False, matrices=E
     )
-    shared = shared.view(grid.shape)
-    amaxes = (shared if axis else shared.mT).flatten(0, 1)
-    down, across = how.scale_shape((round_up(E * below, ALIGN), round_up(columns, ALIGN)))
-    pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
-    q, scale, *_ = cast_op(
-        "", (matrix,), matrix.dtype, how.fp8_dtype, how.block, how.scale_rule,
-        call.plan.amax_epsilon, ALIGN, True, False, False, F.pad(amaxes, pad), None,
-    )  # fmt: skip
-    if isinstance(x, Groups):
-        return q[:rows], scale[:rows]
-    tall = round_up(rows, ALIGN)
-    q = q.view(torch.uint8).view(E, below, -1)[:, :tall].contiguous().view(q.dtype)
-    return q, scale.reshape(E, below // high, across)[:, : -(-tall // high)].contiguous()
+    tall = round_up(tall, align)
+    q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :tall].contiguous().view(q.dtype)
+    return q, scale.unflatten(0, (E, -1))[:, : -(-tall // high)].contiguous()
 
 
 def _sums_of_groups(x: Groups) -> Tensor:
@@ -448,12 +418,12 @@ def known_input(
     if inp is not None and node is not None and not (inp.is_cuda and capturing()):
         # While a CUDA graph is recorded nothing is shared: a replay needs all.
         stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-        how = spec, transposed, call.plan.epsilon, call.shards, call.rows
-        key = (*how, inp._version, node._sequence_nr(), stream)
+        how: tuple[Any, ...] = spec, transposed, call.plan.epsilon, call.shards, call.rows
         if isinstance(x, Groups):
-            offs: Any = x.offs  # of groups that are the same, too
-            known = StorageWeakRef(offs.untyped_storage())
-            key = (*key, known, offs.data_ptr(), version_of(offs))
+            offs: Any = x.offs  # of the same groups, too
+            ends = StorageWeakRef(offs.untyped_storage())
+            how = (*how, ends, offs.data_ptr(), version_of(offs))
+        key = (*how, inp._version, node._sequence_nr(), stream)
         last = STATE.last_cast
         if last is not None and last[0]() is inp and last[1] == key:
             return None, last[2], None

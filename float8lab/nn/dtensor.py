@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from float8lab.arguments import shown
 from float8lab.distributed.fsdp.weight import local_of
-from float8lab.distributed.tensor_parallel import Rows, StoredShard, TensorParallel
+from float8lab.distributed.tensor_parallel import Rows, SharedScales, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import Gradient, backward, forward, fused_weight, output_dtype
+from float8lab.nn.gemm import backward, forward, output_dtype
+from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.precision import Call
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
@@ -96,8 +97,8 @@ class Spread:
         if self.mode is None or not isinstance(local, Float8Tensor):
             return
         dim = int(self.mode == "row")
-        local._shard = StoredShard(self.whole, dim)
-        local._shard.check("weight", local.shape, local.spec)
+        local._shared_scales = SharedScales(self.whole, dim)
+        local._shared_scales.check("weight", local.shape, local.spec)
         kept = getattr(old, "_high_precision_init_val", None)
         if kept is not None and kept.shape == weight.shape:
             place = self._shares(1).of(self.whole.rank)
@@ -285,10 +286,10 @@ class _Linear(Float8Function):
         wanted = tuple(Replicate() if p.is_partial() else p for p in layout.y)
         if tuple(dy.placements) != wanted:
             dy = dy.redistribute(placements=wanted)
-        gradient = Gradient(as_matrix(dy.to_local()), call, needs=needs)
         dx, dw, db = backward(
-            gradient, None, ctx.saved_tensors, call, needs=needs, shape=ctx.shape, dtypes=ctx.dtypes
-        )
+            as_matrix(dy.to_local()), None, ctx.saved_tensors, call,
+            needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
+        )  # fmt: skip
         dx = None if dx is None else dx.reshape(layout.shape_of_dx)
         return *(
             None if local is None else _made(local, ctx.mesh, placements, whole)

@@ -124,10 +124,9 @@ class _ExpertMlp(Float8Function):
         saved1, saved2 = tuple(rest[:PARTS]), tuple(rest[PARTS:])
         how, needs = ctx.how, ctx.needs_input_grad
         wanted = (any(needs[:3]), needs[3], needs[4])
-        gradient = Gradient(dy, how.fc2, needs=wanted, ends=ends)
         da, dw2, db2 = backward(
-            gradient, Source(how.activation, [] if h is None else [h], ctx.dtype), saved2, how.fc2,
-            needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1],
+            dy, Source(how.activation, [] if h is None else [h], ctx.dtype), saved2, how.fc2,
+            needs=wanted, shape=ctx.shapes[1], dtypes=ctx.dtypes[1], ends=ends,
         )  # fmt: skip
         if da is None:
             return None, None, None, dw2, db2, None, None, None
@@ -143,7 +142,7 @@ class _ExpertMlp(Float8Function):
             source = Source("permute", [] if x is None else [x, token], ctx.dtype)
         dx, dw1, db1 = backward(
             gradient, source, saved1, how.fc1,
-            needs=wanted, shape=ctx.shapes[0], dtypes=ctx.dtypes[0],
+            needs=wanted, shape=ctx.shapes[0], dtypes=ctx.dtypes[0], ends=ends,
         )  # fmt: skip
         if dx is not None and row_map is not None:
             dx = gather_rows_op(dx, row_map, dx.dtype)[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from float8lab.arguments import (
     check_callables,
@@ -19,8 +20,9 @@ from float8lab.arguments import (
 from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
+from float8lab.nn.casts import plain
 from float8lab.nn.expert_function import Layer, expert_mlp
-from float8lab.nn.gemm import fused_weight, output_dtype, plain_weight
+from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction
 from float8lab.nn.grouped_linear import ends_of
 from float8lab.nn.linear import (
@@ -31,8 +33,10 @@ from float8lab.nn.linear import (
     normal_init,
     store_in_fp8,
 )
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.ops import Ends, Groups, as_matrix
+from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import check_probs, gather_rows, routed, scatter_rows
 
@@ -225,6 +229,84 @@ class ExpertMLP(ExpertsBase):
         self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
         place_precisions(self)
 
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Iterable[nn.Module],
+        names: Sequence[str] | None = None,
+        activation: str = "swiglu",
+    ) -> ExpertMLP:
+        """An ``ExpertMLP`` with the weights, which are copied, of MLPs that a model has in a list.
+
+        Call it instead of the loop that runs them. Each must compute ``down(function(gate(x)) *
+        up(x))``, or ``down(function(up(x)))`` if ``activation`` does not gate, which is tried on
+        random tokens. Parameters of frozen layers are frozen.
+
+        Args:
+            experts: the MLPs, such as a ``ModuleList``.
+            names: of their linear layers: gate, up and down; or up and down, where up is also one
+                layer of gate and up, in this order. None looks for gate_proj, up_proj and
+                down_proj, or w1, w3 and w2.
+            activation: as of ``ExpertMLP``.
+
+        Raises:
+            TypeError: a layer is no ``torch.nn.Linear``.
+            ValueError: experts of different shapes, or that compute something else.
+
+        >>> class Expert(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w1, self.w2, self.w3 = (
+        ...             torch.nn.Linear(*size) for size in ((64, 32), (32, 64), (64, 32))
+        ...         )
+        ...     def forward(self, x):
+        ...         return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
+        >>> float8lab.ExpertMLP.from_experts(torch.nn.ModuleList(Expert() for _ in range(4)))
+        ExpertMLP(num_experts=4, hidden_size=64, ffn_hidden_size=32, activation=swiglu)
+        """
+        modules = list(experts)
+        gated = check_activation(activation)
+        layers = [_layers_of(module, names) for module in modules]
+        kinds = {tuple((x.weight.shape, x.bias is None) for x in of) for of in layers}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"experts must have layers of the same shapes; got {len(modules)} experts of "
+                f"{len(kinds)} kinds. Convert each kind by itself."
+            )
+        *first, last = layers[0]
+        H, F = last.weight.shape
+        rows = sum(layer.weight.shape[0] for layer in first)
+        if rows != (2 * F if gated else F) or len({layer.bias is None for layer in layers[0]}) > 1:
+            raise ValueError(
+                f"experts must give {'twice ' * gated}the {F} features of the last layer to "
+                f"{activation!r}, with biases in all layers or none; got {rows} features. Name "
+                "the layers by names, and the activation."
+            )
+        with torch.no_grad():
+            values = [_values_of(of) for of in layers]
+            _check_that_they_compute(modules, values, activation)
+        turn: dict[str, Iterator[Tensor]] = {
+            "fc1": iter([weight for (weight, _), _ in values]),
+            "fc2": iter([weight for _, (weight, _) in values]),
+        }
+        has_bias = last.bias is not None
+        made = cls(
+            len(modules), H, F, bias=has_bias, activation=activation, device=last.weight.device,
+            params_dtype=last.weight.dtype,
+            init_method=lambda weight: weight.copy_(next(turn["fc1"])),
+            output_layer_init_method=lambda weight: weight.copy_(next(turn["fc2"])),
+        )  # fmt: skip
+        made._init_methods = dict.fromkeys(turn)
+        for index, name in enumerate(turn):
+            weight, bias = getattr(made, f"{name}_weight"), getattr(made, f"{name}_bias")
+            own = layers[0][-1 if index else 0]
+            weight.requires_grad_(own.weight.requires_grad)
+            if bias is not None:
+                with torch.no_grad():
+                    bias.copy_(torch.stack([of[index][1] for of in values]))  # type: ignore[misc]
+                bias.requires_grad_(own.bias.requires_grad)
+        return made.train(modules[0].training)
+
     def reset_parameters(self) -> None:
         """Initialise each expert's weights by the init methods, and the biases to 0.
 
@@ -316,3 +398,53 @@ class ExpertMLP(ExpertsBase):
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}"
         )
+
+
+_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+"""What the linear layers of experts are called: gate, up and down."""
+
+
+def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear]:
+    """The linear layers of an expert, the last one last."""
+    if names is None:
+        names = next((n for n in _NAMES if all(hasattr(module, one) for one in n)), ())
+    layers: list[Any] = [getattr(module, name, None) for name in names]
+    if len(layers) not in (2, 3) or not all(isinstance(layer, nn.Linear) for layer in layers):
+        raise TypeError(
+            "experts must consist of two or three layers of type torch.nn.Linear; got "
+            f"{type(module).__name__}. Pass their names: gate, up and down, or up and down."
+        )
+    return layers
+
+
+def _values_of(layers: Sequence[nn.Linear]) -> tuple[Layer, Layer]:
+    """Weights and biases of an expert, those of gate and up below each other."""
+    *first, last = layers
+    weight = torch.cat([plain(layer.weight) for layer in first])
+    if last.bias is None:
+        return (weight, None), (plain(last.weight), None)
+    bias = torch.cat([layer.bias for layer in first])
+    return (weight, bias), (plain(last.weight), last.bias)
+
+
+def _check_that_they_compute(
+    experts: Sequence[nn.Module], values: Sequence[tuple[Layer, Layer]], activation: str
+) -> None:
+    """Check on random tokens that experts compute what their weights and an activation say."""
+    weight = values[0][1][0]
+    if weight.is_meta:
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator).to(weight)
+    for index, (expert, (fc1, fc2)) in enumerate(zip(experts, values, strict=True)):
+        want = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)
+        with autocast(enabled=False):
+            got = expert(x)
+        alike = isinstance(got, Tensor) and got.shape == want.shape
+        error = float((got - want).float().norm()) if alike else torch.inf
+        if not error <= torch.finfo(x.dtype).eps ** 0.5 * float(want.float().norm()):
+            raise ValueError(
+                f"experts must compute the activation {activation!r} of their first layers, and "
+                f"their last layer of that; got other numbers from expert {index}. Pass names in "
+                "the order gate, up, down, and the activation."
+            )

@@ -172,15 +172,11 @@ class _NormLinear(Float8Function):
         x_shape, shape = ctx.meta
         norm_bias_dtype, dtypes = ctx.dtypes
         needs = ctx.needs_input_grad
-        source = _no_source(dy)
-        if x2 is not None:
-            source, _ = source_of_norm(
-                x2, norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
-            )
+        of_norm = norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
+        source = _no_source(dy) if x2 is None else source_of_norm(x2, *of_norm)[0]
         wanted = (any(needs[:3]), needs[3], needs[4])
-        gradient = Gradient(dy.reshape(shape[:2]), how.linear, needs=wanted)
         dn, dw, db = backward(
-            gradient, source, saved, how.linear,
+            dy.reshape(shape[:2]), source, saved, how.linear,
             needs=wanted, shape=shape, dtypes=dtypes,
         )  # fmt: skip
         if dn is None:
@@ -272,11 +268,8 @@ class _NormMlp(Float8Function):
         x_shape, shape1, shape2 = ctx.meta
         norm_bias_dtype, dtypes1, dtypes2 = ctx.dtypes
         needs = ctx.needs_input_grad
-        normed = _no_source(dy)
-        if x2 is not None:
-            normed, _ = source_of_norm(
-                x2, norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
-            )
+        of_norm = norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
+        normed = _no_source(dy) if x2 is None else source_of_norm(x2, *of_norm)[0]
         if h_scale is not None:
             h = dequantize_op(h, h_scale, _BLOCK_OF_SAVED, ctx.dtype)
         elif h is None and x2 is not None and how.checkpoint:
@@ -284,9 +277,8 @@ class _NormMlp(Float8Function):
         activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
         wanted = (any(needs[:5]), needs[5], needs[6])
         dy = dy.reshape(shape2[:2]) if how.fc2.rows is None else as_matrix(dy)
-        gradient = Gradient(dy, how.fc2, needs=wanted)
         da, dw2, db2 = backward(
-            gradient, activated, saved2, how.fc2, needs=wanted, shape=shape2, dtypes=dtypes2
+            dy, activated, saved2, how.fc2, needs=wanted, shape=shape2, dtypes=dtypes2
         )
         if da is None:
             return (None,) * 5 + (dw2, db2, None)

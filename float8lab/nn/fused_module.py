@@ -20,8 +20,8 @@ from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import fused_weight
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
+from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind
 from float8lab.nn.parallel import Shard, TensorParallelGroup, ignore_extra_state
@@ -52,8 +52,12 @@ class FusedModule(Shardable, TensorParallelGroup):
         sequence_parallel: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        partial: bool = True,
     ) -> tuple[torch.device, torch.dtype]:
-        """Register the norm's parameters; returns where parameters go and their dtype."""
+        """Register the norm's parameters; returns where parameters go and their dtype.
+
+        ``partial``: under sequence parallelism, each rank has the gradients of its own tokens.
+        """
         check_flags(sequence_parallel=sequence_parallel, zero_centered_gamma=zero_centered_gamma)
         check_dtype("params_dtype", dtype)
         eps = check_norm(normalization, "eps", eps)
@@ -69,7 +73,8 @@ class FusedModule(Shardable, TensorParallelGroup):
         self.layer_norm_weight = nn.Parameter(torch.empty(size, device=where, dtype=dtype))
         bias = torch.empty(size, device=where, dtype=dtype) if center else None
         self.register_parameter("layer_norm_bias", None if bias is None else nn.Parameter(bias))
-        mark_sequence_parallel(self, sequence_parallel, "layer_norm_weight", "layer_norm_bias")
+        marked = sequence_parallel and partial
+        mark_sequence_parallel(self, marked, "layer_norm_weight", "layer_norm_bias")
         return where, dtype
 
     def _reset_norm(self) -> None:
@@ -107,15 +112,18 @@ class FusedModule(Shardable, TensorParallelGroup):
         whole = torch.cat([plain(weight) for weight in weights])
         return whole, None if biases[0] is None else torch.cat(biases)
 
-    def _checked(self, inp: Tensor, weight: Tensor, argument: str) -> Tensor:
-        """The input in high precision; raises if norm and weight are of another size."""
-        features = weight.shape[1]
+    def _checked(self, inp: Tensor, weight: Tensor, argument: str, ranks: int = 1) -> Tensor:
+        """The input in high precision; raises if norm and weight are of another size.
+
+        ``ranks``: how many share the features of the norm.
+        """
+        features, normed = weight.shape[1], weight.shape[1] * ranks
         dtype = inp.dtype if isinstance(inp, Tensor) else None
         if dtype not in PARAMETER_DTYPES or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (features,), argument)
-        if self.layer_norm_weight.shape != (features,):
+        if self.layer_norm_weight.shape != (normed,):
             raise ValueError(
-                f"layer_norm_weight must have the {features} features of the weight ({argument}); "
+                f"layer_norm_weight must have the {normed} features of the weight ({argument}); "
                 f"got shape {tuple(self.layer_norm_weight.shape)}. Replace both by parameters of "
                 "one size."
             )

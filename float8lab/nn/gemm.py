@@ -10,8 +10,8 @@ is multiplied by its own expert's weight, ``[E, N, K]``.
 The input of a GEMM is a matrix, or a ``Source``: a norm or an activation that is computed while it
 is cast and never written. Of a matrix the transpose is saved for backward, in FP8. A source is
 there in backward, too, and is cast again then, under the forward's scales. The FP8 weight is saved
-where its transpose has the same bytes (one scale per tensor or square blocks), else the weight
-itself, which is alive anyway.
+where its transpose has the same bytes (one scale per tensor or square blocks), unless memory is to
+be saved; else the weight itself, which is alive anyway.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from float8lab.nn.casts import (
     show_gemm,
     show_input,
 )
+from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import DY, Call, W
 from float8lab.nn.spread_gemm import (
     gathered_for_wgrad,
@@ -75,9 +76,7 @@ __all__ = [
     "backward",
     "forward",
     "forward_again",
-    "fused_weight",
     "output_dtype",
-    "plain_weight",
 ]
 
 # One GEMM with its two gradients.
@@ -126,9 +125,8 @@ def forward(
     """
     (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
     source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
-    uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
-    square = plan.w.block[0] == plan.w.block[1]
-    keep_w = square and any(use is not None and use.right == plan.w for use in uses)
+    turns = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
+    keep_w = plan.w.block[0] == plan.w.block[1] and (turns or (again and plan.fprop is not None))
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
     value: Matrix = inp if source and inp is not None else x
     value = value if ends is None else Groups.of(x, ends)
@@ -177,7 +175,8 @@ def forward(
         lean = lean and (spread is None or w_factor is not None)
         lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
-    keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
+    in_fp8 = (plan.dgrad or not needs_dx) and (plan.fprop or not again)  # in backward
+    keep_high = (needs_dx or again) and (saved_w[0] is None or not in_fp8)
     return y, (*saved_x, weight if keep_high else None, *saved_w)
 
 
@@ -305,10 +304,8 @@ def forward_again(
 class Gradient:
     """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
 
-    __slots__ = ("ends", "high", "q", "q_t", "total", "turns")
+    __slots__ = ("high", "q", "q_t", "total", "turns")
 
-    ends: Ends | None
-    """Ends of experts' rows, if they are in groups."""
     high: Tensor | None
     q: Operand | None
     """For dgrad; None if that runs in high precision."""
@@ -331,16 +328,16 @@ class Gradient:
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         dx = plan.dgrad.left if needs_dx and plan.dgrad else None
         dw = plan.wgrad.left if needs_dw and plan.wgrad else None
+        total = needs_db and (ends is not None or (dx is not None and dw is not None))
         if isinstance(dy, Source) and not (
             dx and (dw or not needs_dw) and (needs_dw or not needs_db)
         ):
             dy = dy.value()  # something wants it written
-        self.high, self.ends = None if isinstance(dy, Source) else dy, ends
+        self.high = None if isinstance(dy, Source) else dy
         self.q = self.q_t = self.total = None
         self.turns = False
         if not (dx or dw):
             return
-        total = needs_db and (ends is not None or (dx is not None and dw is not None))
         if call.parallel is not None and call.parallel.scatters and dx == dw:
             self.turns = plan.dy.block == (-1, -1)
             dw = None if self.turns else dw
@@ -359,7 +356,7 @@ class Gradient:
 
 
 def backward(
-    dy: Gradient,
+    dy: Tensor | Gradient,
     x: Source | None,
     saved: Saved,
     call: Call,
@@ -367,81 +364,168 @@ def backward(
     needs: tuple[bool, bool, bool],
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    ends: Ends | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
-    That of the weight is None if it went into the weight's ``main_grad``.
+    That of the weight is what ``accumulate`` gives if it went into the weight's ``main_grad``.
 
     Args:
-        dy: gradient of the output; of no use afterwards.
+        dy: gradient of the output. A caller that has no use for it any more casts it before, as a
+            ``Gradient``, which is of no use afterwards.
         x: what was multiplied, if it was a source.
         saved: from ``forward``.
         call: how to cast.
         needs: which gradients are needed.
         shape: M, N, K.
         dtypes: of the gradients.
+        ends: of experts' rows, if they are in groups.
     """
-    (M, N, K), fused = shape, call.fused_weight
-    groups = () if dy.ends is None else (dy.ends,)
+    fused, plan = call.fused_weight, call.plan
     parts: Any = saved
     kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
-    dx = dw = db = None
-    on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
-    watching, spread = call if call.watched else None, None if call.parallel is None else call
-    plans = on_gpu and watching is None and spread is None
-    for_wgrad: Any = None
-    if spread is not None and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
+    graph, spread = torch.compiler.is_compiling(), None if call.parallel is None else call
+    if isinstance(dy, Tensor) and (graph or call.watched or call.shards is not None):
+        dy = Gradient(dy, call, needs=needs, ends=ends)
+    cast_dy = None if isinstance(dy, Tensor) else dy
+    for_dx = for_dw = for_wgrad = None
+    if spread is not None and needs[1] and plan.wgrad:  # before dgrad, beside which it travels
         for_wgrad = operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
     if needs[0]:
         by: By = (Factors(w_scale, w_factor), None)
-        high, w_t = None if w8 is not None and dy.q else weight, None
-        if dy.q and (torch.compiler.is_compiling() or w_scale is None or spread is not None):
-            high, by, w_t = _weight_transposed(high, w8, by, call, event=dy.q[1])
-        elif dy.ends is not None and w8 is not None and call.first_microbatch is not None:
+        w_t, high = None, None if w8 is not None and plan.dgrad else weight
+        if plan.dgrad and (graph or w_scale is None or spread is not None):
+            event = cast_dy.q[1] if cast_dy is not None and cast_dy.q else None
+            high, by, w_t = _weight_transposed(high, w8, by, call, event=event)
+        elif ends is not None and w8 is not None and call.first_microbatch is not None:
             w_t = kept_transpose(w8, w_scale, call)
         elif isinstance(high, Float8Tensor):
-            high = plain(high, dy.high)
-        if spread is not None:
-            known = w_scale is not None
-            dx = spread_dgrad(dy, high, w_t, known, call, (M, K), dtypes[0], for_wgrad)
-        else:
-            multiply: Any = _planned_dgrad if plans else _dgrad
-            dx = multiply(
-                dy.q or dy.high, high, w8, by, w_t, w_scale is not None, call.recipe, (M, K),
-                dtypes[0], watching, *groups,
-            )  # fmt: skip
-    dy.q = None  # its room may serve for dw
+            high = plain(high, dy if isinstance(dy, Tensor) else dy.high)
+        for_dx = high, w8, by, w_t, w_scale is not None, dtypes[0]
     if needs[1]:
         main = fused[0] if isinstance(fused, tuple) else fused
         dtype = dtypes[1] if main is None else main.main_grad.dtype
-        factors = Factors(x_scale, x_factor)
-        if spread is not None:
-            dw = spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype)
-        else:
-            multiply = _planned_wgrad if plans else _wgrad
-            dw = multiply(
-                dy.q_t or dy.high, x, kept, factors, call.recipe, (N, K), dtype, watching, *groups
-            )
-        if fused is not None:
-            _accumulate(fused, dw, overwrite=call.first_microbatch is True)
-            dw = None
-    if needs[2]:
-        total = dy.total
-        if total is None:
-            assert dy.high is not None, "written"
-            if dy.ends is None:
-                total = dy.high.sum(0, dtype=torch.float32)
-            else:
-                # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in
-                # rows of their own, which torch takes whatever the number of tokens.
-                ones = dy.high.new_ones((M, 8)).t()
-                total = _multiply_groups(dy.high.t(), ones, dy.ends.offs, dy.high.dtype)[..., 0]
-        db = total.to(dtypes[2])
+        for_dw = x, kept, Factors(x_scale, x_factor), dtype
+    db_dtype = dtypes[2] if needs[2] else None
+    if isinstance(dy, Tensor):
+        by_dy: By = None
+        if plan.delayed and ((needs[0] and plan.dgrad) or (needs[1] and plan.wgrad)):
+            matrix = dy if ends is None else Groups.of(dy, ends)
+            by_dy = call.known[DY] or call.scale(DY, matrix)
+        multiply: Any = _planned_gradients if dy.is_cuda else _gradients
+        dx, dw, db = multiply(
+            dy, None, by_dy, for_dx, for_dw, db_dtype, shape, call.recipe, None, ends
+        )
+    else:
+        some, others = (for_dx, for_dw, db_dtype), (for_wgrad, shape, ends)
+        dx, dw, db = _gradients_in_turn(dy, *some, call, *others)
+    if fused is not None and dw is not None:
+        dw = accumulate(fused, dw, overwrite=call.first_microbatch is True)
     return dx, dw, db
 
 
+def _gradients_in_turn(
+    dy: Gradient,
+    for_dx: Any,
+    for_dw: Any,
+    db_dtype: torch.dtype | None,
+    call: Call,
+    for_wgrad: Any,
+    shape: tuple[int, int, int],
+    ends: Ends | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``_gradients`` of what is cast already, which is forgotten as soon as it has served.
+
+    ``for_wgrad`` are the operands of a layer that is spread over ranks.
+    """
+    (M, N, K), dx, dw, db = shape, None, None, None
+    rest = shape, call.recipe, call if call.watched else None, ends
+    spread = None if call.parallel is None else call
+    on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
+    multiply: Any = _planned_gradients if on_gpu and not (spread or call.watched) else _gradients
+    if for_dx is not None and spread is not None:
+        high, _, _, w_t, known, dtype = for_dx
+        dx = spread_dgrad(dy, high, w_t, known, call, (M, K), dtype, for_wgrad)
+    elif for_dx is not None:
+        dx, *_ = multiply(dy.high, (dy.q, None, None), None, for_dx, None, None, *rest)
+    dy.q = None  # its room may serve for dw
+    if for_dw is not None and spread is not None:
+        x, kept, _, dtype = for_dw
+        dw, for_dw = spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype), None
+    if for_dw is not None or db_dtype is not None:
+        cast_dy = None, dy.q_t, dy.total
+        _, found, db = multiply(dy.high, cast_dy, None, None, for_dw, db_dtype, *rest)
+        dw = found if dw is None else dw
+    return dx, dw, db
+
+
+def _gradients(
+    dy: Tensor | None,
+    cast_dy: tuple[Operand | None, Operand | None, Tensor | None] | None,
+    by: By,
+    for_dx: Any,
+    for_dw: Any,
+    db_dtype: torch.dtype | None,
+    shape: tuple[int, int, int],
+    recipe: Recipe,
+    watching: Call | None,
+    ends: Ends | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias; None if not wanted.
+
+    Args:
+        dy: the gradient in high precision, if it is written.
+        cast_dy: it in FP8, its transpose and its sums, as far as it has been cast before.
+        by: by what it is cast, else.
+        for_dx: the other operand of dgrad, see ``_dgrad``, and the dtype of the result.
+        for_dw: the other operand of wgrad, see ``_wgrad``, and the dtype of the result.
+        db_dtype: of the gradient of the bias.
+        shape: M, N, K.
+        recipe: how to cast.
+        watching: the call, if somebody watches it.
+        ends: of experts' rows, if they are in groups.
+    """
+    (M, N, K), plan = shape, recipe.linear
+    dx = dw = db = None
+    known: Any = cast_dy or (None, None, None)
+    q, q_t, total = known
+    if cast_dy is None:
+        assert dy is not None, "to be cast"
+        straight = plan.dgrad.left if for_dx is not None and plan.dgrad else None
+        transposed = plan.wgrad.left if for_dw is not None and plan.wgrad else None
+        if straight or transposed:
+            matrix = dy if ends is None else Groups.of(dy, ends)
+            free = ends is not None or (straight is not None and transposed is not None)
+            q, scale, _, q_t, scale_t, sums = cast_by(
+                matrix, straight, transposed, plan, by, column_sum=free and db_dtype is not None
+            )
+            q, q_t, total = (q, scale), (q_t, scale_t), sums if free else None
+    if for_dx is not None:
+        left: Any = q if plan.dgrad else dy
+        dx = _dgrad(left, recipe, (M, K), watching, ends, *for_dx)
+    q = left = known = None  # their room may serve for dw
+    if for_dw is not None:
+        left = q_t if plan.wgrad else dy
+        dw = _wgrad(left, recipe, (N, K), watching, ends, *for_dw)
+    if db_dtype is not None and total is None:
+        assert dy is not None, "written"
+        if ends is None:
+            total = dy.sum(0, dtype=torch.float32)
+        else:
+            # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in
+            # rows of their own, which torch takes whatever the number of tokens.
+            ones = dy.new_ones((M, 8)).t()
+            total = _multiply_groups(dy.t(), ones, ends.offs, dy.dtype)[..., 0]
+    if db_dtype is not None and total is not None:
+        db = total.to(db_dtype)
+    return dx, dw, db
+
+
+_planned_gradients = planned(_gradients)
+
+
 def _weight_transposed(
-    weight: Tensor | None, w8: Tensor | None, by: By, call: Call, *, event: Tensor
+    weight: Tensor | None, w8: Tensor | None, by: By, call: Call, *, event: Tensor | None
 ) -> tuple[Tensor | None, By, Any]:
     """The weight in high precision and by what its transpose is cast, or that.
 
@@ -468,16 +552,16 @@ def _weight_transposed(
 
 def _dgrad(
     dy: Tensor | Operand,
+    recipe: Recipe,
+    shape: tuple[int, int],
+    watching: Call | None,
+    ends: Ends | None,
     weight: Tensor | None,
     w8: Tensor | None,
     by: By,
     w_t: Any,
     turns: bool,
-    recipe: Recipe,
-    shape: tuple[int, int],
     dtype: torch.dtype,
-    watching: Call | None,
-    ends: Ends | None = None,
 ) -> Tensor:
     """``dy @ weight``, of the FP8 weight, its transpose, or the weight in high precision.
 
@@ -496,8 +580,8 @@ def _dgrad(
     if w_t is None and w8 is not None:
         assert by is not None, "saved by the forward"
         scale = by[0].scale
-        # A delayed scale is of shape [1].
-        w_t = transpose_op(w8, 1, None), scale if scale.ndim == 1 else scale.mT
+        alone = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
+        w_t = transpose_op(w8, 1, None), scale if alone else scale.mT
     elif w_t is None:
         assert weight is not None, "kept for this"
         w_t = cast_by(weight, None, right, plan, by)[3:5]
@@ -516,19 +600,16 @@ def _dgrad(
     return dx
 
 
-_planned_dgrad = planned(_dgrad)
-
-
 def _wgrad(
     dy: Tensor | Operand,
+    recipe: Recipe,
+    shape: tuple[int, int],
+    watching: Call | None,
+    ends: Ends | None,
     x: Source | None,
     kept: Tensor | None,
     factors: Factors,
-    recipe: Recipe,
-    shape: tuple[int, int],
     dtype: torch.dtype,
-    watching: Call | None,
-    ends: Ends | None = None,
 ) -> Tensor:
     """``dy.T @ x``, of dy in high precision or of its transpose in FP8.
 
@@ -561,52 +642,6 @@ def _wgrad(
     if torch.compiler.is_compiling() or dw.shape[-2:] != shape:
         dw = dw[..., : shape[0], : shape[1]]
     return dw
-
-
-_planned_wgrad = planned(_wgrad)
-
-
-def _accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> None:
-    """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``.
-
-    Of experts it is a tuple of one weight for all, or of each one's.
-    """
-    weights, parts = (weight,), [dw]
-    if isinstance(weight, tuple):
-        weights, parts = weight, [dw] if len(weight) == 1 else list(dw.unbind())
-    into = [one.main_grad.view_as(part) for one, part in zip(weights, parts, strict=True)]
-    if overwrite:
-        torch._foreach_copy_(into, parts)
-    else:
-        torch._foreach_add_(into, parts)
-    for one in weights:
-        one.grad_added_to_main_grad = True  # the mark that Megatron's optimizers look for
-
-
-def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
-    """The weight, if the module's argument and its ``main_grad`` ask for gradients there."""
-    return weight if module.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
-
-
-def plain_weight(module: Any, weight: Tensor, first_microbatch: bool | None) -> Tensor:
-    """``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for that."""
-    fused = fused_weight(module, weight)
-    if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
-        return plain(weight)
-    found: Tensor = _IntoMainGrad.run(plain(weight), fused, first_microbatch is True)
-    return found
-
-
-class _IntoMainGrad(Float8Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, overwrite: bool) -> Tensor:
-        ctx.weight, ctx.overwrite = weight, overwrite
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> tuple[None, None, None]:
-        _accumulate(ctx.weight, dw, overwrite=ctx.overwrite)
-        return None, None, None
 
 
 # A linear layer, the plainest composition.
@@ -657,9 +692,8 @@ class LinearFunction(Float8Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (x_shape, shape) = ctx.needs_input_grad[:3], ctx.shapes
         dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
-        gradient = Gradient(dy, ctx.call, needs=needs)
         dx, dw, db = backward(
-            gradient, None, ctx.saved_tensors, ctx.call,
+            dy, None, ctx.saved_tensors, ctx.call,
             needs=needs, shape=shape, dtypes=ctx.dtypes,
         )  # fmt: skip
         return None if dx is None else dx.reshape(x_shape), dw, db, None

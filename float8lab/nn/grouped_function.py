@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.nn.casts import spec_of_experts
-from float8lab.nn.gemm import Gradient, backward, forward, output_dtype
+from float8lab.nn.gemm import backward, forward, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
@@ -90,10 +90,9 @@ class GroupedFunction(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (offs, plan, *saved) = ctx.needs, ctx.saved_tensors
-        gradient = Gradient(dy, ctx.call, needs=needs, ends=Ends(offs, plan))
         dx, *of_experts = backward(
-            gradient, None, tuple(saved), ctx.call,
-            needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
+            dy, None, tuple(saved), ctx.call,
+            needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, ends=Ends(offs, plan),
         )  # fmt: skip
         parts: list[Tensor | None] = []
         for whole, count in zip(of_experts, ctx.parts, strict=True):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from float8lab.arguments import (
     PARAMETER_DTYPES,
-    check_callables,
     check_device,
     check_dtype,
     check_flags,
@@ -26,7 +25,6 @@ from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain, spec_of_experts
-from float8lab.nn.gemm import fused_weight, plain_weight
 from float8lab.nn.grouped_function import (
     GroupedFunction,
     as_one,
@@ -36,12 +34,14 @@ from float8lab.nn.grouped_function import (
 )
 from float8lab.nn.linear import (
     default_device,
+    drawn_from,
     keep_initial_value,
     materialize,
     moved_in_place,
     normal_init,
     store_in_fp8,
 )
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     TensorParallelGroup,
     ignore_extra_state,
@@ -104,6 +104,9 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
             part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
             input; the biases are in the first rank's part of the sum. None: each rank has all.
+        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
+            ``init_method`` draws; None is the default stream.
+        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
         ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
 
     Raises:
@@ -137,6 +140,8 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
@@ -148,7 +153,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             single_grouped_bias=single_grouped_bias,
             sequence_parallel=sequence_parallel,
         )
-        check_callables(init_method=init_method)
+        init_method = drawn_from(init_method, get_rng_state_tracker, rng_tracker_name)
         check_dtype("params_dtype", params_dtype)
         super().__init__()
         self.register_load_state_dict_pre_hook(ignore_extra_state)
@@ -192,12 +197,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
-        if stored is not None and self.single_grouped_weight:
-            raise NotImplementedError(
-                "single_grouped_weight must be False where tensor-parallel ranks share weights "
-                "that are stored in FP8; got True. Leave it out: each expert's weight is one then."
-            )
+        stored = self._sharing_of("_fp8", int(self.parallel_mode == "row"))
         self._keeps_initial_values = store_in_fp8(self, self._names["weight"], stored)
         self._lie_together()
         if ranks > 1:
@@ -279,12 +279,10 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             weights, biases = self._experts_here(weights, biases)
             experts = weights[0].shape[0]
         offs = ends_of(m_splits, x, experts, "num_gemms")
-        for name, buffer, size in (
-            ("out", out, self.out_features),
-            ("dgrad_out", dgrad_out, self.in_features),
-        ):
-            self._check_buffer(name, buffer, (*inp.shape[:-1], size))
+        if out is not None:
+            self._check_buffer("out", out, (*inp.shape[:-1], self.out_features))
         if dgrad_out is not None:
+            self._check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
             x = into_buffer(x, dgrad_out.view_as(x))
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
@@ -367,12 +365,9 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     ) -> Tensor:  # fmt: skip
         """The layer where the features of ranks meet inside blocks: with zeros for the others'."""
         parallel, edge = call.shards, call.plan.edge
-        if call.fused_weight is not None:
-            raise NotImplementedError(
-                f"fuse_wgrad_accumulation must be False where blocks of {edge} features lie on "
-                f"several ranks; got True and {parallel.pieces[0]} features for each. Leave it "
-                "out, or choose sizes that the blocks divide."
-            )
+        if call.fused_weight is not None:  # what goes into main_grad is without these zeros
+            weights = [plain_weight(self, w, call.first_microbatch, as_main=True) for w in weights]
+            call.fused_weight = None
         column, (length,) = parallel.mode == "column", parallel.pieces
         weight = weights[0] if self.single_grouped_weight else torch.stack(list(weights))
         weight = parallel.spaced(weight, 1 if column else 2, edge)
@@ -393,7 +388,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
 
     def _check_buffer(self, name: str, buffer: Any, shape: tuple[int, ...]) -> None:
         check_tensor(name, buffer, optional=True)
-        if buffer is not None and (buffer.shape != shape or buffer.dtype not in PARAMETER_DTYPES):
+        if buffer.shape != shape or buffer.dtype not in PARAMETER_DTYPES:
             raise ValueError(
                 f"{name} must be a floating-point tensor of shape {shape}; got {shown(buffer)}. "
                 "Allocate it so, or leave it out."

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_callables, check_flags, check_size
+from float8lab.arguments import check_flags, check_size
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.gemm import output_dtype, plain_weight
-from float8lab.nn.linear import linear_in_high_precision, sizes_of_split, store_in_fp8
+from float8lab.nn.gemm import LinearFunction, output_dtype
+from float8lab.nn.linear import (
+    drawn_from,
+    linear_in_high_precision,
+    sizes_of_split,
+    store_in_fp8,
+)
+from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
@@ -40,8 +46,8 @@ class LayerNormLinear(FusedModule):
         init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
             deviation 0.023.
         return_layernorm_output: return the norm's output as the last output.
-        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
-            no effect without ``sequence_parallel`` and ``return_layernorm_output``.
+        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks,
+            under ``sequence_parallel``; of all features, where ``parallel_mode`` is "row".
         parameters_split: names, or a mapping from names to sizes along dimension 0, of several
             parameters that together form the weight (``<name>_weight``) and the bias
             (``<name>_bias``).
@@ -54,12 +60,17 @@ class LayerNormLinear(FusedModule):
         tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
         tp_size: R, where ``tp_group`` is given later.
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight and
-            gives as many features of all tokens; None: no rank shares anything. A norm needs all
-            features, so "row" is for one rank.
+            gives as many features of all tokens; None: no rank shares anything; "row": each has
+            ``[out_features, in_features / R]``, and as many features of the input, of all tokens. A
+            norm is of all features of a token, so these are gathered, in high precision, for it and
+            for its gradient; its parameters are whole on all ranks, with the gradients of all.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the
             caller allocates, instead of producing ``weight.grad``.
         return_bias: do not add the bias; return it after the output.
         params_dtype: dtype of the parameters; None is the default dtype.
+        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
+            ``init_method`` draws; None is the default stream.
+        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
         ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
             turns that off. Numbers are the same.
@@ -95,16 +106,13 @@ class LayerNormLinear(FusedModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
         mode = parallel_mode and parallel_mode.lower()
-        if ranks > 1 and mode == "row":
-            raise ValueError(
-                "parallel_mode must be 'column', or None, for a norm and a linear layer on several "
-                f"ranks; got {parallel_mode!r}. The norm needs all features of a token: use "
-                "LayerNorm, and a Linear that is row parallel."
-            )
+        row = mode == "row" and ranks > 1
         check_flags(
             bias=bias,
             return_layernorm_output=return_layernorm_output,
@@ -112,12 +120,13 @@ class LayerNormLinear(FusedModule):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             return_bias=return_bias,
         )
-        check_callables(init_method=init_method)
+        init_method = drawn_from(init_method, get_rng_state_tracker, rng_tracker_name)
         super().__init__()
-        self.in_features = in_features = check_size("in_features", in_features)
+        in_features = check_size("in_features", in_features)
         self.out_features = out_features = check_size("out_features", out_features)
         self.parallel_mode = mode
         self.tp_size = ranks
+        self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
@@ -130,30 +139,33 @@ class LayerNormLinear(FusedModule):
             eps=eps,
             zero_centered_gamma=zero_centered_gamma,
             sequence_parallel=sequence_parallel,
+            partial=not row,
             device=device,
             dtype=params_dtype,
         )
+        self.in_features = features = share_of("in_features", in_features, ranks if row else 1)
         sizes = sizes_of_split(parameters_split, out_features) or {"": out_features}
         self._prefixes = [f"{name}_" if name else "" for name in sizes]
         for prefix, size in zip(self._prefixes, sizes.values(), strict=True):
             name = f"parameters_split[{prefix[:-1]!r}]" if prefix else "out_features"
-            shape = share_of(name, size, ranks), in_features
+            shape = share_of(name, size, 1 if row else ranks), features
             self._register(prefix, shape, bias=bias, device=where, dtype=dtype)
-        self.out_features = out_features // ranks
+        self.out_features = out_features if row else out_features // ranks
         self.overlap = overlap_of("LayerNormLinear", ub)
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._prefixes]
-        self._keeps_initial_values = store_in_fp8(self, names, self._stored_shard("_fp8", 0))
-        self._mark_shards(self._prefixes, 0)
+        self._keeps_initial_values = store_in_fp8(self, names, self._sharing_of("_fp8", int(row)))
+        self._mark_shards(self._prefixes, int(row))
         place_precisions(self)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         if self.parallel_mode is None:
             return {}
         sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._prefixes)
-        return {"_fp8": (self.parallel_mode, sizes if len(sizes) > 1 else self._joined)}
+        several = self.parallel_mode == "column" and len(sizes) > 1
+        return {"_fp8": (self.parallel_mode, sizes if several else self._joined)}
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weight by ``init_method``, and the bias to 0.
@@ -161,7 +173,8 @@ class LayerNormLinear(FusedModule):
         Parameters on the meta device get memory on the default one, as of a new module.
         """
         self._reset_norm()
-        self._initialise(self._prefixes, self._init_method, self._shard(0))
+        shard = self._shard(int(self.parallel_mode == "row"))
+        self._initialise(self._prefixes, self._init_method, shard)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply the norm, then the linear layer.
@@ -175,9 +188,12 @@ class LayerNormLinear(FusedModule):
             output if ``return_layernorm_output``.
         """
         weight, bias = self._whole(self._prefixes)
-        x = self._checked(inp, weight, "in_features")
-        added = None if self.return_bias else bias
-        parallel = self._fp8.parallel
+        parallel, added = self._fp8.parallel, None if self.return_bias else bias
+        by_features = parallel is not None and parallel.mode == "row"
+        x = self._checked(inp, weight, "in_features", self.tp_size if by_features else 1)
+        if by_features:
+            results = self._forward_by_features(x, weight, added, is_first_microbatch)
+            return self._outputs(results[0], bias, results[1], return_bias=self.return_bias)
         rows = None if parallel is None else parallel.rows_of(x)
         call = self._begin(self._fp8, x, weight, is_first_microbatch, rows)
         if call is None:
@@ -197,12 +213,35 @@ class LayerNormLinear(FusedModule):
             normed = parallel.gather(normed, rows) if gathered else normed
         return self._outputs(results[0], bias, normed, return_bias=self.return_bias)
 
+    def _normed(self, x: Tensor) -> Tensor:
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        return normalize(x, *norm, self._norm, output_dtype(x))
+
+    def _forward_by_features(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the norm's, if it is returned, where each rank has some features."""
+        parallel: Any = self._fp8.parallel
+        whole = self._normed(parallel.all_features(x, gather=True))
+        normed = parallel.all_features(whole, gather=False)
+        rows = parallel.rows_of(normed)
+        call = self._begin(self._fp8, normed, weight, first_microbatch, rows)
+        if call is None:
+            weight = plain_weight(self, weight, first_microbatch)
+            y = linear_in_high_precision(self._fp8, normed, weight, bias, rows)
+        else:
+            y = LinearFunction.run(normed, weight, bias, call)
+            if call.record:
+                self._fp8.end(call)
+        parallel.note_rows(y, rows)
+        if not self.return_layernorm_output:
+            return y, None
+        return y, whole if self.return_layernorm_output_gathered else normed
+
     def _forward_in_high_precision(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
     ) -> tuple[Tensor, Tensor | None]:
-        normed = normalize(
-            x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
-        )
+        normed = self._normed(x)
         return linear_in_high_precision(self._fp8, normed, weight, bias, rows), normed
 
     def extra_repr(self) -> str:

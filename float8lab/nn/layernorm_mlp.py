@@ -14,8 +14,9 @@ from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
-from float8lab.nn.gemm import output_dtype, plain_weight
-from float8lab.nn.linear import linear_in_high_precision, store_in_fp8
+from float8lab.nn.gemm import output_dtype
+from float8lab.nn.linear import drawn_from, linear_in_high_precision, store_in_fp8
+from float8lab.nn.main_grad import plain_weight
 from float8lab.nn.norm_function import normalize
 from float8lab.nn.parallel import overlap_of, parallel_size, share_of
 from float8lab.nn.precision import Precision, place_precisions
@@ -70,6 +71,9 @@ class LayerNormMLP(FusedModule):
         fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
             half the memory. The output does not change; gradients see fc1's output rounded, which
             costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
+        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
+            the init methods draw; None is the default stream.
+        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
         ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
             turns that off. Numbers are the same.
@@ -114,9 +118,10 @@ class LayerNormMLP(FusedModule):
         micro_batch_size: int | None = None,
         checkpoint: bool = False,
         fp8_activation_input: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         **ub: Any,
     ) -> None:
-        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         gated = check_activation(activation)
         check_flags(
             bias=bias,
@@ -128,6 +133,7 @@ class LayerNormMLP(FusedModule):
             checkpoint=checkpoint,
             fp8_activation_input=fp8_activation_input,
         )
+        ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
         check_size("seq_length", seq_length, minimum=1, optional=True)
         check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)
@@ -135,6 +141,7 @@ class LayerNormMLP(FusedModule):
         self.hidden_size = hidden_size = check_size("hidden_size", hidden_size)
         self.ffn_hidden_size = ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
         self.activation = activation
+        self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
@@ -142,7 +149,9 @@ class LayerNormMLP(FusedModule):
         self.set_parallel_mode = set_parallel_mode
         self.checkpoint = checkpoint
         self.fp8_activation_input = fp8_activation_input
-        self._init_methods = init_method, output_layer_init_method
+        stream = get_rng_state_tracker, rng_tracker_name
+        inits = init_method, output_layer_init_method
+        self._init_methods = tuple(drawn_from(init, *stream) for init in inits)
         self._fp8_fc1, self._fp8_fc2 = Precision(), Precision()
         where, dtype = self._set_up_norm(
             hidden_size,
@@ -163,8 +172,8 @@ class LayerNormMLP(FusedModule):
         self.set_tensor_parallel_group(tp_group)
         if where.type != "meta":
             self.reset_parameters()
-        store_in_fp8(self, ["fc1_weight"], self._stored_shard("_fp8_fc1", 0))
-        keeps = store_in_fp8(self, ["fc2_weight"], self._stored_shard("_fp8_fc2", 1))
+        store_in_fp8(self, ["fc1_weight"], self._sharing_of("_fp8_fc1", 0))
+        keeps = store_in_fp8(self, ["fc2_weight"], self._sharing_of("_fp8_fc2", 1))
         self._keeps_initial_values = keeps
         self._mark_shards(["fc1_"], 0)
         self._mark_shards(["fc2_"], 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +19,17 @@ from float8lab.arguments import (
     check_dtype,
     check_flags,
     check_input,
+    check_instance,
     check_size,
     shown,
 )
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.tensor_parallel import Rows, StoredShard
+from float8lab.distributed.tensor_parallel import Rows, SharedScales
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import LinearFunction, fused_weight, plain_weight
+from float8lab.nn.gemm import LinearFunction
+from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
     Shard,
     TensorParallelGroup,
@@ -43,6 +47,7 @@ from float8lab.tensor.blocks import quantize_blocks
 __all__ = [
     "Linear",
     "default_device",
+    "drawn_from",
     "initialise",
     "keep_initial_value",
     "linear_in_high_precision",
@@ -72,38 +77,41 @@ def _default_device_was_set() -> bool:
     )
 
 
-def stored_for(weight: Tensor, recipe: Recipe, shard: StoredShard | None = None) -> Float8Tensor:
+def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = None) -> Float8Tensor:
     """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient.
 
-    ``shard`` says how ranks share it, if they do.
+    ``sharing`` says how ranks share it, if they do.
     """
     spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
-    if shard is not None:
-        known = shard.amaxes(weight.detach(), spec)
+    block = (1,) * (weight.ndim - 2) + spec.block
+    if sharing is not None:
+        spec = replace(spec, block=block)
+        known = sharing.amaxes(weight.detach(), spec)
         q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
         return Float8Tensor(*q, spec, weight.dtype)
     return quantize(
-        weight.detach(), spec.fp8_dtype, block=(1,) * (weight.ndim - 2) + spec.block,
-        scale_rule=spec.scale_rule,
+        weight.detach(), spec.fp8_dtype, block=block, scale_rule=spec.scale_rule,
         amax_epsilon=epsilon,
     )  # fmt: skip
 
 
-def store_in_fp8(module: nn.Module, names: Sequence[str], shard: StoredShard | None = None) -> bool:
+def store_in_fp8(
+    module: nn.Module, names: Sequence[str], sharing: SharedScales | None = None
+) -> bool:
     """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
 
-    ``shard`` says how ranks share them, if they do. Returns whether they are to keep their initial
-    values in high precision.
+    ``sharing`` says how ranks share them, if they do. Returns whether they are to keep their
+    initial values in high precision.
     """
     init = STATE.init
     if init is None:
         return False
     for name in names:
         value = getattr(module, name).detach()
-        if shard is not None:
-            shard.check(name, value.shape, init.recipe.linear.w)
-        parameter = nn.Parameter(stored_for(value, init.recipe, shard))
-        parameter._shard = shard  # type: ignore[attr-defined]  # of a Float8Tensor
+        if sharing is not None:
+            sharing.check(name, value.shape, init.recipe.linear.w)
+        parameter = nn.Parameter(stored_for(value, init.recipe, sharing))
+        parameter._shared_scales = sharing  # type: ignore[attr-defined]  # of a Float8Tensor
         if init.preserve_high_precision_init_val:
             keep_initial_value(parameter, value)
         setattr(module, name, parameter)
@@ -202,6 +210,25 @@ def normal_init(weight: Tensor) -> None:
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+def drawn_from(
+    init_method: Callable[[Tensor], Any] | None,
+    get_rng_state_tracker: Callable[[], Any] | None,
+    rng_tracker_name: str | None,
+) -> Callable[[Tensor], Any] | None:
+    """The init method, or one that draws from a stream of the tracker if there is one."""
+    check_callables(init_method=init_method, get_rng_state_tracker=get_rng_state_tracker)
+    check_instance("rng_tracker_name", rng_tracker_name, str, "a name", optional=True)
+    if get_rng_state_tracker is None:
+        return init_method
+    names = () if rng_tracker_name is None else (rng_tracker_name,)
+    return partial(_draw_from, init_method or normal_init, get_rng_state_tracker, names)
+
+
+def _draw_from(init: Any, get_rng_state_tracker: Any, names: tuple[str, ...], x: Tensor) -> None:
+    with get_rng_state_tracker().fork(*names):
+        init(x)
+
+
 def _load_dtensor() -> Any:
     """``nn/dtensor.py``, which imports DTensor: that takes as long as all of float8lab."""
     return importlib.import_module("float8lab.nn.dtensor")
@@ -239,6 +266,9 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight
             and gives as many features; "row": ``[out_features, in_features / R]``, takes as many
             features, and all have the sum of their products; None: no rank shares anything.
+        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
+            ``init_method`` draws; None is the default stream.
+        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
         ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. Products run beside what
             is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
             turns that off. Numbers are the same.
@@ -279,6 +309,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         **ub: Any,
     ) -> None:
         ranks = parallel_size(tp_size, tp_group, parallel_mode)
@@ -288,12 +320,13 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             sequence_parallel=sequence_parallel,
         )
-        check_callables(init_method=init_method)
+        init_method = drawn_from(init_method, get_rng_state_tracker, rng_tracker_name)
         check_dtype("params_dtype", params_dtype)
         nn.Module.__init__(self)
         self.register_load_state_dict_pre_hook(ignore_extra_state)
         self.in_features = in_features = check_size("in_features", in_features)
         self.out_features = out_features = check_size("out_features", out_features)
+        self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.sequence_parallel = sequence_parallel
@@ -324,7 +357,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if where.type != "meta":
             self.reset_parameters()
         names = [f"{prefix}weight" for prefix in self._names]
-        stored = self._stored_shard("_fp8", int(self.parallel_mode == "row"))
+        stored = self._sharing_of("_fp8", int(self.parallel_mode == "row"))
         self._keeps_initial_values = store_in_fp8(self, names, stored)
         self._mark_shards(self._names, int(self.parallel_mode == "row"))
         place_precisions(self)

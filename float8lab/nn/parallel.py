@@ -17,7 +17,7 @@ from float8lab.arguments import (
     check_size,
 )
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import NoGroup, StoredShard, TensorParallel
+from float8lab.distributed.tensor_parallel import NoGroup, SharedScales, TensorParallel
 from float8lab.recipes.region import STATE
 
 __all__ = [
@@ -75,6 +75,7 @@ _UB_FLAGS = (
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
 )
+_UB_NAMES = ("ub_name", "symmetric_ar_type")
 
 
 def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
@@ -82,7 +83,7 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
 
     None: where that was measured to pay, whatever arguments are True; False: never, where
     ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
-    have no meaning of their own.
+    have no meaning of their own, ``symmetric_ar_type`` neither: the group chooses how it reduces.
 
     Raises:
         TypeError: an argument that is no such, as Python would say.
@@ -90,11 +91,11 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
     for name, value in arguments.items():
-        if name not in (*_UB_FLAGS, "ub_name"):
+        if name not in (*_UB_FLAGS, *_UB_NAMES):
             raise TypeError(
                 f"{module}'s arguments must be known ones; got {name}. Leave it out, or correct it."
             )
-        if name == "ub_name":
+        if name in _UB_NAMES:
             check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
             check_flags(**{name: value})
@@ -151,14 +152,18 @@ class Shard(NamedTuple):
     def of(self, whole: Tensor) -> Tensor:
         """The part of ``whole``."""
         sizes = self.sizes(whole.shape[self.dim])
-        if len(sizes) == 1:
-            return whole.chunk(self.ranks, self.dim)[self.rank]
+        if len(sizes) == 1:  # by the rule of torch.chunk, which leaves out what is empty
+            each = -(-sizes[0] // self.ranks)
+            start = min(self.rank * each, sizes[0])
+            return whole.narrow(self.dim, start, min(each, sizes[0] - start))
         parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
         return torch.cat([part[self.rank] for part in parts], self.dim)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole, from the parts of all ranks in their order."""
         sizes = self.sizes(parts[0].shape[self.dim])
+        if len(sizes) == 1:
+            return torch.cat(list(parts), self.dim)
         pieces = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
         return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
 
@@ -209,7 +214,7 @@ class TensorParallelGroup:
         rank = torch.distributed.get_rank(self.tp_group)
         return Shard(dim, rank, self.tp_size, pieces or (1,))
 
-    def _stored_shard(self, name: str, dim: int) -> StoredShard | None:
+    def _sharing_of(self, name: str, dim: int) -> SharedScales | None:
         """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
         parallel = getattr(self, name).parallel
         if parallel is None or STATE.init is None:
@@ -219,7 +224,7 @@ class TensorParallelGroup:
                 f"tp_group must be given where the weights of {self.tp_size} tensor-parallel ranks "
                 "are stored in FP8, which share scales; got None. Pass the group to the module."
             )
-        return StoredShard(parallel, dim)
+        return SharedScales(parallel, dim)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
@@ -283,9 +288,9 @@ class TensorParallelGroup:
                 )
             getattr(self, name).spread(parallel)
             for parameter in module.parameters(recurse=False):
-                stored = getattr(parameter, "_shard", None)
+                stored = getattr(parameter, "_shared_scales", None)
                 if stored is not None and stored.dim == int(mode == "row"):
-                    parameter._shard = StoredShard(parallel, stored.dim)
+                    parameter._shared_scales = SharedScales(parallel, stored.dim)
 
 
 class ContextParallelGroup(TensorParallelGroup):

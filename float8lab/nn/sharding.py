@@ -3,13 +3,14 @@
 The whole is the parameter that one rank alone would have. A checkpoint of Transformer Engine or of
 Megatron has a file for each tensor-parallel rank, with the same parts under the same names, so each
 rank loads its own by ``load_state_dict``; the functions here go from there to any number of ranks.
+A DTensor says itself which part it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,7 @@ def shard_state_dict(
         state_dict: of the same model on one rank, or one that ``whole_state_dict`` made; or a list
             of those that the ranks of another group had, in their order. Names that are not in the
             model stay as they are; they and parameters that all ranks have are the first rank's.
+            Parameters of ``parallelize_module`` are DTensors, in the model as in the state dicts.
 
     Returns:
         What ``model.load_state_dict`` takes; parts are views of the whole where they can be. A
@@ -81,7 +83,7 @@ def shard_state_dict(
         RuntimeError: a module has no group yet.
         ValueError: state dicts of ranks that do not fit together; or a part of a tensor stored in
             FP8 that would need a new scale, since its blocks are not those of the whole.
-        NotImplementedError: a parameter that ranks share is sharded further.
+        NotImplementedError: a parameter that ranks share is sharded further (FSDP2); DCP does that.
 
     >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")  # one rank: all of it
     >>> state = float8lab.nn.shard_state_dict(layer, layer.state_dict())
@@ -92,23 +94,29 @@ def shard_state_dict(
     torch.Size([4, 8])
     """
     check_module("model", model)
-    if isinstance(state_dict, Sequence) and state_dict:
-        for rank, state in enumerate(state_dict):
+    given: Any = state_dict
+    if isinstance(given, Sequence) and given:
+        for rank, state in enumerate(given):
             check_instance(f"state_dict[{rank}]", state, Mapping, "a mapping from names to tensors")
-        states = list(state_dict)
     else:
         what = "a mapping from names to tensors, or a list of the ranks' own"
-        check_instance("state_dict", state_dict, Mapping, what)
-        states = [cast("Mapping[str, Any]", state_dict)]
+        check_instance("state_dict", given, Mapping, what)
+    states = [given] if isinstance(given, Mapping) else list(given)
     layouts, result = _layouts(model), dict(states[0])
-    if len(states) > 1 and not layouts:
+    spread = [name for name, value in result.items() if _is_dtensor(value)]
+    for name in spread:
+        result[name] = _of_dtensors(name, _checked(name, states))
+    if len(states) > 1 and not layouts and not spread:
         raise ValueError(
             f"model must have parallel modes to join the state dicts of {len(states)} ranks; it "
             "has none. Make it with set_parallel_mode=True, or parallel_mode."
         )
     for name, shard in layouts.items():
-        if name in result:
-            result[name] = _of_rank(name, shard, _checked("state_dict", name, states))
+        if name in result and name not in spread:
+            result[name] = _of_rank(name, shard, _checked(name, states))
+    for name, own in model.state_dict().items():
+        if _is_dtensor(own) and name in result:
+            result[name] = _as_dtensor(name, own, result[name])
     return result
 
 
@@ -120,25 +128,62 @@ def _of_rank(name: str, shard: Shard, parts: list[Any]) -> Any:
     return whole if shard.ranks == 1 else _cut(name, shard, whole)
 
 
-def _checked(argument: str, name: str, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _is_dtensor(value: Any) -> bool:
+    return hasattr(value, "_local_tensor")
+
+
+def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
+    """How many ranks share a DTensor, and along which dimension; None: each has all of it."""
+    alone = type(x._local_tensor) in (Tensor, nn.Parameter, Float8Tensor)
+    if not alone or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
+        raise NotImplementedError(
+            f"{name} must be on a mesh of one dimension, a shard or replicated, and not FSDP2's; "
+            f"got {x.placements} of {x.device_mesh}. Use torch.distributed.checkpoint, which loads "
+            "any mesh into any other."
+        )
+    (placement,) = x.placements
+    return x.device_mesh.size(), placement.dim if placement.is_shard() else None
+
+
+def _of_dtensors(name: str, parts: Sequence[Any]) -> Any:
+    """The whole of a DTensor, whose parts the state dicts of all ranks of its mesh have."""
+    ranks, dim = _layout_of(name, parts[0])
+    if dim is None:
+        return parts[0]._local_tensor
+    if len(parts) != ranks:
+        raise ValueError(
+            f"state_dict must be those of all {ranks} ranks in a list; got {len(parts)} with a "
+            f"part of {name}. Load the files of all ranks."
+        )
+    shard = Shard(dim - parts[0].ndim, 0, ranks)
+    return _joined(name, shard, [part._local_tensor for part in parts])
+
+
+def _as_dtensor(name: str, own: Any, whole: Any) -> Any:
+    """This rank's part of a tensor, as a DTensor like ``own``."""
+    ranks, dim = _layout_of(name, own)
+    part = whole
+    if dim is not None:
+        part = _cut(name, Shard(dim - own.ndim, own.device_mesh.get_local_rank(), ranks), whole)
+    return type(own).from_local(
+        part.to(own.device), own.device_mesh, own.placements, run_check=False, shape=own.shape,
+        stride=own.stride(),
+    )  # fmt: skip
+
+
+def _checked(name: str, states: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The parts of a parameter in the state dicts of all ranks."""
     lacking = [str(rank) for rank, state in enumerate(states) if name not in state]
     if lacking:
         raise ValueError(
-            f"{argument} must have the same names on all ranks; got no {name} in "
+            f"state_dict must have the same names on all ranks; got no {name} in "
             f"{', '.join(lacking)}. Pass the state dicts of one checkpoint."
         )
     parts = [state[name] for state in states]
-    for part in parts:
-        if hasattr(part, "_local_tensor"):
-            raise NotImplementedError(
-                f"{argument} must have plain tensors where ranks share parameters; got {name}, a "
-                f"{type(part).__name__}. Save each rank's state by itself, or high precision."
-            )
     kinds = {(getattr(part, "spec", None), part.dtype, part.shape) for part in parts}
     if len(kinds) > 1:
         raise ValueError(
-            f"{argument} must have parts of one kind and shape on all ranks; got {name} of "
+            f"state_dict must have parts of one kind and shape on all ranks; got {name} of "
             f"{', '.join(sorted(str(kind[1:]) for kind in kinds))}. Pass the state dicts of one "
             "checkpoint."
         )
@@ -149,7 +194,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """Gather the state dict that the model has on one rank. All ranks call it, and all get it.
 
     Args:
-        model: whose parameters are not sharded further (FSDP2).
+        model: any; those parameters of modules with ``tp_group`` that ranks share must not be
+            sharded further (FSDP2).
 
     Returns:
         The model's state dict with each parameter whole; one that is stored in FP8 has the bytes
@@ -167,10 +213,28 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     check_module("model", model)
     state, groups = dict(model.state_dict()), _groups(model)
     for name, shard in shards_of(model).items():
-        (part,) = _checked("model", name, [state])
+        part = state[name]
+        if _is_dtensor(part):
+            raise NotImplementedError(
+                f"model must have plain tensors where ranks share parameters; got {name}, a "
+                f"{type(part).__name__}. Save it by torch.distributed.checkpoint."
+            )
         parts = _gathered(part, shard.ranks, groups[name.rpartition(".")[0]])
         state[name] = _joined(name, shard, parts)
-    return state
+    return {name: _full(name, x) if _is_dtensor(x) else x for name, x in state.items()}
+
+
+def _full(name: str, x: Any) -> Any:
+    """The whole of a DTensor; DTensor's own method would give one stored in FP8 other blocks."""
+    if type(x._local_tensor) is not Float8Tensor:  # FSDP2's shards know how to be gathered
+        return x.full_tensor()
+    ranks, dim = _layout_of(name, x)
+    if dim is None:
+        return x._local_tensor
+    parts: list[Any] = [None] * ranks  # of unequal sizes, perhaps
+    group = x.device_mesh.get_group()
+    torch.distributed.all_gather_object(parts, x._local_tensor.detach().cpu(), group)
+    return _joined(name, Shard(dim - x.ndim, 0, ranks), parts).to(x.device)
 
 
 def _gathered(part: Tensor, ranks: int, group: Any) -> list[Tensor]:
@@ -210,11 +274,14 @@ def _joined(name: str, shard: Shard, parts: Sequence[Any]) -> Any:
     first = parts[0]
     if not isinstance(first, Float8Tensor):
         return shard.joined(parts)
-    unit = _unit(shard, first, first.shape[shard.dim] * shard.ranks)
+    unit = _unit(shard, first, sum(part.shape[shard.dim] for part in parts))
     qdata = shard.joined([part.qdata for part in parts])
 
     def join(scales: Sequence[Tensor]) -> Tensor:
-        spread = [_spread(s, shard.dim, first.spec.block, first.shape, unit) for s in scales]
+        spread = [
+            _spread(scale, shard.dim, first.spec.block, part.shape, unit)
+            for scale, part in zip(scales, parts, strict=True)
+        ]
         return _merged(name, shard.joined(spread), shard.dim, first.spec.block, qdata.shape, unit)
 
     scale, amax = (join([getattr(part, name) for part in parts]) for name in ("scale", "amax"))
@@ -224,8 +291,9 @@ def _joined(name: str, shard: Shard, parts: Sequence[Any]) -> Any:
 def _unit(shard: Shard, x: Float8Tensor, size: int) -> int:
     """The most rows that no boundary of a block, a piece or a rank's part of one goes through."""
     block = x.spec.block[shard.dim]
-    edges = [piece // shard.ranks for piece in shard.sizes(size)]
-    return max(math.gcd(*edges, *([] if block == -1 else [block])), 1)
+    pieces = shard.sizes(size)
+    edges = [-(-piece // shard.ranks) for piece in pieces]
+    return max(math.gcd(*edges, *pieces, *([] if block == -1 else [block])), 1)
 
 
 def _spread(

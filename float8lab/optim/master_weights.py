@@ -350,7 +350,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
         if _shares_blocks(p):
             shards.append(p)
             values.append(value)
-        elif isinstance(local, Float8Tensor) and local._shard is not None:
+        elif isinstance(local, Float8Tensor) and local._shared_scales is not None:
             spread.append((local, value))
         elif isinstance(local, Float8Tensor):
             quantized.append((local, value))
@@ -362,7 +362,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
         [local.spec for local, _ in quantized],
         [(local.qdata, local.scale, local.amax) for local, _ in quantized],
     )
-    known = shared_amaxes([(local._shard, value, local.spec) for local, value in spread])
+    known = shared_amaxes([(local._shared_scales, value, local.spec) for local, value in spread])
     for (local, value), amax in zip(spread, known, strict=True):
         new = quantize_blocks(value, local.spec, known_amax=amax)
         torch._foreach_copy_([local.scale, local.amax], list(new[1:]))

@@ -15,6 +15,7 @@ from float8lab.tensor.float4_tensor import Float4Tensor
 from float8lab.tensor.float8_tensor import Float8Tensor, quantize
 from float8lab.tensor.permute import (
     moe_permute,
+    moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
@@ -32,6 +33,7 @@ __all__ = [
     "indexing",
     "matmul",
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",

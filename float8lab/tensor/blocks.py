@@ -119,7 +119,7 @@ def quantize_blocks(
         scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
             they follow from ``x``.
         amax_epsilon: amaxes are raised to at least this before scales are made from them.
-        known_amax: of a matrix: the amaxes, one per block, if ``x`` does not tell them.
+        known_amax: of a matrix, or a batch: the amaxes, one per block, if ``x`` does not tell them.
     """
     shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
     if x.dtype == torch.float64:
@@ -127,14 +127,15 @@ def quantize_blocks(
     if scale is not None:
         scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
     block = _matrix_block(spec, x.ndim)
+    if block is None and _is_batch(x, spec):
+        return _by_matrix(x, spec, scale, amax_epsilon, known_amax)
     if block is None:
-        how = _by_matrix if _is_batch(x, spec) else _by_arithmetic
-        return how(x, spec, scale, amax_epsilon)
+        return _by_arithmetic(x, spec, scale, amax_epsilon)
     matrix = _as_matrix(x)
     if scale is None:
         q, scale, amax, *_ = cast_op(
             *("", (matrix,), x.dtype, spec.fp8_dtype, block, spec.scale_rule, amax_epsilon, 1),
-            *(True, False, False, known_amax),
+            *(True, False, False, None if known_amax is None else _as_matrix(known_amax)),
         )
         amax = amax if known_amax is None else known_amax
     else:
@@ -159,13 +160,20 @@ def _is_batch(x: Tensor, spec: Float8Spec) -> bool:
 
 
 def _by_matrix(
-    x: Tensor, spec: Float8Spec, scale: Tensor | None, amax_epsilon: float
+    x: Tensor,
+    spec: Float8Spec,
+    scale: Tensor | None,
+    amax_epsilon: float,
+    known_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     part = replace(spec, block=spec.block[1:])
-    given = [None] * x.shape[0] if scale is None else list(scale.unbind())
+    given, known = (
+        [None] * x.shape[0] if of_each is None else list(of_each.unbind())
+        for of_each in (scale, known_amax)
+    )
     parts = [
-        quantize_blocks(m, part, scale=s, amax_epsilon=amax_epsilon)
-        for m, s in zip(x.unbind(), given, strict=True)
+        quantize_blocks(m, part, scale=s, amax_epsilon=amax_epsilon, known_amax=k)
+        for m, s, k in zip(x.unbind(), given, known, strict=True)
     ]
     q, scale, amax = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
     return q, scale, amax

@@ -75,8 +75,8 @@ class Float8Tensor(Tensor):
     _window: Window | None = None
     _readable: Tensor | None = None
     _high_precision_init_val: Tensor | None = None
-    _shard: Any = None
-    """If this is a shard: a ``StoredShard``, which finds the amaxes of blocks on several ranks."""
+    _shared_scales: Any = None
+    """If this is a shard: a ``SharedScales``, which finds the amaxes of blocks on several ranks."""
 
     def __new__(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
@@ -205,7 +205,9 @@ class Float8Tensor(Tensor):
             self._refresh()
             return self
         value = value.detach()
-        known = None if self._shard is None else self._shard.amaxes(value, self.spec)
+        known = (
+            None if self._shared_scales is None else self._shared_scales.amaxes(value, self.spec)
+        )
         source = quantize_blocks(value, self.spec, known_amax=known)
         for mine, new in zip((self.qdata, self.scale, self.amax), source, strict=True):
             mine.copy_(new)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from float8lab.arguments import (
     PARAMETER_DTYPES,
@@ -34,6 +35,7 @@ __all__ = [
     "gather_rows",
     "map_of_chunks",
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
@@ -120,6 +122,67 @@ def moe_permute_with_probs(
     return y, permuted, row_map
 
 
+def moe_permute_and_pad_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Copy each token to the rows of its experts, with rows of zeros after those of each expert.
+
+    Each expert has a multiple of ``align_size`` rows then, for code that needs that;
+    ``GroupedLinear`` takes any number. The CPU waits for the GPU, for the number of rows.
+
+    Args:
+        inp: as ``moe_permute`` takes it.
+        probs: ``[T, E]``, any float.
+        routing_map: a mask, as ``moe_permute`` takes it.
+        tokens_per_expert: ``[E]`` integers, the tokens that ``routing_map`` gives each expert.
+        align_size: of what the number of each expert's rows is a multiple.
+
+    Returns:
+        ``[R, H]``: the rows; ``[R]``: their probabilities, 0 where no token is; the row map, to be
+        given to ``moe_unpermute`` with ``restore_shape`` and the next; ``[E]`` int64: how many rows
+        of zeros lie before each expert, None if there are none anywhere; ``[E]`` int64: how many
+        rows each expert has.
+
+    Raises:
+        TypeError: an argument of another type or dtype.
+        ValueError: shapes that do not fit together.
+
+    >>> mask, probs = torch.tensor([[1, 1], [0, 1]]), torch.ones(2, 2)
+    >>> rows, _, row_map, pads, sizes = moe_permute_and_pad_with_probs(
+    ...     torch.eye(2), probs, mask, mask.sum(0), 4
+    ... )
+    >>> rows.shape, pads, sizes
+    (torch.Size([8, 2]), tensor([0, 3]), tensor([4, 4]))
+    >>> moe_unpermute(rows, row_map, restore_shape=(2, 2), pad_offsets=pads)
+    tensor([[2., 0.],
+            [0., 1.]])
+    """
+    check_tokens("inp", inp)
+    _check_routing_map(routing_map, inp.shape[0], "mask")
+    check_probs("probs", probs, tuple(routing_map.shape))
+    check_integers("tokens_per_expert", tokens_per_expert, 1)
+    check_size("align_size", align_size, minimum=1)
+    counts = tokens_per_expert.to(inp.device, torch.int64)
+    right = counts.shape == routing_map.shape[1:]
+    if not right or (has_values(counts) and not counts.equal((routing_map != 0).sum(0))):
+        raise ValueError(
+            "tokens_per_expert must be the number of tokens that routing_map gives each expert; "
+            f"got {shown(tokens_per_expert)}. Pass (routing_map != 0).sum(0)."
+        )
+    pads = -counts % align_size
+    sizes = counts + pads
+    rows, padded = torch.stack([sizes.sum(), pads.sum()]).tolist()
+    if not padded:
+        y, permuted, row_map = moe_permute_with_probs(inp, probs, routing_map, rows)
+        return y, permuted, row_map, None, sizes
+    # The rows of zeros are those of further tokens, as many as the longest of them asks for.
+    further = torch.arange(align_size - 1, device=inp.device)[:, None] < pads
+    routing_map = torch.cat([routing_map != 0, further])
+    row_map, _ = row_map_op(routing_map)
+    y, permuted = scatter_rows(inp, row_map, rows, _with_zeros(probs, len(row_map)))
+    return y, permuted, row_map, pads.cumsum(0) - pads, sizes
+
+
 def moe_unpermute(
     inp: Tensor,
     row_id_map: Tensor,
@@ -127,6 +190,7 @@ def moe_unpermute(
     restore_shape: torch.Size | tuple[int, ...] | None = None,
     map_type: str = "mask",
     probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
 ) -> Tensor:
     """Add up the rows of each token, in float32 and in the order of its experts.
 
@@ -138,6 +202,8 @@ def moe_unpermute(
         restore_shape: ``(T, H)``, which the row map knows.
         map_type: ``"mask"`` or ``"index"``, which the row map knows.
         probs: an older name of ``merging_probs``.
+        pad_offsets: as ``moe_permute_and_pad_with_probs`` returned them with the row map; T is then
+            that of ``restore_shape``.
 
     Returns:
         ``[T, H]`` in the dtype of ``inp``; 0 for a token that no expert got.
@@ -158,7 +224,7 @@ def moe_unpermute(
             f"row_id_map must be the row map of moe_permute, int32 of 2 dimensions; got "
             f"{shown(row_id_map)}. Pass what moe_permute returned last."
         )
-    tokens, places = row_id_map.shape[0], row_id_map.shape[1] - 1
+    entries, places = row_id_map.shape[0], row_id_map.shape[1] - 1
     if probs is not None:
         if merging_probs is not None:
             raise ValueError(
@@ -166,16 +232,29 @@ def moe_unpermute(
                 "pass merging_probs alone."
             )
         merging_probs = probs
+    shape = tuple(restore_shape) if isinstance(restore_shape, (tuple, list)) else ()
+    tokens = entries
+    if pad_offsets is not None:
+        check_integers("pad_offsets", pad_offsets, 1)
+        if len(shape) != 2:
+            raise ValueError(
+                f"restore_shape must be the shape of the tokens with pad_offsets; got "
+                f"{shown(restore_shape)}. Pass tokens.shape."
+            )
+        tokens = min(entries, check_size("restore_shape[0]", shape[0]))
     if merging_probs is not None:
         check_probs("merging_probs", merging_probs, (tokens, places))
     wanted = (tokens, inp.shape[1])
-    listed = isinstance(restore_shape, (tuple, list))
-    if restore_shape is not None and not (listed and tuple(restore_shape) == wanted):
+    if restore_shape is not None and shape != wanted:
         raise ValueError(
             f"restore_shape must be None or {wanted}, the tokens of the row map and the features "
             f"of inp; got {shown(restore_shape)}. Leave it out."
         )
-    return gather_rows(inp, row_id_map, merging_probs)
+    if tokens == entries:
+        return gather_rows(inp, row_id_map, merging_probs)
+    if merging_probs is not None:
+        merging_probs = _with_zeros(merging_probs, entries)
+    return gather_rows(inp, row_id_map, merging_probs)[:tokens]
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -386,7 +465,10 @@ def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
 def scatter_rows(
     x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
 ) -> tuple[Any, Any]:
-    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable."""
+    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable.
+
+    Tokens that the row map has beyond those of ``x`` are zero.
+    """
     return _Scatter.run(x, row_map, rows, probs)
 
 
@@ -401,6 +483,19 @@ def _of_rows(x: Float8Tensor) -> Float8Tensor:
     if x._window is not None:
         x._refresh()
     return x if x.spec.block[0] == -1 else cut(x, (1, x.spec.block[1]))
+
+
+def _with_zeros(x: Tensor, tokens: int) -> Tensor:
+    """The tensor with zeros as further rows, so that it has one for each of the tokens."""
+    more = tokens - x.shape[0]
+    if not isinstance(x, Float8Tensor):
+        return F.pad(x, (0, 0, 0, more)) if more else x
+    x = _of_rows(x)
+    codes = F.pad(x.qdata.view(torch.uint8), (0, 0, 0, more)).view(x.qdata.dtype)
+    if x.spec.block[0] == -1:
+        return x.replace(qdata=codes)
+    scale, amax = (F.pad(t, (0, 0, 0, more), value=v) for t, v in ((x.scale, 1.0), (x.amax, 0.0)))
+    return x.replace(qdata=codes, scale=scale, amax=amax)
 
 
 def _scattered(
@@ -441,6 +536,9 @@ class _Scatter(Float8Function):
         ctx: Any, x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(row_map)
+        ctx.tokens = x.shape[0]
+        if ctx.tokens != row_map.shape[0]:
+            x = _with_zeros(x, row_map.shape[0])
         return _scattered(x, row_map, rows, probs)
 
     @staticmethod
@@ -448,6 +546,8 @@ class _Scatter(Float8Function):
     def backward(ctx: Any, dy: Tensor, dprobs: Tensor | None) -> tuple[Any, ...]:
         (row_map,) = ctx.saved_tensors
         dx, back = _gathered(dy, row_map, None, dprobs)
+        if ctx.tokens != dx.shape[0]:
+            dx = dx[: ctx.tokens]
         return dx, None, None, None if dprobs is None else back
 
 

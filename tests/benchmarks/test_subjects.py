@@ -214,9 +214,16 @@ def test_grouped(setting, jagged):
 
 
 def test_experts(few):
-    rows = list(experts.rows(few, "tiny", experts.Layer(40, 4, 2, 64, 48)))
+    rows = list(experts.rows(few, "tiny", experts.Layer(40, 4, 2, 64, 48), own_bf16=True))
     check(experts.SUBJECT, rows)
     assert names(rows) >= {"bfloat16, ExpertMLP", "delayed, eager", "block, eager"}
+    few.sustained = partial(common.time_sustained, seconds=1e-6, rounds=1)
+    few.recipes = "block", "rowwise"
+    rows = list(experts.rows(few, "tiny", experts.Layer(40, 4, 2, 64, 48)))
+    check(experts.SUBJECT, rows)
+    assert [row.name for row in rows[::2]] == ["bfloat16, torch._grouped_mm"] * 2
+    assert len({row.case for row in rows}) == 2
+    assert all(row.values["sustained ms"] > 0 for row in rows)
 
 
 def test_norm_linear(setting):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import float8lab
 from float8lab.distributed import ModelState
-from float8lab.nn import ScalingState
+from float8lab.nn import ScalingState, whole_state_dict
 from float8lab.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.distributed.ranks import RECIPES, Ranks, check_names, ranks_fixture
 
@@ -135,11 +135,12 @@ def check_full_state_dict_of_stored_weights(ranks: Ranks) -> None:
         whole = make_stored(ranks, recipe, 0)
         model = shard(make_stored(ranks, recipe, 0), ranks.mesh())
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        gathered = whole_state_dict(model)
         for name, value in whole.state_dict().items():
             expected = value.dequantize() if isinstance(value, float8lab.Float8Tensor) else value
-            got = full[name]
-            got = got.dequantize() if isinstance(got, float8lab.Float8Tensor) else got
-            assert torch.equal(got, expected), (recipe, name)
+            for got in (full[name], gathered[name]):
+                got = got.dequantize() if isinstance(got, float8lab.Float8Tensor) else got
+                assert torch.equal(got, expected), (recipe, name)
 
 
 def check_async_save(ranks: Ranks) -> None:

@@ -19,11 +19,13 @@ from float8lab import nn as fnn
 from float8lab import recipes
 from float8lab.distributed import reduce_sequence_parallel_gradients
 from float8lab.nn.attention.fp8 import AttentionPrecision
+from float8lab.nn.casts import plain
 from float8lab.nn.precision import precisions
 from float8lab.nn.sharding import shards_of
 from float8lab.ops import dequantize_op
 from float8lab.recipes.region import PROCESS
 from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
+from tests.integrations.checkpoint import layouts
 
 H, G, D = 8, 4, 8  # query heads, key/value heads, channels of a head
 HIDDEN = 64
@@ -134,7 +136,8 @@ def compare_operands(
                 if row and layer.sequence_parallel:
                     dy = joined(dy, 0, ranks)
                 elif not row:
-                    dy = shard.gathered(dy, dist.group.WORLD)
+                    parts = [part.to(dy) for part in ranks.gather(dy.cpu())]
+                    dy = shard.joined(parts)
                 (y[0] if isinstance(y, tuple) else y).backward(dy)
             assert not gradients or len(wanted.seen) == 3, path
         sizes = {"M": x.shape[:-1].numel(), "N": one.out_features, "K": one.in_features}
@@ -470,8 +473,9 @@ def check_stored_weights(ranks: Ranks) -> None:
     x = torch.randn(5, 2, HIDDEN).to(ranks.device)
     group = {"tp_group": dist.group.WORLD}
     sizes = (3, HIDDEN, 32 * ranks.world)
-    for recipe in (DELAYED, *RECIPES[:2], RECIPES[3]):
+    for i, recipe in enumerate((DELAYED, *RECIPES[:2], RECIPES[3])):
         made = []
+        grouped = {"device": "cpu", "single_grouped_weight": i % 2 == 0}
         for more, mode in (
             ({}, {}),
             ({**group, "set_parallel_mode": True}, {"parallel_mode": "column", **group}),
@@ -480,13 +484,26 @@ def check_stored_weights(ranks: Ranks) -> None:
             torch.manual_seed(3)
             with float8lab.fp8_model_init(recipe=recipe):
                 layer = transformer(ffn=128, activation="swiglu", kv_channels=32)(**more)
-                experts = float8lab.GroupedLinear(*sizes, device="cpu", **mode)
+                experts = float8lab.GroupedLinear(*sizes, **grouped, **mode)
             made.append(nn.ModuleList([layer, experts]).to(ranks.device))
         alone, spread, single = made
         states = [spread.state_dict(), alone.state_dict()]
+        on_cpu = {name: value.cpu() for name, value in states[0].items()}
         assert_same_bytes(states[0], fnn.shard_state_dict(spread, states[1]))
         assert_same_bytes(states[1], fnn.whole_state_dict(spread))
-        assert_same_bytes(states[1], fnn.shard_state_dict(single, ranks.gather(states[0])))
+        assert_same_bytes(states[1], fnn.shard_state_dict(single, ranks.gather(on_cpu)))
+        shards, values = shards_of(spread), dict(alone.named_parameters())
+        for step in range(2):
+            for name, p in spread.named_parameters():
+                q, want = (plain(t.detach()) for t in (p, values[name]))
+                assert torch.equal(q, shards[name].of(want) if name in shards else want), name
+                values[name].grad = torch.randn_like(want)
+                p.grad = shards[name].of(values[name].grad) if name in shards else values[name].grad
+            for model in () if step else (alone, spread):
+                optimizer = float8lab.optim.MasterWeights(
+                    model.parameters(), torch.optim.SGD, lr=0.5
+                )
+                optimizer.step()
         with float8lab.autocast(recipe=recipe):
             got, want = spread[0](x), alone[0](x)
             y, whole = spread[1](x, [4, 3, 3]), alone[1](x, [4, 3, 3])
@@ -494,10 +511,46 @@ def check_stored_weights(ranks: Ranks) -> None:
         assert (
             y - whole.chunk(ranks.world, -1)[ranks.rank]
         ).abs().max() <= 1e-5 * whole.abs().max()
-    with float8lab.fp8_model_init(), pytest.raises(NotImplementedError, match=r"^single_grouped_w"):
-        float8lab.GroupedLinear(
-            *sizes, single_grouped_weight=True, parallel_mode="column", device="cpu", **group
-        )
+
+
+def check_shards_in_transformer_engines_layout(ranks: Ranks) -> None:
+    """Files of four ranks load on four, on two and on one, and those of two on four."""
+    torch.manual_seed(1)
+    reference = {llama: layouts.Layer(llama) for llama in (True, False)}
+    x = torch.randn(5, 2, layouts.HIDDEN)
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, ranks.world, 2)]
+    groups = {1: None, 2: pairs[ranks.rank // 2], ranks.world: dist.group.WORLD}
+    for llama, layout in itertools.product(reference, ("split", "grouped", "apart")):
+        how: dict[str, Any] = {
+            "bias": not llama, "fuse_qkv_params": layout != "split", "set_parallel_mode": True,
+            "qkv_weight_interleaved": layout == "grouped", "hidden_dropout": 0.0,
+            "attention_dropout": 0.0, "device": ranks.device,
+            "normalization": "RMSNorm" if llama else "LayerNorm",
+            "activation": "swiglu" if llama else "gelu",
+        }  # fmt: skip
+        model = reference[llama]
+        shards = {
+            size: [layouts.of_transformer_engine(model, layout, size, rank) for rank in range(size)]
+            for size in groups
+        }
+        want = model(x)
+        for size, group in groups.items():
+            layer = float8lab.TransformerLayer(
+                layouts.HIDDEN, layouts.FFN, layouts.HEADS, layouts.GROUPS, tp_group=group, **how
+            )
+            own = shards[size][ranks.rank % size]
+            for found in (own, *(fnn.shard_state_dict(layer, every) for every in shards.values())):
+                layer.load_state_dict(found)  # strictly
+                for name, value in layer.state_dict().items():
+                    assert torch.equal(value.cpu(), own[name]), (llama, layout, size, name)
+            y = layer(x.to(ranks.device)).cpu()
+            close(y, want, None, torch.zeros(()), (llama, layout, size))
+    with pytest.raises(ValueError, match="state_dict must have the same names on all ranks"):
+        fnn.shard_state_dict(layer, [own, {}])
+    with pytest.raises(ValueError, match="of one kind and shape on all ranks; got self_attention"):
+        fnn.shard_state_dict(layer, [shards[1][0], *shards[2]])
+    with pytest.raises(ValueError, match="model must have parallel modes to join"):
+        fnn.shard_state_dict(transformer()(), shards[2])
 
 
 def check_grouped_linear(ranks: Ranks) -> None:
@@ -514,7 +567,14 @@ def check_grouped_linear(ranks: Ranks) -> None:
         layers: list[Any] = []
         for more in ({}, {"tp_group": dist.group.WORLD, "parallel_mode": mode}):
             torch.manual_seed(3)
-            layers.append(float8lab.GroupedLinear(3, *sizes, device=ranks.device, **more))
+            layer = float8lab.GroupedLinear(
+                3, *sizes, device=ranks.device, single_grouped_weight=mode == "row",
+                fuse_wgrad_accumulation=True, **more,
+            )  # fmt: skip
+            for name, p in layer.named_parameters() if mode == "row" or recipe == ALL[0] else ():
+                if name.startswith("weight"):
+                    p.main_grad = torch.empty_like(p)
+            layers.append(layer)
         alone, spread = layers
         state = fnn.shard_state_dict(spread, alone.state_dict())
         assert all(torch.equal(v, state[n]) for n, v in spread.state_dict().items())
@@ -532,10 +592,13 @@ def check_grouped_linear(ranks: Ranks) -> None:
                 context = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)
                 layer.zero_grad()
                 with watched(layer) as gemms, context:
-                    y = layer(leaf, splits)
+                    y = layer(leaf, splits, is_first_microbatch=None if step else True)
                 y.backward(grad)
+                gradients = {
+                    n: getattr(p, "main_grad", p.grad) for n, p in layer.named_parameters()
+                }
                 results.append(
-                    [y.detach(), leaf.grad, {n: p.grad for n, p in layer.named_parameters()}]
+                    [y.detach(), leaf.grad, {n: g.clone() for n, g in gradients.items()}]
                 )
                 seen.append(gemms)
             (y, dx, grads), (my_y, my_dx, my_grads) = results[-2:]

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -36,6 +38,7 @@ from float8lab.distributed.styles import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from float8lab.nn import ScalingState, shard_state_dict, whole_state_dict
 from float8lab.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -338,15 +341,20 @@ def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
 
     half = ranks.world // 2
     for i, (recipe, stored, hidden) in enumerate(
-        ((RECIPES[0], False, HIDDEN), (RECIPES[0], True, HIDDEN), (RECIPES[2], True, 129))
+        ((RECIPES[1], False, HIDDEN), (RECIPES[0], True, HIDDEN), (RECIPES[2], True, 129))
     ):
         block = Block(None, hidden).to(ranks.device)
         alone = float8lab.convert_to_float8(block, recipe, freeze_weights=stored)
         expected, path = content(alone), ranks.tmp_path / str(i)
-        dcp.save({"model": ModelState(build((half, 2), 0, recipe, stored))}, checkpoint_id=path)
+        model = build((half, 2), 0, recipe, stored)
+        x, mine = inputs(ranks.mesh(half, 2, names=("dp", "tp"))["tp"], "float8", 2, 8)
+        run(alone, x * 3)  # for delayed scales
+        run(model, mine * 3)
+        dcp.save({"model": ModelState(model), "scaling": ScalingState(model)}, checkpoint_id=path)
         for shape in ((ranks.world, 1), (1, ranks.world), (2, half)):
             model = build(shape, 1, recipe, stored)
-            dcp.load({"model": ModelState(model)}, checkpoint_id=path)
+            state = {"model": ModelState(model), "scaling": ScalingState(model)}
+            dcp.load(state, checkpoint_id=path)
             loaded = content(model)
             assert loaded.keys() == expected.keys()
             for name, value in expected.items():
@@ -354,6 +362,63 @@ def check_checkpoints_of_other_meshes(ranks: Ranks) -> None:
         tp = ranks.mesh(2, half, names=("dp", "tp"))["tp"]
         x, mine = inputs(tp, "float8", 2, 8)
         assert torch.equal(whole(model(mine)), alone(x))
+
+
+def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
+    """Runs go on bit for bit from what each rank saved by torch.save."""
+    meshes = {
+        size: [
+            DeviceMesh(ranks.device.type, list(range(i, i + size)))
+            for i in range(0, ranks.world, size)
+        ]
+        for size in (1, 2, ranks.world)
+    }
+
+    def build(mesh: Any, recipe: Recipe, stored: bool, hidden: int, seed: int = 0) -> Any:
+        model = Block(None, hidden)
+        for parameter in model.parameters():
+            parameter.data.add_(seed)
+        float8lab.convert_to_float8(model, recipe, freeze_weights=stored)
+        return model if mesh is None else parallelize_module(model, mesh, plan_of("tensor"))
+
+    def train(model: nn.Module, steps: range) -> list[Tensor]:
+        for step in steps:
+            x = integers((2, 8, WIDTH), torch.Generator().manual_seed(step)) * (step + 1)
+            results = run(model, x)
+            with torch.no_grad():
+                for parameter in (p for p in model.parameters() if p.requires_grad):
+                    parameter.sub_(parameter.grad.sign() * 0.25)
+        return [*results, *(whole(p.detach()) for p in model.parameters())]
+
+    for i, (recipe, stored, hidden) in enumerate(
+        ((RECIPES[1], False, 150), (RECIPES[0], True, HIDDEN), (RECIPES[2], True, 129))
+    ):
+        expected = train(build(None, recipe, stored, hidden), range(4))
+        for size, every in list(meshes.items())[1:]:
+            model = build(every[ranks.rank // size], recipe, stored, hidden)
+            train(model, range(2))
+            state = {"model": model.state_dict(), "scaling": ScalingState(model).state_dict()}
+            if ranks.rank < size:
+                torch.save(state, ranks.tmp_path / f"{i}-{size}-{ranks.rank}.pt")
+        dist.barrier()
+        for size, target in ((ranks.world, 2), (2, ranks.world), (ranks.world, 1))[: 3 - i]:
+            names = [ranks.tmp_path / f"{i}-{size}-{rank}.pt" for rank in range(size)]
+            parts = [torch.load(name) for name in names]
+            model = build(meshes[target][ranks.rank // target], recipe, stored, hidden, seed=1)
+            states = [part["model"] for part in parts]
+            model.load_state_dict(shard_state_dict(model, states))
+            alone = build(None, recipe, stored, hidden)
+            values, wanted = whole_state_dict(model), shard_state_dict(alone, states)
+            for name, value in wanted.items():
+                for part in ("qdata", "scale", "amax") if hasattr(value, "spec") else ("data",):
+                    one, other = (getattr(x, part).float() for x in (value, values[name]))
+                    assert torch.equal(one, other), (recipe, size, target, name, part)
+            ScalingState(model).load_state_dict(parts[0]["scaling"])
+            for one, other in zip(train(model, range(2, 4)), expected, strict=True):
+                same = [t.dequantize() if hasattr(t, "spec") else t for t in (one, other)]
+                assert torch.equal(*same), (recipe, stored, size, target)
+        with pytest.raises(ValueError, match=r"must be those of all [24] ranks in a list; got 1"):
+            shard_state_dict(model, states[:1])
 
 
 def check_loss_over_a_sharded_vocabulary(ranks: Ranks) -> None:

@@ -30,8 +30,9 @@ from float8lab.recipes import (
 from float8lab.recipes.region import PROCESS
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
+CURRENT = Float8CurrentScaling()
 RECIPES: list[Recipe | None] = [
-    Float8CurrentScaling(),
+    CURRENT,
     DelayedScaling(),
     DelayedScaling(reduce_amax=False, amax_compute_algo="max", amax_history_len=2),
     Float8RowwiseScaling(),
@@ -238,6 +239,9 @@ def check_layernorm_linear(ranks: Ranks) -> None:
     make = partial(float8lab.LayerNormLinear, K, N, parallel_mode="column", normalization="RMSNorm")
     for recipe, sequence_parallel in itertools.product(RECIPES, (False, True)):
         compare(ranks, make, COLUMN, recipe, 7 if recipe else 150, K, N, sequence_parallel)
+    row = partial(float8lab.LayerNormLinear, N, K, parallel_mode="row")
+    for i, recipe in enumerate(RECIPES):
+        compare(ranks, row, ROW, recipe, (7, 0)[recipe == CURRENT], N, K, i % 2 == 0)
 
 
 def check_layernorm_mlp(ranks: Ranks) -> None:
@@ -331,9 +335,6 @@ def check_stored_weights(ranks: Ranks) -> None:
         float8lab.Linear(
             K, 64 * ranks.world, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu"
         )
-
-
-CURRENT = Float8CurrentScaling()
 
 
 def assert_same_step(

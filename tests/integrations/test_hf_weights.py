@@ -186,7 +186,7 @@ def test_there_and_back(case):
 
 def test_what_cannot_be_mapped_is_refused():
     _, state = plain_model("llama", LLAMA)
-    with pytest.raises(ValueError, match="style must be 'llama' or 'gpt2'; got 'bert'"):
+    with pytest.raises(ValueError, match="style must be one of 'llama', 'gpt2' or 'megatron'; got"):
         to_transformer_layers(state, "bert")
     with pytest.raises(ValueError, match="state must have keys of layers"):
         to_transformer_layers(state, "gpt2")

@@ -32,6 +32,8 @@ _FUSED: dict[str, Any] = {
     "fuse_wgrad_accumulation": False,
     "return_bias": False,
     "params_dtype": None,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
 }
 
 PARAMETERS: dict[str, dict[str, Any]] = {

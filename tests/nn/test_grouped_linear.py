@@ -21,7 +21,7 @@ from float8lab.nn.grouped_function import as_one
 from float8lab.nn.precision import Precision
 from float8lab.ops import Ends, Source
 from float8lab.tensor import Float8Tensor
-from tests.recorder import Ops, never_waiting
+from tests.recorder import Ops, hooked_as_by_megatron, never_waiting
 
 SIZES = [0, 1, 15, 17, 40]
 E, M, K, N = len(SIZES), sum(SIZES), 72, 40
@@ -181,9 +181,14 @@ def test_gradients_go_into_main_grad(single, recipe):
             layer(x, SIZES, is_first_microbatch=first).backward(dy)
         for weight, grad in zip(weights, want, strict=False):
             assert weight.grad is None
-            assert weight.grad_added_to_main_grad
             expected = 2 * grad if added is None else grad + added
             torch.testing.assert_close(weight.main_grad, expected)
+    seen = hooked_as_by_megatron(weights, zero_out=True)
+    with float8lab.autocast(recipe is not None, recipe=recipe):
+        layer(x, SIZES, is_first_microbatch=False).backward(dy)
+    assert {*map(id, seen)} == {*map(id, weights)}
+    for weight, grad in zip(weights, want, strict=False):
+        torch.testing.assert_close(weight.main_grad, 3 * grad)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"], RECIPES["block"]], ids=str)
@@ -280,13 +285,13 @@ def test_weights_lie_together_wherever_they_move():
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
-def test_stored_weights_lie_together(recipe):
+def test_stored_weights_lie_together(recipe, device):
     """Nothing is copied, wherever they move; a copy is right where one of them lies elsewhere."""
     with float8lab.fp8_model_init(True, recipe):
-        layer, other = experts(), experts()
+        layer, other = experts().to(device), experts().to(device)
     loaded = pickle.loads(pickle.dumps(layer))
     loaded.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
-    x, dy = rows(K), rows(N)
+    x, dy = rows(K).to(device), rows(N).to(device)
     for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
         parts = one._parameters_of("weight")
         whole, theirs = one._whole("weight", parts)
@@ -367,10 +372,9 @@ def test_a_source_is_cast_as_its_values(recipe):
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, training=True)
         y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, ends=ends)
-        gradient = gemm.Gradient(dy, call, needs=needs, ends=ends)
         grads = gemm.backward(
-            gradient, x if x is source else None, saved, call,
-            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None),
+            dy, x if x is source else None, saved, call,
+            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), ends=ends,
         )  # fmt: skip
         results.append((y, *grads[:2]))
     for one, other in zip(*results, strict=True):

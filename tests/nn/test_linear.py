@@ -1,6 +1,7 @@
 """Linear: numbers and every gradient against float64, every parameter, every shape."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from float8lab import recipes
 from float8lab.nn import casts, gemm
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
+from tests.recorder import hooked_as_by_megatron
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(),
@@ -257,6 +259,24 @@ def test_init_method_bias_and_params_dtype():
     assert float8lab.Linear(8, 4, device="cpu").weight.dtype == torch.get_default_dtype()
 
 
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
+def test_weights_are_drawn_from_a_trackers_stream(name):
+    tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    tracker.add("model-parallel-rng", 5)
+    tracker.add("experts", 6)
+    sizes = (2, 8, 4) if name == "GroupedLinear" else (8, 4)
+    make = functools.partial(getattr(float8lab, name), *sizes, device="cpu")
+    streams = ((5, {}), (6, {"rng_tracker_name": "experts"}))
+    for seed, kwargs in streams:
+        layer = make(get_rng_state_tracker=lambda: tracker, **kwargs)
+        torch.manual_seed(seed)
+        assert all(map(torch.equal, layer.parameters(), make().parameters()))
+        assert layer.use_bias
+    assert not make(bias=False, rng_tracker_name=None).use_bias
+    with pytest.raises(ValueError, match="name must be one given to add"):
+        make(get_rng_state_tracker=lambda: tracker, rng_tracker_name="other")
+
+
 def test_default_device():
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert float8lab.Linear(4, 4).weight.device.type == expected
@@ -344,15 +364,23 @@ def test_fuse_wgrad_accumulation(recipe):
     plain = copy.deepcopy(layer)
     plain.fuse_wgrad_accumulation = False
     layer.weight.main_grad = torch.full((16, 32), 7.0)
+    megatrons = copy.deepcopy(layer)
+    megatrons.weight.main_grad = layer.weight.main_grad.clone()
+    seen = hooked_as_by_megatron([megatrons.weight], zero_out=recipe is None)
+    runs = [layer, plain, megatrons]
+    if recipe in (None, RECIPES["current"]):
+        runs.append(torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True))
+        runs[-1].weight.main_grad = layer.weight.main_grad.clone()
     x, dy = torch.randn(8, 32), torch.randn(8, 16)
     for microbatch in range(3):
-        for m in (layer, plain):
+        for m in runs:
             with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
                 y = m(x * (microbatch + 1), is_first_microbatch=microbatch == 0)
             y.backward(dy)
+        assert len(seen) == microbatch + 1
     assert layer.weight.grad is None
     assert torch.equal(layer.weight.main_grad, plain.weight.grad)  # the 7s were overwritten
-    assert layer.weight.grad_added_to_main_grad
+    assert all(torch.equal(m.weight.main_grad, plain.weight.grad) for m in runs[2:])
 
 
 def test_wrong_input_is_refused_with_the_sizes():
@@ -658,19 +686,18 @@ def test_repr():
 
 
 def test_the_cast_for_dgrad_is_gone_before_wgrad(monkeypatch):
-    gradient, wgrad = gemm.Gradient, gemm._wgrad
+    dgrad, wgrad = gemm._dgrad, gemm._wgrad
     made, alive = [], []
 
-    def watch(*args, **kwargs):
-        found = gradient(*args, **kwargs)
-        made.append(StorageWeakRef(found.q[0].untyped_storage()))
-        return found
+    def watch(dy, *args):
+        made.append(StorageWeakRef(dy[0].untyped_storage()))
+        return dgrad(dy, *args)
 
-    def look(*args, **kwargs):
+    def look(*args):
         alive.append(not made[0].expired())
-        return wgrad(*args, **kwargs)
+        return wgrad(*args)
 
-    monkeypatch.setattr(gemm, "Gradient", watch)
+    monkeypatch.setattr(gemm, "_dgrad", watch)
     monkeypatch.setattr(gemm, "_wgrad", look)
     layer = float8lab.Linear(32, 16, device="cpu")
     with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -190,6 +191,32 @@ def output_layer_init_method(module: str) -> None:
 
 
 @effect
+def get_rng_state_tracker(module: str) -> None:
+    tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    tracker.add("model-parallel-rng", 5)
+    before = torch.get_rng_state()
+    found = gemm_weights(make(module, get_rng_state_tracker=lambda: tracker))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert all(map(torch.equal, found, gemm_weights(make(module))))
+    with pytest.raises(TypeError, match=r"^get_rng_state_tracker must be"):
+        make(module, get_rng_state_tracker=tracker)
+
+
+@effect
+def rng_tracker_name(module: str) -> None:
+    tracker = float8lab.CudaRNGStatesTracker(device="cpu")
+    tracker.add("experts", 5)
+    named = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "experts"}
+    found = gemm_weights(copy.deepcopy(make(module, init_method=nn.init.uniform_, **named)))
+    torch.manual_seed(5)
+    assert torch.equal(found[0], gemm_weights(make(module, init_method=nn.init.uniform_))[0])
+    assert same_function(make(module, rng_tracker_name="experts"), make(module))
+    with pytest.raises(TypeError, match=r"^rng_tracker_name must be"):
+        make(module, rng_tracker_name=1)
+
+
+@effect
 def return_layernorm_output(module: str) -> None:
     layer, plain = make(module, return_layernorm_output=True), make(module)
     perturb(layer)
@@ -236,8 +263,8 @@ def tp_size(module: str) -> None:
 def parallel_mode(module: str) -> None:
     with pytest.raises(ValueError, match="parallel_mode must be one of None"):
         make(module, parallel_mode="diagonal")
-    with pytest.raises(ValueError, match="parallel_mode must be 'column', or None"):
-        make(module, parallel_mode="row", tp_size=2)
+    assert make(module, parallel_mode="column", tp_size=2).weight.shape == (12, 16)
+    assert make(module, parallel_mode="row", tp_size=2).weight.shape == (24, 8)
     assert same_function(make(module, parallel_mode="column"), make(module))
 
 

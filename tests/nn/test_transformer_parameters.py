@@ -111,6 +111,7 @@ def test_arguments_of_overlap(name):
     sizes = (2, 16, 16) if name == "GroupedLinear" else (16, 16)
     make = functools.partial(getattr(float8lab, name), *sizes, device="cpu")
     assert make(ub_overlap_ag=True, ub_overlap_rs=False, ub_name="qkv").overlap is None
+    assert make(symmetric_ar_type="two_shot").overlap is None
     assert make(ub_overlap_ag=False, ub_overlap_rs=False).overlap is False
     with pytest.raises(TypeError, match=f"^{name}'s arguments must be known ones; got ub_overlap"):
         make(ub_overlap=True)

@@ -471,18 +471,14 @@ def product_of_groups(
 
 
 PRODUCTS: dict[str, Callable[[], Any]] = {
-    "groups-fast": product_of_groups("fast"),
     "groups-fast-bias": product_of_groups("fast", bias=True),
-    "groups-precise": product_of_groups("precise", a_dtype=E5M2),
-    "groups-precise-bias": product_of_groups("precise", bias=True),
-    "groups-precise-contraction": product_of_groups("precise", contracts=True),
+    "groups-precise-bias": product_of_groups("precise", bias=True, a_dtype=E5M2),
     "groups-precise-contraction-float32": product_of_groups(
         "precise", torch.float32, contracts=True
     ),
     "groups-block": product_of_groups("block"),
     "groups-block-bias-float32": product_of_groups("block", torch.float32, bias=True),
     "groups-rows-contraction": product_of_groups("rows", contracts=True),
-    "groups-rows-contraction-float32": product_of_groups("rows", torch.float32, contracts=True),
     "1x128-by-1x128": product_of_blocks(torch.bfloat16, 1),
     "1x128-by-1x128-e5m2": product_of_blocks(torch.float16, 1, E5M2),
     "1x128-by-1x128-float32": product_of_blocks(torch.float32, 1),

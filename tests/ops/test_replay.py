@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -231,22 +233,10 @@ def test_torch_sums_what_a_kernel_has_written():
     assert len(calls) == 2
 
 
-def _sums(x: Tensor, kernel: Kernel) -> Tensor:
-    y = x.new_empty(x.shape)
-    kernel(x, y, 2.0)
-    return y.sum(0).view(2, 2)
-
-
 def _cosine(x: Tensor, kernel: Kernel) -> Tensor:
     y = x.new_empty(x.shape)
     kernel(x, y, 2.0)
     return y.cos()
-
-
-def _part(x: Tensor, kernel: Kernel) -> Tensor:
-    y = x.new_empty((2, *x.shape))
-    kernel(x, y[0], 2.0)
-    return y[0]
 
 
 def _nothing(x: Tensor, kernel: Kernel) -> Tensor:
@@ -262,7 +252,7 @@ def _hidden(x: Tensor, kernel: Kernel) -> Tensor:
 HIDDEN = torch.ones(3, 4)
 
 
-@pytest.mark.parametrize("launcher", [_sums, _cosine, _part, _nothing, _hidden])
+@pytest.mark.parametrize("launcher", [_cosine, _nothing, _hidden])
 def test_what_does_more_than_allocate_and_launch_runs_as_it_is(launcher):
     calls = []
     kernel = Kernel(scale_into)
@@ -373,6 +363,63 @@ def test_it_does_not_grow_without_end(monkeypatch):
     for size in [*range(1, 9), *range(1, 9)]:
         scaled(torch.randn(size))
     assert scaled.calls == 16
+
+
+def test_views_of_what_it_makes_are_made_anew():
+    """Such as what remains of a product that was padded."""
+    kernel, calls = Kernel(scale_into), []
+
+    @replayed
+    def launcher(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(1)
+        y = x.new_empty(x.shape)
+        kernel(x, y, 2.0)
+        product = torch.mm(y, y.t())
+        return product[:2, :2], product.sum(0).view(2, 2), y[1], x[1:], F.pad(y, (0, 2))
+
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        cropped, sums, row, given, padded = launcher(x)
+        assert torch.equal(padded, F.pad(2 * x, (0, 2)))
+        product = 2 * x @ (2 * x).t()
+        assert torch.equal(cropped, product[:2, :2])
+        assert torch.equal(sums, product.sum(0).view(2, 2))
+        assert torch.equal(row, 2 * x[1])
+        assert given.data_ptr() == x[1:].data_ptr()
+        assert cropped.stride() == (4, 1)
+    assert len(calls) == 2
+
+
+def test_memory_that_has_served_is_free_for_the_next_product(monkeypatch):
+    alive, made = [], []
+    kernel = Kernel(scale_into)
+    new = _replay._empty_strided
+
+    def watch(*args: Any) -> Tensor:
+        alive.append([not storage.expired() for storage in made])
+        y = new(*args)
+        made.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    @replayed
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+        room, kept = x.new_empty(x.shape), x.new_zeros(x.shape)
+        kernel(x, room, 2.0)
+        kernel(room, kept, 3.0)
+        product = torch.mm(room, room)
+        del room
+        last = x.new_empty(x.shape)
+        kernel(product, last, 1.0)
+        return kept, torch.mm(last, last)
+
+    monkeypatch.setattr(_replay, "_empty_strided", watch)
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        kept, product = launcher(x)
+        square = 2 * x @ (2 * x)
+        assert torch.equal(kept, 6 * x)
+        assert torch.equal(product, square @ square)
+    assert alive == [[], [True], [False, True]], "the room is gone when the last is allocated"
 
 
 def test_torchs_functions_see_views_as_they_are():

@@ -130,6 +130,40 @@ def test_fp8_rows_move_with_their_scales(block: tuple[int, int], device: torch.d
     assert torch.equal(grad.dequantize(), want.dequantize())
 
 
+@pytest.mark.parametrize("align", [1, 4, 16])
+def test_each_expert_has_a_multiple_of_rows(align: int, device: torch.device) -> None:
+    _, mask = routing(9, 5, 2, device)
+    x, probs = torch.randn(9, 70, device=device), torch.rand(9, 5, device=device)
+    counts = mask.sum(0)
+    for tokens in (x, float8lab.quantize(x, block=(1, 32)), float8lab.quantize(x)):
+        y, permuted, row_map, pads, sizes = float8lab.moe_permute_and_pad_with_probs(
+            tokens, probs, mask, counts, align
+        )
+        assert type(y) is type(tokens)
+        assert torch.equal(sizes, (counts + align - 1) // align * align)
+        assert (pads is None) == torch.equal(sizes, counts)
+        plain = x if tokens is x else tokens.dequantize()
+        parts = zip(y.split(sizes.tolist()), permuted.split(sizes.tolist()), strict=True)
+        for expert, (rows, beside) in enumerate(parts):
+            own, count = mask[:, expert], int(counts[expert])
+            values = rows if tokens is x else rows.dequantize()
+            assert torch.equal(values[:count], plain[own])
+            assert torch.equal(beside[:count], probs[own, expert])
+            assert not values[count:].any()
+            assert not beside[count:].any()
+        how = {"restore_shape": x.shape, "pad_offsets": pads}
+        assert torch.equal(float8lab.moe_unpermute(y, row_map, **how), 2 * plain)
+        (grad,) = torch.autograd.grad(
+            float8lab.moe_unpermute(leaf := y.detach().requires_grad_(), row_map, probs, **how),
+            leaf,
+            torch.ones_like(x),
+        )
+        assert torch.equal(grad, permuted[:, None].expand_as(grad))
+    merged = float8lab.moe_unpermute(y, row_map, probs, **how)
+    compact, compact_map = float8lab.moe_permute(tokens, mask)
+    assert torch.equal(merged, float8lab.moe_unpermute(compact, compact_map, probs))
+
+
 def test_gradients() -> None:
     experts, mask = routing(5, 4, 2)
     x, probs = (torch.rand(5, n, dtype=torch.float64, requires_grad=True) for n in (3, 4))
@@ -138,6 +172,13 @@ def test_gradients() -> None:
     def by_mask(x: Tensor, probs: Tensor, rows: int) -> Tensor:
         y, permuted, row_map = float8lab.moe_permute_with_probs(x, probs, mask, rows)
         return float8lab.moe_unpermute(y * permuted[:, None], row_map, probs)
+
+    def padded(x: Tensor, probs: Tensor) -> Tensor:
+        y, permuted, row_map, pads, _ = float8lab.moe_permute_and_pad_with_probs(
+            x, probs, mask, mask.sum(0), 4
+        )
+        how = {"restore_shape": x.shape, "pad_offsets": pads}
+        return float8lab.moe_unpermute(y.sin() * permuted[:, None], row_map, probs, **how)
 
     def by_index(x: Tensor, probs: Tensor) -> Tensor:
         y, row_map = float8lab.moe_permute(x, experts, map_type="index")
@@ -149,6 +190,7 @@ def test_gradients() -> None:
     for rows in (10, 7, 12):
         assert torch.autograd.gradcheck(by_mask, (x, probs, rows))
     assert torch.autograd.gradcheck(by_index, (x, probs[:, :2].detach().requires_grad_()))
+    assert torch.autograd.gradcheck(padded, (x, probs))
     assert torch.autograd.gradcheck(sorted_chunks, (x, probs))
     rows, permuted, _ = float8lab.moe_permute_with_probs(
         float8lab.quantize(x.float()), probs, mask, 10
@@ -213,6 +255,16 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "count": (lambda x, m: float8lab.moe_permute(x, m, -2), ValueError, "num_out_tokens"),
     "kind": (lambda x, m: float8lab.moe_permute(x, m, map_type="x"), ValueError, "map_type"),
     "probs": (lambda x, m: float8lab.moe_permute_with_probs(x, x, m), ValueError, "probs"),
+    "counts": (
+        lambda x, m: float8lab.moe_permute_and_pad_with_probs(x, m.float(), m, m[0].int(), 4),
+        ValueError,
+        "tokens_per_expert",
+    ),
+    "unknown-tokens": (
+        lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), pad_offsets=m[0].int()),
+        ValueError,
+        "restore_shape",
+    ),
     "row-map": (lambda x, m: float8lab.moe_unpermute(x, m), ValueError, "row_id_map"),
     "restored": (
         lambda x, m: float8lab.moe_unpermute(*float8lab.moe_permute(x, m), restore_shape=(1, 2)),

@@ -187,7 +187,8 @@ def checkpoint(
 
     Args:
         path: a safetensors file, its index, or a directory of them; a file by ``torch.save``; a
-            directory by ``torch.distributed.checkpoint``. Nothing in it is run.
+            directory by ``torch.distributed.checkpoint``, or one of Megatron-LM. Nothing in it is
+            run.
         layer: globs of names of tensors or modules, as ``"model.layers.0"`` or ``"*.mlp.*"``;
             others are not read.
         progress: is called after each piece.

@@ -24,10 +24,10 @@ from float8lab.checkpoints.source import CheckpointError, Source, boxes
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float4Spec, Float8Spec
 from float8lab.integrations.checkpoint.weights import Product, products
 from float8lab.nn.convert import convert_to_float8
+from float8lab.nn.convert.other_experts import experts_class
+from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.expert_mlp import ExpertsBase
-from float8lab.nn.other_experts import experts_class
 from float8lab.nn.precision import Precision, W, X
-from float8lab.nn.report import conversion_report
 from float8lab.recipes.recipe import (
     DelayedScaling,
     Float8BlockScaling,

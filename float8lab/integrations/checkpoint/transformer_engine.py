@@ -15,10 +15,10 @@ in its checkpoints.
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from float8lab.arguments import check_instance, check_module, check_path
 from float8lab.checkpoints.opening import open_checkpoint
-from float8lab.checkpoints.pickles import limited_unpickler
+from float8lab.checkpoints.pickles import Opaque, limited_unpickler, load_limited
 from float8lab.checkpoints.source import CheckpointError, refusing
 from float8lab.nn.precision import DY, Precision, W, X, precisions
 from float8lab.ops import NO_DATA
@@ -90,7 +90,12 @@ def load_te_scaling(
         for name, value in _extra_states(source).items()
         if (state := _unpickled(name, value)) is not None
     }
-    modules = dict(model.named_modules())
+    modules: dict[str, tuple[Precision, ...]] = {}
+    for name, module in model.named_modules():
+        parts = list(precisions(module))
+        modules[name] = tuple(p for _, p in parts)
+        if len(parts) > 1:  # in Megatron each has a module of its own
+            modules |= {f"{name}.{part}" if name else part: (p,) for part, p in parts}
     problems = [name or "(model)" for name in states if name not in modules]
     if problems or not states:
         got = f"it has {', '.join(problems[:5])}" if problems else f"it has no {_KEY} with scales"
@@ -103,7 +108,7 @@ def load_te_scaling(
     ready: list[tuple[DelayedSlots, dict[str, Tensor]]] = []
     loaded, ignored = [], []
     for name, state in states.items():
-        owned = [p for _, p in precisions(modules[name])]
+        owned = modules[name]
         columns = _columns(name, state, len(owned))
         if columns is None:
             ignored.append(name)
@@ -134,27 +139,27 @@ def _extra_states(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 # Pickles.
 
 
-class _Opaque:
-    """A stand-in for an object of TransformerEngine: it has its values, and none of its code."""
-
-    def __init__(self, *values: Any, **named: Any) -> None:
-        self.values = values
-        self.__dict__.update(named)
-
-
 def _storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _allowed(module: str, name: str) -> Any:
     if module.split(".")[0] in ("transformer_engine", "transformer_engine_torch"):
-        return _Opaque
+        return Opaque
     known = {
         ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
         # Pickles name this function for the elements of a tensor; torch's own loads any pickle.
         ("torch.storage", "_load_from_bytes"): _storage,
     }
     return known.get((module, name))
+
+
+def _load(file: io.BytesIO, limited: type[pickle.Unpickler]) -> Any:
+    """Load a pickle, or what ``torch.save`` wrote; None if the file is empty."""
+    if not file.getbuffer().nbytes:
+        return None
+    written = file.getvalue().startswith(b"PK")
+    return load_limited(file, limited) if written else limited(file).load()
 
 
 def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
@@ -170,18 +175,9 @@ def _unpickled(name: str, value: Any) -> dict[str, Any] | None:
     state, limited = value, limited_unpickler(_allowed, refusal)
     with refusing(f"{where} must be as TransformerEngine saves it; it is damaged"):
         if isinstance(value, Tensor) and value.dtype == torch.uint8:
-            data = bytes(value.cpu().reshape(-1).tolist())
-            state = limited(io.BytesIO(data)).load() if data else None
-        elif isinstance(value, io.BytesIO):
-            # A stand-in for the pickle module, which torch.load takes.
-            module: Any = SimpleNamespace(
-                Unpickler=limited,
-                load=lambda file, **options: limited(file, **options).load(),
-                __name__="pickle",
-            )
-            file, options = io.BytesIO(value.getvalue()), {"pickle_module": module}
-            found = value.getbuffer().nbytes
-            state = torch.load(file, "cpu", weights_only=False, **options) if found else None
+            value = io.BytesIO(bytes(value.cpu().reshape(-1).tolist()))
+        if isinstance(value, io.BytesIO):
+            state = _load(io.BytesIO(value.getvalue()), limited)
     if state is None or (isinstance(state, dict) and "scale_fwd" not in state):
         return None  # of a module that did not run in FP8, or by another recipe
     if not isinstance(state, dict):

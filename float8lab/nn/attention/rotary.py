@@ -117,6 +117,9 @@ def apply_rotary_pos_emb(
     interleaved: bool = False,
     start_positions: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    fused: bool = True,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> Tensor:
     """Rotate queries or keys by their positions.
 
@@ -128,6 +131,12 @@ def apply_rotary_pos_emb(
         interleaved: as the angles were made.
         start_positions: ``[B]``, position of each sequence's first token; 0 if None.
         cu_seqlens: ``[B + 1]`` cumulative lengths, for thd: positions start anew in each sequence.
+        fused: no effect: one kernel does it on a GPU.
+        cp_size: 1; context parallelism is not available yet.
+        cp_rank: 0.
+
+    Raises:
+        NotImplementedError: ``cp_size`` is above 1.
 
     Returns:
         Shape and dtype of ``t``, turned in float32.
@@ -138,7 +147,13 @@ def apply_rotary_pos_emb(
     tensor([0.5403, 0.0000, 0.8415, 0.0000])
     """
     check_format("tensor_format", tensor_format)
-    check_flags(interleaved=interleaved)
+    check_flags(interleaved=interleaved, fused=fused)
+    check_size("cp_rank", cp_rank)
+    if check_size("cp_size", cp_size, minimum=1) > 1:
+        raise NotImplementedError(
+            f"cp_size must be 1; got {cp_size}. Context parallelism is not available yet: use "
+            "FSDP2 or data parallelism."
+        )
     check_tensor("t", t)
     ndim = 3 if tensor_format == "thd" else 4
     if t.ndim != ndim or not t.is_floating_point():

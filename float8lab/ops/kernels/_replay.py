@@ -5,7 +5,8 @@ alignments of its tensors and from its other arguments: which outputs and which 
 allocates, and which kernels it launches with which sizes. The second call with the same of all
 these is recorded; from then on only the allocations and launches are done, on the tensors of the
 call. It is a list of steps, not a CUDA graph: every call gets fresh outputs, on the current stream,
-and a CUDA graph can capture it.
+and a CUDA graph can capture it. Memory is allocated when it is first needed and given back when it
+has served, as the function itself would have done between its products.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ _STEPS: dict[Any, Callable[..., Tensor]] = {
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten.clone.default: torch.clone,
+    _aten.constant_pad_nd.default: torch.constant_pad_nd,
     _aten._to_copy.default: _aten._to_copy.default,
     _aten._scaled_mm.default: torch._scaled_mm,
     _aten._grouped_mm.default: torch._grouped_mm,
@@ -87,6 +89,8 @@ class _Step(NamedTuple):
     number: int | None
     """The number of the tensor that it returns, if it makes one."""
     is_launch: bool = False
+    allocates: bool = False
+    """It returns memory of its own, not a view."""
 
 
 class _Number(int):
@@ -95,6 +99,17 @@ class _Number(int):
 
 _STREAM = object()
 """Stands for the current stream among the arguments of a launch."""
+
+
+class _Phase(NamedTuple):
+    """Some steps in a row, up to a kernel of torch's, which allocates its result itself."""
+
+    allocations: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
+    """Number, size, strides and dtype of each tensor that is first used here."""
+    steps: Sequence[tuple[Any, ...]]
+    """What is called, what picks its arguments, and those by name; the number of its result."""
+    done: Sequence[int]
+    """Numbers of tensors that nothing needs any more."""
 
 
 class _Call:
@@ -125,9 +140,10 @@ class _Call:
             given: the number of tensors that are given.
             returns_tuple: whether the outputs come as a tuple.
         """
-        self.allocations, self.zeros, self.returns_tuple = allocations, zeros, returns_tuple
-        self.constants: list[Any] = []
-        stream = given + len(allocations)
+        self.returns_tuple = returns_tuple
+        self.stream = stream = given + len(allocations)
+        self.rest: list[Any] = [None] * (len(allocations) + 1)
+        """What comes after the tensors that a call is given, before its first step."""
 
         def pick(args: Iterable[Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
             places = []
@@ -137,13 +153,38 @@ class _Call:
                 elif arg is _STREAM:
                     places.append(stream)
                 else:
-                    self.constants.append(arg)
-                    places.append(stream + len(self.constants))
-            if len(places) < 2:  # then an itemgetter gives no tuple
-                return lambda found: tuple(found[place] for place in places)
-            return operator.itemgetter(*places)
+                    places.append(given + len(self.rest))
+                    self.rest.append(arg)
+            if len(places) == 1:  # then an itemgetter gives no tuple
+                (place,) = places
+                return lambda found: (found[place],)
+            return operator.itemgetter(*places) if places else lambda found: ()
 
-        self.steps = [(s.function, pick(s.args), s.kwargs, s.number) for s in steps]
+        parts: list[list[_Step]] = [[]]
+        for step in steps:
+            if parts[-1] and parts[-1][-1].allocates:
+                parts.append([])
+            parts[-1].append(step)
+        used = [
+            {arg for step in part for arg in step.args if type(arg) is _Number} for part in parts
+        ]
+        made = [{step.number for step in part if step.number is not None} for part in parts]
+        used[0] |= {*range(given, stream)}.difference(*made, *used)  # by nothing but the caller
+        self.phases: list[_Phase] = []
+        held = {*range(given)}
+        for i, part in enumerate(parts):
+            new = sorted(used[i].difference(held, *made))
+            zeroed = [_Step(Tensor.zero_, (_Number(n),), {}, None) for n in new if n in zeros]
+            held |= used[i] | made[i]
+            done = held.difference(outputs, *used[i + 1 :]) if i + 1 < len(parts) else set()
+            held -= done
+            self.phases.append(
+                _Phase(
+                    [(n, *allocations[n - given]) for n in new],  # type: ignore[misc]
+                    [(s.function, pick(s.args), s.kwargs, s.number) for s in [*zeroed, *part]],
+                    [*done],
+                )
+            )
         self.outputs = pick([None if i is None else _Number(i) for i in outputs])
 
     def run(self, tensors: list[Any], device: int) -> Any:
@@ -151,16 +192,17 @@ class _Call:
             new = functools.partial(_empty_strided, tensors[0].device)
         else:
             new = _new_tensor
-        for allocation in self.allocations:
-            tensors.append(allocation and new(*allocation))
-        for number in self.zeros:
-            tensors[number].zero_()
-        tensors.append(current_stream(device))
-        tensors += self.constants
-        for function, arguments, kwargs, made in self.steps:
-            out = function(*arguments(tensors), **kwargs)
-            if made is not None:
-                tensors[made] = out
+        tensors += self.rest
+        tensors[self.stream] = current_stream(device)
+        for allocations, steps, done in self.phases:
+            for number, size, stride, dtype in allocations:
+                tensors[number] = new(size, stride, dtype)
+            for function, arguments, kwargs, made in steps:
+                out = function(*arguments(tensors), **kwargs)
+                if made is not None:
+                    tensors[made] = out
+            for number in done:
+                tensors[number] = None
         outputs = self.outputs(tensors)
         return outputs if self.returns_tuple else outputs[0]
 
@@ -206,14 +248,22 @@ class _Recording(TorchDispatchMode):
             self.views[id(out)] = func, args, kwargs or {}
             self.kept.append((out, args))
         elif func in _STEPS:
-            self._take(_STEPS[func], args, kwargs or {}, out)
+            self._take(_STEPS[func], args, kwargs or {}, out, allocates=True)
         elif func in _IN_PLACE:
             self._take(_IN_PLACE[func], args, kwargs or {}, None)
         elif func not in _OF_NO_TENSOR:
             self.fits = False
         return out
 
-    def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
+    def _take(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        out: Tensor | None,
+        *,
+        allocates: bool = False,
+    ) -> int:
         """A step that returns ``out``, and its number; None stands for the first argument."""
         lists = [isinstance(arg, list) and _has_tensor(arg) for arg in args]
         if any(lists):
@@ -227,7 +277,7 @@ class _Recording(TorchDispatchMode):
         if out is not None:
             number = self.number[id(out)] = len(self.tensors)
             self.tensors.append(out)
-        self.steps.append(_Step(function, args, kwargs, number))
+        self.steps.append(_Step(function, args, kwargs, number, allocates=allocates))
         return -1 if number is None else number
 
     def _number(self, tensor: Tensor, *, as_it_is: bool) -> int:
@@ -277,6 +327,11 @@ class _Recording(TorchDispatchMode):
             numbered.append(arg)
         return tuple(numbered)
 
+    def _is_whole(self, out: Tensor, number: int) -> bool:
+        """Whether a tensor takes all of the memory of the one with that number."""
+        whole = self.tensors[number]
+        return bool(out.nbytes == whole.nbytes and out.data_ptr() == whole.data_ptr())
+
     def call(self, result: Any) -> _Call | None:
         """The record of a call that gave ``result``; None if it cannot be repeated."""
         results = result if isinstance(result, tuple) else (result,)
@@ -287,23 +342,22 @@ class _Recording(TorchDispatchMode):
             for arg in step.args
             if type(arg) is _Number and not step.is_launch
         }
-        numbers = [
-            self._number(one, as_it_is=self.number.get(id(one), -1) in seen) for one in outputs
-        ]
+        returned = {step.number for step in self.steps if step.number is not None}
+        numbers = []
+        for one in outputs:
+            number = self.number.get(id(one), -1)
+            # A view over all of what was allocated may be allocated as it is.
+            as_it_is = number in seen or number in returned or not self._is_whole(one, number)
+            numbers.append(self._number(one, as_it_is=as_it_is))
         apart = len(set(numbers)) == len({id(one) for one in outputs})
         if not self.fits or not self.steps or not apart or -1 in numbers:
             return None
-        # An output may be a view of what was allocated, over all of it.
         tensors = [*self.tensors]
         for number, out in zip(numbers, outputs, strict=True):
-            whole = tensors[number]
-            given = number < self.given and out is not whole
-            if given or out.nbytes != whole.nbytes or out.data_ptr() != whole.data_ptr():
+            if number < self.given and out is not tensors[number]:
                 return None
             tensors[number] = out
         returned = {step.number for step in self.steps if step.number is not None}
-        if any(tensors[number] is not self.tensors[number] for number in returned):
-            return None
         allocations = tuple(
             None
             if i in returned
@@ -396,7 +450,8 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     """
     if not _launch.ENABLED or getattr(_launch.RECORDING, "launch", None) is not None:
         return None
-    key: list[Any] = []
+    device = current_device()
+    key: list[Any] = [device]
     tensors: list[Tensor] = []
     append = key.append
     left = [*args]
@@ -404,7 +459,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             address = arg.data_ptr()
-            if not address or (tensors and arg.get_device() != tensors[0].get_device()):
+            if not address or arg.get_device() != device:
                 return None
             tensors.append(arg)
             append((arg.shape, arg.stride(), arg.dtype, address & 15))
@@ -417,8 +472,4 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
             return None
         else:
             append(arg)
-    device = tensors[0].get_device()
-    if device < 0 or device != current_device():
-        return None
-    append(device)
     return device, tuple(key), tensors

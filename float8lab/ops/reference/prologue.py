@@ -70,26 +70,25 @@ def is_gated(name: str) -> bool:
     return ACTIVATIONS[name][1]
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    return ((-x).exp() + 1.0).reciprocal()
-
-
 def _gate(function: str, x: Tensor) -> tuple[Tensor, Tensor | float]:
-    """``g(x)`` and ``g'(x)`` of the functions that are ``x * sigmoid(g(x))``."""
+    """``sigmoid(g(x))`` and ``g'(x)`` of the functions that are ``x * sigmoid(g(x))``."""
+    inner = x
+    slope: Tensor | float = 1.0
     if function == "gelu":
         square = x * x
         inner = x * (square * _CUBIC + 1.0) * _TWICE_ROOT_2_OVER_PI
-        return inner, (square * (3 * _CUBIC) + 1.0) * _TWICE_ROOT_2_OVER_PI
-    return (x * 1.702, 1.702) if function == "qgelu" else (x, 1.0)
+        slope = (square * (3 * _CUBIC) + 1.0) * _TWICE_ROOT_2_OVER_PI
+    elif function == "qgelu":
+        inner, slope = x * 1.702, 1.702
+    return ((-inner).exp() + 1.0).reciprocal(), slope
 
 
 def _apply(function: str, x: Tensor) -> Tensor:
     if function in ("relu", "srelu"):
         positive = torch.where(x <= 0, 0.0, x)  # NaN stays
         return positive if function == "relu" else positive * positive
-    if function == "sigmoid":
-        return _sigmoid(x)
-    return x * _sigmoid(_gate(function, x)[0])
+    s, _ = _gate(function, x)
+    return s if function == "sigmoid" else x * s
 
 
 def _derivative(function: str, x: Tensor) -> Tensor:
@@ -97,12 +96,8 @@ def _derivative(function: str, x: Tensor) -> Tensor:
         return torch.where(x <= 0, 0.0, torch.ones_like(x))
     if function == "srelu":
         return torch.where(x <= 0, 0.0, x + x)
-    if function == "sigmoid":
-        s = _sigmoid(x)
-        return s * (1.0 - s)
-    inner, slope = _gate(function, x)
-    s = _sigmoid(inner)
-    return s + x * (s * (1.0 - s)) * slope
+    s, slope = _gate(function, x)
+    return s * (1.0 - s) if function == "sigmoid" else s + x * (s * (1.0 - s)) * slope
 
 
 def activate(name: str, h: Tensor) -> Tensor:

@@ -102,6 +102,8 @@ def test_wrong_arguments_are_refused():
         apply_rotary_pos_emb(x[..., :4], rope(S))
     with pytest.raises(ValueError, match="cu_seqlens must be given"):
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd")
+    with pytest.raises(NotImplementedError, match="cp_size must be 1; got 2"):
+        apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=1)
     with pytest.raises(ValueError, match=r"dim \* rotary_percent must be even"):
         RotaryPositionEmbedding(6, 0.5, device="cpu")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from float8lab.nn.convert.other_experts import OtherExperts, experts_class
+from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.linear import stored_for
-from float8lab.nn.other_experts import OtherExperts, experts_class
-from float8lab.nn.other_linear import OtherLinear
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
 

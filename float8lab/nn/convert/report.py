@@ -21,12 +21,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from float8lab.arguments import check_module
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
+from float8lab.nn.convert.other_experts import experts_class
+from float8lab.nn.convert.other_linear import known_linear, sizes
 from float8lab.nn.expert_mlp import ExpertMLP
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
-from float8lab.nn.other_experts import experts_class
-from float8lab.nn.other_linear import known_linear, sizes
 from float8lab.nn.precision import precisions
 from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.recipe import LinearPlan, Recipe

@@ -13,9 +13,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn import convert
-from float8lab.nn import report as reports
-from float8lab.nn.convert import matches
+from float8lab.nn.convert import matches, swap
+from float8lab.nn.convert import report as reports
 from float8lab.tensor import Float8Tensor
 
 BLOCK = recipes.Float8BlockScaling()
@@ -341,7 +340,7 @@ def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
     else:
         file = io.BytesIO()
         torch.save(model, file)
-        monkeypatch.setattr(convert, "_CLASSES", {nn.Linear: float8lab.Linear})  # a new process
+        monkeypatch.setattr(swap, "_CLASSES", {nn.Linear: float8lab.Linear})  # a new process
         twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     if kind is WithSubclasses:
         layer = twin.blocks[0].attn

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn.other_linear import OtherLinear, register_linear
+from float8lab.nn.convert.other_linear import OtherLinear, register_linear
 from tests.distributed.ranks import RECIPES
 
 
@@ -111,7 +111,7 @@ def test_can_be_copied(duplicate, monkeypatch):
     x = torch.randn(4, 16)
     for _ in range(2):
         model(x).sum().backward()
-    monkeypatch.setattr("float8lab.nn.convert._CLASSES", {nn.Linear: float8lab.Linear})
+    monkeypatch.setattr("float8lab.nn.convert.swap._CLASSES", {nn.Linear: float8lab.Linear})
     twin = duplicate(model)  # as in another process, which has converted nothing yet
     for _ in range(2):
         assert torch.equal(twin(x), model(x))

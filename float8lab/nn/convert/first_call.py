@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from float8lab.nn.freezing import users_of
+from float8lab.nn.convert.freezing import users_of
+from float8lab.nn.convert.other_linear import OtherLinear
+from float8lab.nn.convert.report import mark_unseen
 from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.linear import Linear
-from float8lab.nn.other_linear import OtherLinear
 from float8lab.nn.precision import Precision, precisions_below
-from float8lab.nn.report import mark_unseen
 from float8lab.recipes.recording import Recording
 from float8lab.recipes.region import STATE, in_backward
 

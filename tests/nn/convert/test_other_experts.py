@@ -181,6 +181,62 @@ def test_routers_stay_in_high_precision():
     assert isinstance(told["moe"].gate, float8lab.Linear)
 
 
+class Expert(nn.Module):
+    """As remote code and models written by hand have them."""
+
+    def __init__(self, bias: bool = False, function=F.silu):
+        super().__init__()
+        self.gate_proj = nn.Linear(D, W, bias=bias)
+        self.up_proj = nn.Linear(D, W, bias=bias)
+        self.down_proj = nn.Linear(W, D, bias=bias)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_experts_of_a_list_become_one_module(bias, stored):
+    """Which computes what the loop does, and in FP8 what each of its layers would."""
+    torch.manual_seed(0)
+    loop = Mixture()
+    loop.experts = nn.ModuleList(Expert(bias) for _ in range(E)).requires_grad_(stored)
+    x, recipe = torch.randn(30, D), recipes.Float8RowwiseScaling()
+    weights, index = loop.gate(x).softmax(-1).topk(2)
+    with float8lab.fp8_model_init(stored, recipe):
+        experts = float8lab.ExpertMLP.from_experts(loop.experts)
+    assert all(p.requires_grad == stored for p in experts.parameters())
+    want = loop(x)
+    if not stored:
+        torch.testing.assert_close(experts(x, weights, index), want)
+    with float8lab.autocast(recipe=recipe):
+        got = experts(x, weights, index)
+    float8lab.convert_to_float8(loop.experts, recipe)
+    each = loop(x)
+    # The activation is torch's, whose last bits may round the other way.
+    assert (got - each).norm() < 0.1 * (each - want).norm()
+    again = float8lab.ExpertMLP.from_experts(loop.experts)  # which are in FP8 now
+    assert torch.equal(again.fc1_weight[1, W:], loop.experts[1].up_proj.weight)
+
+
+def test_experts_that_are_no_such_mlps_are_refused():
+    build = float8lab.ExpertMLP.from_experts
+    odd = nn.ModuleList([Expert(), Expert(function=F.gelu)])
+    with pytest.raises(ValueError, match=r"experts must compute the activation 'swiglu'.*expert 1"):
+        build(odd)
+    with pytest.raises(ValueError, match="other numbers from expert 0"):
+        build(odd, names=("up_proj", "gate_proj", "down_proj"))
+    with pytest.raises(ValueError, match=r"experts must give the 24 features .* got 48"):
+        build(odd, activation="gelu")
+    with pytest.raises(ValueError, match="2 experts of 2 kinds"):
+        build([Expert(), Expert(bias=True)])
+    with pytest.raises(TypeError, match=r"two or three layers of type torch.nn.Linear; got Linear"):
+        build(nn.ModuleList([nn.Linear(D, D)]))
+    plain = nn.ModuleList(nn.Sequential(nn.Linear(D, W), nn.ReLU(), nn.Linear(W, D)) for _ in "ab")
+    assert build(plain, names=("0", "2"), activation="relu").fc2_bias is not None
+
+
 def test_the_librarys_own_modules_take_the_recipe():
     model = nn.ModuleDict(
         {

@@ -1,0 +1,89 @@
+"""Read a checkpoint of Megatron-LM, of whatever ranks, as one rank would have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from float8lab.arguments import check_names, check_path, check_size
+from float8lab.checkpoints.megatron import arguments_of
+from float8lab.checkpoints.opening import open_checkpoint
+from float8lab.checkpoints.source import CheckpointError
+from float8lab.inspect.checkpoint.report import named
+
+__all__ = ["MegatronCheckpoint", "read_megatron"]
+
+_OTHERS = ("optimizer.", "rng_state", "rerun_state_machine_state")
+"""Beginnings of names that are not the model's."""
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """The result of ``read_megatron``."""
+
+    path: str
+    kind: str
+    """The format, and of how many ranks it was."""
+    state: dict[str, Tensor] = field(repr=False)
+    """The whole model's state dict under Megatron's names."""
+    args: SimpleNamespace = field(repr=False)
+    """The arguments of the program that wrote it, those that are plain values."""
+
+
+def read_megatron(
+    path: str | Path, *, layer: str | Sequence[str] = (), vocab_size: int | None = None
+) -> MegatronCheckpoint:
+    """Read the model of a Megatron-LM checkpoint as the state dict that one rank would have.
+
+    Tensor-parallel parts are joined, and the layers of pipeline ranks counted through. Nothing of
+    the files is run: objects of Megatron's classes are left out.
+
+    Args:
+        path: a checkpoint of the formats ``torch`` (folders ``mp_rank_*``) or ``torch_dist``, or
+            the folder of several iterations, of which the last is read.
+        layer: globs of names of tensors or modules, as ``"decoder.layers.0"``; others are not read,
+            for models that are loaded layer by layer.
+        vocab_size: of the tokenizer; rows of the embedding and of the output layer above it, which
+            Megatron adds for a number of ranks, are cut off. None keeps them.
+
+    Returns:
+        The state dict, on the CPU, and the arguments. ``to_transformer_layers(state, "megatron")``
+        gives its layers the names of ``TransformerLayer``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or of a kind that is not read:
+            expert-parallel ranks in the format ``torch``, or copies of keys and values.
+        OSError: it does not exist, or may not be read.
+    """
+    check_path("path", path)
+    globs = check_names("layer", layer)
+    if vocab_size is not None:
+        vocab_size = check_size("vocab_size", vocab_size, minimum=1)
+    source = open_checkpoint(path)
+    if not source.container.startswith("Megatron-LM"):
+        raise CheckpointError(
+            f"{path} must be a checkpoint of Megatron-LM; it is {source.container}. Other "
+            "libraries' checkpoints are read by load_fp8 or torch.load."
+        )
+    if source.notes:
+        raise CheckpointError(f"{path} must be a whole checkpoint; {source.notes[0]}.")
+    state: dict[str, Tensor] = {}
+    for entry in source.entries:
+        if entry.name.startswith(_OTHERS) or (globs and not named(entry.name, globs)):
+            continue
+        value = entry.read()
+        if entry.name in _VOCABULARY and vocab_size is not None:
+            value = value[:vocab_size]
+        state[entry.name] = value
+    if not state:
+        raise CheckpointError(
+            f"layer must match a tensor of {path}; {' and '.join(globs)} matches none of its "
+            f"{len(source.entries)}, from {source.entries[0].name} on."
+        )
+    args = SimpleNamespace(**arguments_of(Path(path)))
+    return MegatronCheckpoint(str(path), source.container, state, args)

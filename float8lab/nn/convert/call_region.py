@@ -1,0 +1,114 @@
+"""Each call of a converted model as one region of delayed scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from float8lab.nn.convert.first_call import remove_hooks
+from float8lab.nn.in_graph import leave_to_python
+from float8lab.nn.precision import precisions, precisions_below
+from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.region import STATE, Region, in_backward
+
+__all__ = ["CallRegion", "make_region_of_calls", "remove_region_hooks"]
+
+
+@torch._disable_dynamo
+def _end(region: Region, *, finished: bool) -> None:
+    if finished:
+        region.close()
+    else:
+        region.discard()
+
+
+class CallRegion:
+    """Makes each call of a model one delayed-scaling region, unless it is inside one already.
+
+    Where the call is traced into a graph, so are these hooks. Where only the model's ``forward``
+    is, they run in Python.
+    """
+
+    def __init__(self, recipes: tuple[Recipe, ...]) -> None:
+        self._open: Region | None = None
+        self._outer: Any = None  # the settings around the open region
+        self._finished = False
+        self._prepared = False
+        self.recipes = recipes  # delayed ones of the model's layers
+
+    def reset(self, recipes: tuple[Recipe, ...]) -> None:
+        """Replace the recipes, for other layers."""
+        self.recipes, self._prepared = recipes, False
+
+    @torch._disable_dynamo
+    def _prepare(self, model: nn.Module) -> None:
+        home = next((p.device for p in model.parameters()), torch.device("cpu"))
+        for layer in model.modules():
+            for _, precision in precisions(layer):
+                if precision.recipe in self.recipes:
+                    precision.prepare(next((p.device for p in layer.parameters()), home))
+
+    def before(self, model: nn.Module, args: Any) -> None:
+        outer = STATE.autocast
+        if not model.training or outer.enabled is False or in_backward():
+            return
+        region = outer.region
+        if self._open is None and region is None:
+            region = self._open = Region(silent=False)
+            self._outer, self._finished = outer, False
+            STATE.autocast = outer.inside(region)
+        assert region is not None, "opened above or before"
+        if not torch.compiler.is_compiling() and not self._prepared:
+            self._prepared = True
+            self._prepare(model)
+            # In an enclosing region other ranks may not call this model at all.
+            region.first = self._open is not None
+        for recipe in self.recipes:
+            region.expect(recipe, outer.group, calibrating=outer.calibrating)
+
+    def finished(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._finished = True
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        region = self._open
+        if region is None or STATE.autocast.region is not region:
+            return
+        STATE.autocast, self._open = self._outer, None
+        if torch.compiler.is_compiling():
+            region.close()
+        else:
+            _end(region, finished=self._finished)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallRegion:
+        return memo.setdefault(id(self), CallRegion(self.recipes))
+
+    def __reduce__(self) -> Any:
+        return CallRegion, (self.recipes,)
+
+
+# A model's hooks are no callees of its forward, which is what torch.compile(model) traces.
+for _hook in (CallRegion.before, CallRegion.finished, CallRegion.after):
+    leave_to_python(_hook)
+
+
+def make_region_of_calls(model: nn.Module) -> None:
+    """Have each call of a model be a region of delayed scaling, by hooks that it keeps."""
+    found = [precision.recipe for precision in precisions_below(model)]
+    recipes = tuple(dict.fromkeys(r for r in found if r is not None and r.linear.delayed))
+    hooks = model._forward_pre_hooks.values()
+    for hook in hooks:
+        if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
+            owner.reset(recipes)
+            return
+    region = CallRegion(recipes)
+    model.register_forward_pre_hook(region.before, prepend=True)
+    # Two hooks, since one that is always called cannot tell an exception from a None result.
+    model.register_forward_hook(region.finished)
+    model.register_forward_hook(region.after, always_call=True)
+
+
+def remove_region_hooks(module: nn.Module) -> None:
+    """Keep calls of a module from being regions of delayed scaling any more."""
+    remove_hooks(module, CallRegion)

@@ -1,0 +1,290 @@
+"""convert_to_float8: turn the linear layers of an existing model into FP8 ones, in place.
+
+A layer is converted by changing the class of the very object, ``torch.nn.Linear`` to
+``float8lab.Linear`` (``swap.py``). Other libraries' linear layers are converted to classes of their
+own (``other_linear.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from float8lab.arguments import (
+    check_callables,
+    check_flags,
+    check_instance,
+    check_module,
+    check_names,
+)
+from float8lab.distributed.fsdp.shards import is_sharded_plain, reshard, sharded_by_fsdp
+from float8lab.nn.attention.dot_product import DotProductAttention
+from float8lab.nn.attention.fp8 import asks_for_fp8_attention
+from float8lab.nn.convert.call_region import CallRegion, make_region_of_calls
+from float8lab.nn.convert.first_call import FirstCall, remove_hooks, watch_first_call
+from float8lab.nn.convert.freezing import Freezing, users_of
+from float8lab.nn.convert.names import matches
+from float8lab.nn.convert.other_experts import OtherExperts, routers
+from float8lab.nn.convert.other_linear import OtherLinear
+from float8lab.nn.convert.plan import (
+    CONVERTED,
+    LayerPlan,
+    Wishes,
+    attention_recipe,
+    checked_choice,
+    choose_recipes,
+    lines_about_recasts,
+    plan_layer,
+)
+from float8lab.nn.convert.report import (
+    candidates,
+    conversion_report,
+    forget_conversion,
+    has_recipe,
+    remember_conversion,
+)
+from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoder, set_recipe
+from float8lab.nn.expert_mlp import ExpertMLP
+from float8lab.nn.fused_module import FusedModule
+from float8lab.nn.grouped_linear import GroupedLinear
+from float8lab.nn.linear import Linear
+from float8lab.nn.precision import Precision, precisions
+from float8lab.recipes.auto import Auto
+from float8lab.recipes.recipe import Float8CurrentScaling, Recipe
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["convert_to_float8", "to_high_precision"]
+
+_LOG = logging.getLogger("float8lab.nn.convert")
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+_TRAINED_COPIES = "modules_to_save"
+
+
+def convert_to_float8(  # each is a keyword that users set on its own
+    model: _Model,
+    recipe: Recipe | Auto | Literal["auto"] | None = None,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    exclude: Sequence[str] = (),
+    overrides: Mapping[str, Recipe | Auto | Literal["auto"] | None] | None = None,
+    strict: bool = False,
+    fp8_all_gather: bool = True,
+    freeze_weights: bool = False,
+) -> _Model:
+    """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place, and return the model.
+
+    Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted, too, and so are the
+    stacked experts of Transformers' and torchtitan's models. Routers stay in high precision: layers
+    called ``router``, or ``gate`` beside ``experts`` that they score. Modules that multiply by
+    parameters of their own in other ways, such as ``torch.nn.LSTM``, are reported and left alone.
+    Modules of this library, such as ``Linear`` and ``ExpertMLP``, take the recipe as their own.
+
+    ``conversion_report(model)`` says of each candidate whether it was converted, and why not. Its
+    summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``.
+
+    Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
+    state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
+    ``autocast(recipe=...)`` by that recipe, and in high precision under
+    ``autocast(enabled=False)``. Converting again changes recipes and converts what is new.
+
+    With a delayed recipe, one call of ``model`` is one step of the scales; call the model itself,
+    or use ``autocast`` around what you call.
+
+    Args:
+        model: converted in place; may itself be a linear layer.
+        recipe: None is ``Float8CurrentScaling()``. ``"auto"``, which is ``recipes.Auto()``, chooses
+            for each layer what is predicted to be fastest, high precision included.
+        filter_fn: ``filter_fn(layer, name)`` returns False for layers to leave alone. It is asked
+            about every candidate of the report, whatever its class.
+        exclude: layers to leave alone: whole path components (``"lm_head"``, ``"blocks.0"``) or
+            globs (``"*.router"``).
+        overrides: recipes of single layers by the same patterns; they win over ``recipe`` and over
+            an enclosing autocast; None keeps a layer in high precision. The last match counts. A
+            router, or a subclass of ``torch.nn.Linear`` with a forward of its own, is converted
+            only if named here.
+        strict: raise if anything asked for could not be done; the model is then unchanged.
+        fp8_all_gather: if FSDP2 shards the model later, gather the weights in FP8, one byte an
+            element, in place of the parameters' dtype. A weight that is shared with a layer in
+            high precision, or that a GEMM needs in high precision, is gathered as usual.
+        freeze_weights: store the weights of the converted layers in FP8, one byte an element, and
+            freeze them: a base for adapters (docs/peft.md), or a model to serve. These are then new
+            parameters, so make optimizers after.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: ``recipe`` or an override is neither a recipe nor ``"auto"``.
+        ValueError: ``strict`` and a layer cannot be converted, a name matches nothing, or the model
+            has no linear layer.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
+    >>> model = float8lab.convert_to_float8(model, exclude=["1"])
+    >>> print(float8lab.conversion_report(model))
+    layer  out x in                                    share
+    0      128 x 64  FP8      Float8CurrentScaling()  89.0 %
+    1      8 x 128   skipped  excluded by '1'         11.0 %
+    1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
+    """
+    check_module("model", model)
+    check_callables(filter_fn=filter_fn)
+    check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
+    exclude = check_names("exclude", exclude)
+    check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
+    check_names("overrides", overrides or ())
+    base = Float8CurrentScaling() if recipe is None else checked_choice("recipe", recipe)
+    choices = {
+        pattern: None if asked is None else checked_choice(f"overrides[{pattern!r}]", asked)
+        for pattern, asked in (overrides or {}).items()
+    }
+    wishes = Wishes(base, filter_fn, exclude, choices, routers(model))
+    sharded = sharded_by_fsdp(model)
+    plans, predicted = choose_recipes(
+        [
+            plan_layer(layer, name, wishes, sharded=layer in sharded)
+            for name, layer in candidates(model)
+        ]
+    )
+    attention = [
+        (module, name, *attention_recipe(module, name, wishes))
+        for name, module in model.named_modules()
+        if isinstance(module, DotProductAttention)
+    ]
+    names = [*(plan.name for plan in plans), *(name for _, name, _, _ in attention)]
+    unmatched = tuple(
+        pattern
+        for pattern in (*exclude, *choices)
+        if not any(matches(name, pattern) for name in names)
+    )
+    undone = [plan for plan in plans if plan.failed]
+    reshard(model)
+    frozen = [
+        (plan.name, plan.layer, plan.recipe)
+        for plan in plans
+        if plan.recipe is not None and _TRAINED_COPIES not in plan.name.split(".")
+    ]
+    freezing = Freezing(model, frozen if freeze_weights else ())
+    nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
+    recasts = lines_about_recasts(plans) if strict else []
+    if strict and (undone or unmatched or freezing.obstacles or nothing or recasts):
+        lines = [
+            "convert_to_float8(strict=True) must do all that was asked; got",
+            *[f"  a {type(model).__name__} without a linear layer"] * nothing,
+            *[f"  {plan.name}: {plan.note}" for plan in undone],
+            *[f"  no layer is called {name!r}" for name in unmatched],
+            *[f"  {obstacle}" for obstacle in freezing.obstacles],
+            *recasts,
+            "Exclude these layers, correct the names, or pass strict=False.",
+        ]
+        raise ValueError("\n".join(lines))
+    for plan in plans:
+        if plan.recipe is not None or plan.stays:
+            set_recipe(plan)
+    for module, name, found, pinned in attention:
+        precision = module._fp8
+        precision.recipe, precision.pinned, precision.name = found, pinned, name
+    gathering = _choose_all_gather(model, plans, fp8_all_gather)
+    freezing.run()
+    if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in plans):
+        make_region_of_calls(model)
+    if any(plan.recipe is not None and plan.layer is not model for plan in plans):
+        watch_first_call(model)
+    for part in model.modules():
+        run_layers_of_encoder(part)
+    remember_conversion(
+        model,
+        unmatched=unmatched,
+        notes=(*predicted, *freezing.obstacles, *gathering),
+        # A layer that this call leaves alone may run in FP8 by an earlier one, which said how.
+        layers=[
+            (p.layer, p.note) for p in plans if p.recipe is not None or not has_recipe(p.layer)
+        ],
+    )
+    _LOG.info("%s: %s", type(model).__name__, conversion_report(model).summary)
+    return model
+
+
+def _choose_all_gather(model: nn.Module, plans: Sequence[LayerPlan], wanted: bool) -> list[str]:
+    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree.
+
+    Returns:
+        A sentence about weights for which that is too late, if there are such.
+    """
+    users = users_of(model)
+    recipes = {id(plan.layer): plan.recipe for plan in plans if plan.recipe is not None}
+    late = 0
+    for plan in plans:
+        layer: Any = plan.layer
+        if plan.recipe is not None and isinstance(layer, (Linear, GroupedLinear)):
+            weight = layer._parameters.get("weight")
+            others = users.get(id(weight), [])
+            agree = all(recipes.get(id(other)) == plan.recipe for other, _ in others)
+            too_late = is_sharded_plain(weight)
+            layer._fp8.fp8_all_gather = wanted and agree and not too_late
+            late += wanted and too_late
+    if not late:
+        return []
+    return [
+        f"{late} weights were sharded before they were converted, and are gathered in high "
+        "precision; convert before fully_shard to gather them in FP8"
+    ]
+
+
+def to_high_precision(model: _Model) -> _Model:
+    """Undo ``convert_to_float8``, in place; FP8-stored weights are dequantized.
+
+    A ``float8lab.Linear`` built as one becomes a ``torch.nn.Linear``. Modules that torch has not,
+    such as ``LayerNormMLP``, lose their recipe: they run in high precision outside ``autocast``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, or of several
+            tensor-parallel ranks, which torch.nn.Linear cannot express.
+
+    >>> model = float8lab.convert_to_float8(torch.nn.Linear(8, 8))
+    >>> type(float8lab.to_high_precision(model))
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    check_module("model", model)
+    layers = [m for m in model.modules() if isinstance(m, (Linear, OtherLinear, OtherExperts))]
+    for layer in layers:
+        if isinstance(layer, Linear) and (
+            layer.return_bias or layer._split is not None or layer.tp_size > 1
+        ):
+            raise NotImplementedError(
+                "to_high_precision must find layers that torch.nn.Linear can express; got one with "
+                "return_bias or parameters_split, or of several tensor-parallel ranks. Run it "
+                "under autocast(enabled=False) instead."
+            )
+    for module in model.modules():
+        if isinstance(module, CONVERTED):
+            _dequantize_parameters(module)
+        if isinstance(module, (FusedModule, GroupedLinear, ExpertMLP, DotProductAttention)):
+            for _, precision in precisions(module):
+                precision.recipe, precision.pinned = None, False
+    for layer in layers:
+        layer.__class__ = class_of(layer, plain_class)
+        for name in [name for name, value in vars(layer).items() if isinstance(value, Precision)]:
+            delattr(layer, name)
+        vars(layer).pop("_spread", None)
+    for module in model.modules():
+        remove_hooks(module, (CallRegion, FirstCall))
+        run_layers_of_encoder(module)
+    forget_conversion(model)
+    return model
+
+
+def _dequantize_parameters(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, Float8Tensor):
+            plain = nn.Parameter(parameter.detach().dequantize(), parameter.requires_grad)
+            setattr(module, name, plain)

@@ -1,0 +1,55 @@
+"""Which layers of a model a user's names and patterns mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from float8lab.recipes.recipe import Recipe
+
+__all__ = ["matches", "unambiguous"]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a qualified layer name is meant by a pattern.
+
+    A pattern is one or more whole path components, found anywhere in the name; a component may be a
+    glob; a glob may also match the whole name.
+
+    >>> matches("blocks.0.attn.qkv", "attn"), matches("blocks.0.attn.qkv", "blocks.0")
+    (True, True)
+    >>> matches("blocks.0.attn.qkv", "at"), matches("blocks.10.mlp", "blocks.1")
+    (False, False)
+    >>> matches("blocks.0.attn.qkv", "*.qkv"), matches("blocks.10.mlp", "blocks.1?.mlp")
+    (True, True)
+    """
+    parts, wanted = name.split("."), pattern.split(".")
+    found = any(
+        all(fnmatchcase(p, w) for p, w in zip(parts[i:], wanted, strict=False))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
+    return found or fnmatchcase(name, pattern)
+
+
+def unambiguous(
+    changed: Mapping[str, Recipe | None], wanted: Mapping[str, Recipe | None]
+) -> dict[str, Recipe | None]:
+    """``overrides`` that mean these very layers, though a name is a pattern, too.
+
+    Args:
+        changed: the overrides to express, by layer.
+        wanted: the recipe that each layer of the model is to get, changed or not.
+
+    >>> unambiguous({"0": None}, {"0": None, "1.0": float8lab.recipes.Float8CurrentScaling()})
+    {'0': None, '1.0': Float8CurrentScaling()}
+    """
+    said = dict(changed)
+    while True:
+        said = dict(sorted(said.items(), key=lambda item: item[0].count(".")))
+        for name, choice in wanted.items():
+            found = [pattern for pattern in said if matches(name, pattern)]
+            if found and found[-1] != name:
+                said[name] = choice
+                break
+        else:
+            return said

@@ -1,0 +1,72 @@
+"""Gradients that are added into ``weight.main_grad`` instead of becoming ``weight.grad``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8lab.nn.casts import plain
+from float8lab.tensor.differentiation import Float8Function
+
+__all__ = ["accumulate", "fused_weight", "plain_weight"]
+
+
+def accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> Tensor | None:
+    """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``.
+
+    Of experts it is a tuple of one weight for all, or of each one's.
+
+    Returns the gradient for autograd. It is None; but a tensor of any values, or of zeros with
+    ``weight.zero_out_wgrad``, where the weight has the mark ``grad_added_to_main_grad``: hooks of
+    Megatron's data parallelism, which set that to False and throw the gradient away, want one.
+    """
+    weights, parts = (weight,), [dw]
+    if isinstance(weight, tuple):
+        weights, parts = weight, [dw] if len(weight) == 1 else list(dw.unbind())
+    into = [one.main_grad.view_as(part) for one, part in zip(weights, parts, strict=True)]
+    if overwrite:
+        torch._foreach_copy_(into, parts)
+    else:
+        torch._foreach_add_(into, parts)
+    marked = [one for one in weights if hasattr(one, "grad_added_to_main_grad")]
+    if not marked:
+        return None
+    for one in marked:
+        if not one.grad_added_to_main_grad:  # which no graph of torch.compile can set
+            one.grad_added_to_main_grad = True
+    zero = any(getattr(one, "zero_out_wgrad", False) for one in marked)
+    make = torch.zeros if zero else torch.empty
+    return make(dw.shape, dtype=marked[0].dtype, device=dw.device)
+
+
+def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
+    """The weight, if the module's argument and its ``main_grad`` ask for gradients there."""
+    return weight if module.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
+
+
+def plain_weight(
+    module: Any, weight: Tensor, first_microbatch: bool | None, *, as_main: bool = False
+) -> Tensor:
+    """``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for that.
+
+    ``as_main``: in the dtype of that, in which a GEMM then gives the gradient.
+    """
+    fused: Any = fused_weight(module, weight)
+    if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
+        return plain(weight)
+    value = plain(weight).to(fused.main_grad.dtype) if as_main else plain(weight)
+    found: Tensor = _IntoMainGrad.run(value, (fused,), first_microbatch is True)
+    return found
+
+
+class _IntoMainGrad(Float8Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weights: tuple[Tensor], overwrite: bool) -> Tensor:
+        ctx.weights, ctx.overwrite = weights, overwrite  # a tuple: no other input of the function
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, None, None]:
+        return accumulate(ctx.weights, dw, overwrite=ctx.overwrite), None, None
