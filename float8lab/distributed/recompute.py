@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from float8lab.arguments import check_callables, check_flags, check_group, check_instance
 from float8lab.distributed.ranks import rank_and_size
@@ -144,6 +150,21 @@ def _has_no_gradient(x: Any) -> bool:
     return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves(x))
 
 
+def _without_parameters(results: Any) -> Any:
+    """The results, with a tensor of its own for each parameter, such as a bias that is returned.
+
+    Autograd would take a parameter for a result of the checkpoint, whose backward would then run
+    itself again, without end.
+    """
+    if not any(isinstance(x, torch.nn.Parameter) for x in tree_leaves(results)):
+        return results
+    return tree_map_only(
+        torch.nn.Parameter,
+        lambda x: x.view_as(x) if torch.is_grad_enabled() else x.detach(),
+        results,
+    )
+
+
 class _Run:
     """A checkpointed function: its first call is the forward, every later one repeats that."""
 
@@ -168,8 +189,8 @@ class _Run:
         count = len(whole) - len(self.names)
         args, kwargs = whole[:count], dict(zip(self.names, whole[count:], strict=True))
         if self.recording is None:
-            return self._forward(args, kwargs)
-        return self._recompute(self.recording, args, kwargs)
+            return _without_parameters(self._forward(args, kwargs))
+        return _without_parameters(self._recompute(self.recording, args, kwargs))
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         self.recording = Recording()

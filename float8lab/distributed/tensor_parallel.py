@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.overlap import (
-    all_parts,
     gather_mm,
     is_worth_it,
     mm_scatter,
@@ -38,6 +37,7 @@ from float8lab.distributed.overlap import (
 )
 from float8lab.formats import Float8Spec
 from float8lab.ops import amax_op, as_matrix, scaled_mm_op
+from float8lab.ops.declare import planned
 from float8lab.ops.reference import ALIGN, scales_by_column
 from float8lab.recipes.reduction import channel
 from float8lab.recipes.region import PROCESS
@@ -50,6 +50,7 @@ __all__ = [
     "TensorParallel",
     "gathered_mm",
     "mm_reduced",
+    "multiply",
     "note",
     "noted",
     "same_rows",
@@ -364,7 +365,12 @@ class TensorParallel:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
             raw = F.pad(raw, (0, 0) * (raw.ndim - 1 - dim) + (0, size - raw.shape[dim]))
-        whole = _joined(all_parts(raw, self.size, self.name), dim)
+        ops = torch.ops._c10d_functional
+        whole: Tensor = ops.wait_tensor(
+            ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
+        )
+        if dim:
+            whole = _joined(whole.unflatten(0, (self.size, -1)), dim)
         if whole.shape[dim] != run:
             whole = whole.narrow(dim, 0, run)
         if rows.outer > 1:
@@ -528,9 +534,7 @@ def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    """``[R, *shape]``, of each rank its part, as one tensor along a dimension of the parts."""
-    if dim == 0:
-        return parts.flatten(0, 1)
+    """``[R, *shape]``, of each rank its part, side by side along a dimension of the parts."""
     dtype, nbytes = parts.dtype, parts.shape[-1] * parts.element_size()
     if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
         parts = parts.view(torch.int64)  # bytes one by one take four times as long
@@ -669,13 +673,13 @@ def spread_mm(
         whole: what was gathered of the left operand before, if anything was.
     """
     if whole is not None:
-        return _mm((whole, operands[1]), product, bias), whole
+        return multiply((whole, operands[1]), product, bias), whole
     if parallel.scatters if backward else parallel.gathers:
         assert rows is not None, "under sequence parallelism"
         return gathered_mm(parallel, rows, operands, product, bias, beside)
     if (parallel.mode == "column") == backward:
         return mm_reduced(parallel, rows, operands, product, bias, beside), operands[0]
-    return _mm(operands, product, bias), operands[0]
+    return multiply(operands, product, bias), operands[0]
 
 
 def gathered_mm(
@@ -695,7 +699,7 @@ def gathered_mm(
             beside.arrive(*gathered)
         return _cropped(y, product.shape), (q, scale) if product.keep else a
     whole = parallel.gathered_operand(*a, product.a_block, rows, 0)
-    return _mm((whole, b), product, bias), whole
+    return multiply((whole, b), product, bias), whole
 
 
 def mm_reduced(
@@ -716,7 +720,7 @@ def mm_reduced(
         if beside is not None:
             beside.arrive(*gathered)
         return _cropped(y, (rows.of(parallel.rank)[1], product.shape[1]))
-    y = _mm(operands, product, bias)
+    y = multiply(operands, product, bias)
     if parallel.partial:
         return y
     return parallel.summed(y) if rows is None else parallel.scattered(y, rows)
@@ -736,9 +740,20 @@ def _overlapping(
     return listed, *blocks, product.dtype, product.fast_accum, parallel.name, also
 
 
+def multiply(
+    operands: tuple[Operand, Operand], product: Product, bias: Tensor | None = None
+) -> Tensor:
+    """``a @ b.T + bias`` of operands that are here; on a GPU a plan, between what is sent."""
+    found: Tensor = (_planned_mm if operands[0][0].is_cuda else _mm)(operands, product, bias)
+    return found
+
+
 def _mm(operands: tuple[Operand, Operand], product: Product, bias: Tensor | None) -> Tensor:
     (a, b), (a_block, b_block, fast_accum, shape, dtype, _) = operands, product
     return _cropped(scaled_mm_op(*a, a_block, *b, b_block, bias, dtype, fast_accum), shape)
+
+
+_planned_mm = planned(_mm)
 
 
 def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -36,6 +36,7 @@ from float8lab.ops import (
     scale_from_amax,
     transpose_op,
 )
+from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors, Known, own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
@@ -141,6 +142,8 @@ def cast(
         if isinstance(x, Tensor) and x.ndim == 3:
             scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
         return q, scale, encode, q_t, scale, total
+    if call.shards is not None:
+        return _cast_apart(x, spec, transposed, call, by, column_sum, align)
     return cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
 
 
@@ -194,6 +197,32 @@ def cast_by(
     return q, scale, factor, q_t, scale_t, total
 
 
+def _cast(
+    x: Matrix,
+    spec: Float8Spec | None,
+    transposed: Float8Spec | None,
+    recipe: Recipe,
+    by: By,
+    column_sum: bool,
+    align: int,
+) -> tuple[Any, ...]:
+    return cast_by(x, spec, transposed, recipe.linear, by, column_sum=column_sum, align=align)
+
+
+_planned_cast = planned(_cast)
+
+
+def _cast_apart(
+    x: Matrix, spec: Float8Spec | None, transposed: Float8Spec | None, call: Call, *rest: Any
+) -> tuple[Any, ...]:
+    """``cast_by`` as a plan of its own, where what is sent to other ranks parts it from others."""
+    on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
+    found: tuple[Any, ...] = (_planned_cast if on_gpu else _cast)(
+        x, spec, transposed, call.recipe, *rest
+    )
+    return found
+
+
 def _cast_shard(
     x: Matrix,
     spec: Float8Spec | None,
@@ -229,7 +258,7 @@ def _cast_shard(
         x = parallel.spaced(x, dim, plan.edge)
     ways = (spec, dim), (transposed, 1 - dim)  # of both orientations, with the shard's dimension
     if not any(how and _lies_on_several(how.block, axis, rows, spaced) for how, axis in ways):
-        *found, sums = cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
+        *found, sums = _cast_apart(x, spec, transposed, call, by, column_sum, align)
         return *found, sums if total is None else total
     if column_sum:
         total = _sums_of_groups(x) if isinstance(x, Groups) else _value(x).float().sum(0)
@@ -238,7 +267,8 @@ def _cast_shard(
         if how is None:
             results.append((None, None, None))
         elif not _lies_on_several(how.block, axis, rows, spaced):
-            one = cast_by(x, None if flip else how, how if flip else None, plan, by, align=align)
+            two = (None, how) if flip else (how, None)
+            one = _cast_apart(x, *two, call, by, False, align)
             results.append((*(one[3:5] if flip else one[:2]), one[2]))
         else:
             cast_parts: Any = _cast_parts_of_experts if of_experts else _cast_parts

@@ -125,9 +125,8 @@ def forward(
     """
     (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
     source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
-    uses = [plan.dgrad] * needs_dx + [plan.fprop] * again  # of the weight, in backward
-    square = plan.w.block[0] == plan.w.block[1]
-    keep_w = square and any(use is not None and use.right == plan.w for use in uses)
+    turns = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
+    keep_w = plan.w.block[0] == plan.w.block[1] and (turns or (again and plan.fprop is not None))
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
     value: Matrix = inp if source and inp is not None else x
     value = value if ends is None else Groups.of(x, ends)
@@ -176,7 +175,8 @@ def forward(
         lean = lean and (spread is None or w_factor is not None)
         lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
-    keep_high = len(uses) > 0 and (saved_w[0] is None or not all(uses))
+    in_fp8 = (plan.dgrad or not needs_dx) and (plan.fprop or not again)  # in backward
+    keep_high = (needs_dx or again) and (saved_w[0] is None or not in_fp8)
     return y, (*saved_x, weight if keep_high else None, *saved_w)
 
 

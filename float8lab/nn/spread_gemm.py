@@ -16,13 +16,14 @@ from torch import Tensor
 from float8lab.distributed.tensor_parallel import (
     Product,
     Shards,
+    multiply,
     note,
     noted,
     spread_mm,
 )
 from float8lab.nn.casts import Operand, cast, cast_by, show_cast, show_gemm
 from float8lab.nn.precision import Call, W, X
-from float8lab.ops import Source, scaled_mm_op, transpose_op
+from float8lab.ops import Source, transpose_op
 from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import GemmPlan
 
@@ -171,7 +172,8 @@ def spread_wgrad(
     dy_t, x_t = (one.gathered() if isinstance(one, Shards) else one for one in operands)
     if call.watched:
         show_gemm("wgrad", call, dy_t, x_t)
-    dw = scaled_mm_op(*dy_t, left.block, *x_t, right.block, None, dtype, fast_accum)
+    padded = dy_t[0].shape[0], x_t[0].shape[0]
+    dw = multiply((dy_t, x_t), Product(left.block, right.block, fast_accum, padded, dtype))
     dim = int(parallel.mode == "row")
     dw = parallel.cropped(dw, dim, shape[dim], plan.edge)
     if torch.compiler.is_compiling() or dw.shape != shape:

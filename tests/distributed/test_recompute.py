@@ -332,6 +332,18 @@ def test_several_outputs_and_inputs_without_gradient(use_reentrant):
 
 
 @each_mode
+def test_a_bias_that_is_returned_stays_a_leaf(use_reentrant):
+    layer = float8lab.Linear(32, 16, return_bias=True, device="cpu")
+    x = torch.randn(4, 32, requires_grad=True)
+    for _ in range(2):
+        with float8lab.autocast(recipe=DELAYED):
+            y, bias = float8lab.checkpoint(layer, x, use_reentrant=use_reentrant)
+        (y + bias).sum().backward()
+    assert layer.bias.is_leaf
+    assert layer.bias.grad.tolist() == [8] * 16
+
+
+@each_mode
 def test_torch_autocast_is_repeated(use_reentrant):
     def step(model, run, x, *_):
         with torch.autocast("cpu", torch.bfloat16), float8lab.autocast(recipe=DELAYED):

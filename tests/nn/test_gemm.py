@@ -63,3 +63,25 @@ def test_the_steps_of_a_linear_layer_are_a_plan(recipe, monkeypatch):
     monkeypatch.setattr(gemm, "may_multiply", lambda *args, **kwargs: seen.append(1))
     _steps(layer, [x], recipe)
     assert not seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_plan_gives_memory_back_as_its_functions_do(recipe, monkeypatch):
+    """The cast for dgrad and the turned weight are gone before the weight's gradient is there."""
+    launching = pytest.importorskip("float8lab.ops.kernels._launch")
+    M, K, N = 2048, 2048, 2048
+    layer = float8lab.Linear(K, N, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+
+    def peak() -> int:
+        _steps(layer, [x] * 2, recipe)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _steps(layer, [x], recipe)
+        return torch.cuda.max_memory_allocated() - before
+
+    repeated = peak()
+    monkeypatch.setattr(launching, "ENABLED", False)
+    assert repeated - peak() < M * N, "not so much more as an operand in FP8 takes"

@@ -263,8 +263,8 @@ def tp_size(module: str) -> None:
 def parallel_mode(module: str) -> None:
     with pytest.raises(ValueError, match="parallel_mode must be one of None"):
         make(module, parallel_mode="diagonal")
-    with pytest.raises(ValueError, match="parallel_mode must be 'column', or None"):
-        make(module, parallel_mode="row", tp_size=2)
+    assert make(module, parallel_mode="column", tp_size=2).weight.shape == (12, 16)
+    assert make(module, parallel_mode="row", tp_size=2).weight.shape == (24, 8)
     assert same_function(make(module, parallel_mode="column"), make(module))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity
@@ -215,18 +216,19 @@ def test_torch_sums_what_a_kernel_has_written():
     kernel = Kernel(scale_into)
 
     @replayed
-    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(1)
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
         z = x.new_empty(x.shape[1:])
         total = y.sum(0)
         kernel(total, z, 3.0)
-        return z, total
+        return z, total, y.view(-1).cumsum(0, dtype=torch.float64)
 
     for _ in range(5):
         x = torch.randn(3, 4)
-        z, total = launcher(x)
+        z, total, running = launcher(x)
+        assert torch.equal(running, (2 * x).view(-1).cumsum(0, dtype=torch.float64))
         assert torch.equal(total, (2 * x).sum(0))
         assert torch.equal(z, 3 * total)
     assert len(calls) == 2
@@ -374,11 +376,12 @@ def test_views_of_what_it_makes_are_made_anew():
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
         product = torch.mm(y, y.t())
-        return product[:2, :2], product.sum(0).view(2, 2), y[1], x[1:]
+        return product[:2, :2], product.sum(0).view(2, 2), y[1], x[1:], F.pad(y, (0, 2))
 
     for _ in range(4):
         x = torch.randn(4, 4)
-        cropped, sums, row, given = launcher(x)
+        cropped, sums, row, given, padded = launcher(x)
+        assert torch.equal(padded, F.pad(2 * x, (0, 2)))
         product = 2 * x @ (2 * x).t()
         assert torch.equal(cropped, product[:2, :2])
         assert torch.equal(sums, product.sum(0).view(2, 2))

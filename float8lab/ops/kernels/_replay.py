@@ -59,9 +59,11 @@ _VIEWS: dict[Any, Callable[..., Tensor]] = {
 }
 _STEPS: dict[Any, Callable[..., Tensor]] = {
     _aten.sum.dim_IntList: torch.sum,
+    _aten.cumsum.default: torch.cumsum,
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten.clone.default: torch.clone,
+    _aten.constant_pad_nd.default: torch.constant_pad_nd,
     _aten._to_copy.default: _aten._to_copy.default,
     _aten._scaled_mm.default: torch._scaled_mm,
     _aten._grouped_mm.default: torch._grouped_mm,

@@ -8,7 +8,7 @@ multiplied in ``hopper_gemm.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
 }
 
 
+class _Operand(NamedTuple):
+    """FP8 data with contiguous rows, their decode scales, and the block that shares one."""
+
+    data: Tensor
+    scale: Tensor
+    block: Sequence[int]
+
+
 @replayed
 def scaled_mm(
     a: Tensor,
@@ -44,9 +52,10 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
+    left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
     if a.ndim == 3:
-        return _each_product(a, a_scale, a_block, b, b_scale, b_block, out_dtype)
-    return _product(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, fast_accum, None)
+        return _each_product(left, right, out_dtype)
+    return _product(left, right, bias, out_dtype, fast_accum, None)
 
 
 def scaled_mm_into(
@@ -61,30 +70,28 @@ def scaled_mm_into(
     fast_accum: bool,
 ) -> None:
     """Sizes that need padding, and outputs that need a pass after the product, are copied."""
-    y = _product(a, a_scale, a_block, b, b_scale, b_block, bias, out.dtype, fast_accum, out)
+    left, right = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
+    y = _product(left, right, bias, out.dtype, fast_accum, out)
     if y is not out:
         out.copy_(y)
 
 
 def _product(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
+    left: _Operand,
+    right: _Operand,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
     into: Tensor | None,
 ) -> Tensor:
     """The product of two matrices: ``into``, if it can be written there at once."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     (M, K), N = a.shape, b.shape[0]
     if 0 in (M, N, K):
         out = a.new_zeros((M, N), dtype=out_dtype)
         return out if bias is None else out.add_(bias)
     if not may_multiply(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
-        return _dequantized(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+        return _dequantized(left, right, bias, out_dtype)
 
     # Callers quantize with align=16, so that all of these pass their input through.
     by_block = tuple(a_block) in _SCALING_TYPE
@@ -97,7 +104,8 @@ def _product(
         # The products of every 128 of K are summed in float32, however fast.
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         into = into if wide == out_dtype else None
-        out = _multiply_blocks(a, a_scale, a_block, b, b_scale, b_block, wide, into)
+        padded = _Operand(a, a_scale, a_block), _Operand(b, b_scale, b_block)
+        out = _multiply_blocks(*padded, wide, into)
         out = (out if bias is None else out.add_(bias)).to(out_dtype)
     elif a_scale.numel() == b_scale.numel() == 1:
         a_scale, b_scale = _per_tensor(a_scale), _per_tensor(b_scale)
@@ -108,16 +116,9 @@ def _product(
     return out if out.shape == (M, N) else out[:M, :N].contiguous()
 
 
-def _each_product(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _each_product(left: _Operand, right: _Operand, out_dtype: torch.dtype) -> Tensor:
     """The products of a batch. torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     products = [
         scaled_mm(
             _by_row(x), x_scale, a_block, _by_row(y), y_scale, b_block, None, out_dtype, False
@@ -136,21 +137,13 @@ def _by_row(q: Tensor) -> Tensor:
 
 
 def _dequantized(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    left = dequantize(a, a_scale, a_block, dtype)
-    right = dequantize(b, b_scale, b_block, dtype).t()
+    a, b = dequantize(*left, dtype), dequantize(*right, dtype).t()
     if bias is None:
-        return torch.mm(left, right).to(out_dtype)
-    return torch.addmm(bias.to(dtype), left, right).to(out_dtype)
+        return torch.mm(a, b).to(out_dtype)
+    return torch.addmm(bias.to(dtype), a, b).to(out_dtype)
 
 
 def _multiply(
@@ -202,16 +195,10 @@ def _multiply_rows(
 
 
 def _multiply_blocks(
-    a: Tensor,
-    a_scale: Tensor,
-    a_block: Sequence[int],
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-    into: Tensor | None,
+    left: _Operand, right: _Operand, out_dtype: torch.dtype, into: Tensor | None
 ) -> Tensor:
     """In bfloat16 or float32, by whoever has the product."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     rows, columns = a.shape[0], b.shape[0]
     if not is_cublas_gemm(a_block, b_block, a.dtype, b.dtype):
         b_scale = b_scale if b_block[0] == 128 else _per_block(b_scale, b_block, columns)
@@ -225,9 +212,8 @@ def _multiply_blocks(
             a, b.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=out_dtype
         )
     # The function has no ``out``; no swizzle, no bias.
-    left: Any = [scales[0]], [kinds[0].value], []
-    right: Any = [scales[1]], [kinds[1].value], []
-    return torch.ops.aten._scaled_mm_v2.out(a, b.t(), *left, *right, None, out_dtype, out=into)
+    how: Any = [([scale], [kind.value], []) for scale, kind in zip(scales, kinds, strict=True)]
+    return torch.ops.aten._scaled_mm_v2.out(a, b.t(), *how[0], *how[1], None, out_dtype, out=into)
 
 
 # What cuBLASLt wants to see; each returns its input when that is it already.
