@@ -67,7 +67,9 @@ def load_te_scaling(
     """Continue with the scales and amax histories of a TransformerEngine checkpoint.
 
     Weights are loaded by ``model.load_state_dict`` as ever; this reads the ``_extra_state`` of each
-    module, without running code from it. Modules have the names that they have in the checkpoint.
+    module, without running code from it. Modules have the names that they have in the checkpoint;
+    the two products of a ``LayerNormMLP`` may have a state each, ``fc1`` and ``fc2``, as those of
+    Megatron-LM have. Tensor-parallel ranks have equal scales there: any rank's state will do.
 
     Args:
         source: the state dict, or a checkpoint in files as in ``float8lab.inspect.checkpoint``.
