@@ -222,25 +222,26 @@ def _fp8_names(model: nn.Module) -> set[str]:
 def check_losses_follow_a_single_process(ranks: Ranks) -> None:
     # FP8 sums differ with the rows that share a scale, so the losses do, by less than FP8 differs
     # from high precision: that difference is the tolerance.
+    def losses_of(model: nn.Module, *, sharded: bool = False) -> Tensor:
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for step in range(20):
+            whole, mine = batch(ranks, step, rows=16)
+            loss = train_step(model, mine if sharded else whole, optimizer)
+            if sharded:
+                dist.all_reduce(loss)
+                loss = loss / ranks.world
+            losses.append(loss.item())
+        return torch.tensor(losses)
+
+    torch.manual_seed(1)
+    plain = make_model(ranks.device)
+    high = losses_of(copy.deepcopy(plain))
     for recipe in RECIPES:
-        torch.manual_seed(1)
-        plain = make_model(ranks.device)
         single, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
         float8lab.convert_to_float8(single, recipe)
         float8lab.convert_to_float8(sharded, recipe)
         shard(sharded, mesh=ranks.mesh())
-        models = (plain, single, sharded)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in models]
-        losses: list[list[float]] = [[], [], []]
-        for step in range(20):
-            whole, mine = batch(ranks, step, rows=16)
-            for i, (model, x) in enumerate(zip(models, (whole, whole, mine), strict=True)):
-                loss = train_step(model, x, optimizers[i])
-                if i == 2:
-                    dist.all_reduce(loss)
-                    loss = loss / ranks.world
-                losses[i].append(loss.item())
-        high, fp8, fsdp = (torch.tensor(values) for values in losses)
+        fp8, fsdp = losses_of(single), losses_of(sharded, sharded=True)
         assert fsdp[-1] < fsdp[0] / 2
         error = (fsdp - high).abs() / high
         assert error.max() < 0.03 + 3 * ((fp8 - high).abs() / high).max(), (high, fp8, fsdp)

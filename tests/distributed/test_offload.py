@@ -153,6 +153,16 @@ def test_arguments_are_checked():
         get(enabled=True, num_layers=0)
     with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
         get(enabled=True, num_layers=4, model_layers=3)
+    # Newer versions of Transformer Engine have the model's layers as third argument.
+    with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
+        get(True, 4, 3, True, False)
+    with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
+        get(True, 4, 5, False, False, True)
+    assert isinstance(get(False, 0, 12, True, True, False)[0], nullcontext)
+    with pytest.raises(TypeError, match="double_buffering must be"):
+        get(True, 4, 5, True, False, 7)
+    with pytest.raises(TypeError, match="more must be at most two arguments"):
+        get(True, 4, 5, True, False, True, True)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 9])

@@ -216,18 +216,19 @@ def test_torch_sums_what_a_kernel_has_written():
     kernel = Kernel(scale_into)
 
     @replayed
-    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(1)
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
         z = x.new_empty(x.shape[1:])
         total = y.sum(0)
         kernel(total, z, 3.0)
-        return z, total
+        return z, total, y.view(-1).cumsum(0, dtype=torch.float64)
 
     for _ in range(5):
         x = torch.randn(3, 4)
-        z, total = launcher(x)
+        z, total, running = launcher(x)
+        assert torch.equal(running, (2 * x).view(-1).cumsum(0, dtype=torch.float64))
         assert torch.equal(total, (2 * x).sum(0))
         assert torch.equal(z, 3 * total)
     assert len(calls) == 2

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import Tile, ceil_div, next_power_of_2, on_device_of_first
+from float8lab.ops.kernels._common import Tile, ceil_div, next_power_of_2
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.permute import empty_row_map, scatter_outputs
@@ -110,7 +110,7 @@ def _row_map_kernel(
     tl.store(ends_ptr + experts, last, mask=inside)
 
 
-@on_device_of_first
+@replayed
 def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
     T, S = routing_map.shape
     E = experts or S
