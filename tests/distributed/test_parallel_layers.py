@@ -323,7 +323,7 @@ def check_sizes_are_exchanged_once(ranks: Ranks) -> None:
     layers = nn.ModuleList(
         transformer(**more)(**group) for more in (LLAMA, mixed, decoder, {"output_layernorm": True})
     ).to(ranks.device)
-    for tokens in (7, 8, 1, 0, 9):  # with 4 ranks the first has as many of 7 as of 8
+    for tokens in (7, 8, 0):  # with 4 ranks the first has as many of 7 as of 8
         x = of_rank(torch.randn(tokens, 2, HIDDEN), ranks).to(ranks.device)
         y = of_rank(torch.randn(5, 2, HIDDEN), ranks).to(ranks.device)
         with Collectives() as collectives, float8lab.autocast(recipe=ALL[0]):

@@ -519,6 +519,33 @@ def check_tokens_that_do_not_fit_together(ranks: Ranks) -> None:
             layer(x)
 
 
+def check_repeated_calls(ranks: Ranks) -> None:
+    """Casts and products between what is sent are plans, with the bytes of the first time."""
+    if ranks.device.type == "cpu":
+        return  # which has no plans
+    launching = pytest.importorskip("float8lab.ops.kernels._launch")
+    for recipe, keep in itertools.product(filter(None, RECIPES), (False, True)):
+        results = []
+        for enabled in (True, False):
+            make = partial(float8lab.LayerNormMLP, 64, 96 * ranks.world, set_parallel_mode=True)
+            _, layer, _ = two_of(ranks, make, MLP)
+            layer.set_tensor_parallel_group(dist.group.WORLD, keep_gathered=keep)
+            torch.manual_seed(9)
+            _, x = inputs(ranks, 7, 64)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launching, "ENABLED", enabled)
+                found = []
+                for step in range(5):  # a stale scale would show
+                    leaf = (x * 2**step).detach().requires_grad_()
+                    with float8lab.autocast(recipe=recipe):
+                        y = layer(leaf)
+                    leaves = [leaf, *layer.parameters()]
+                    found += [y, *torch.autograd.grad(y.square().sum(), leaves)]
+            results.append(found)
+        for i, (one, other) in enumerate(zip(*results, strict=True)):
+            assert torch.equal(one, other), (recipe, keep, i)
+
+
 def check_compiled(ranks: Ranks) -> None:
     N = 32 * ranks.world
     column = partial(float8lab.Linear, 64, N, parallel_mode="column"), COLUMN
