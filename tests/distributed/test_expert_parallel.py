@@ -156,7 +156,8 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
     float8lab.convert_to_float8(module, DelayedScaling())
     with pytest.raises(NotImplementedError, match="recipe must not be DelayedScaling"):
         train(module, "run_rows", here, None)
-    replicated = nn.Parameter(distribute_tensor(torch.ones(E, H, H), mesh, [Replicate()]))
+    ones = torch.ones(E, H, H, device=ranks.device)
+    replicated = nn.Parameter(distribute_tensor(ones, mesh, [Replicate()]))
     module.register_parameter("fc2_weight", replicated)
     with pytest.raises(NotImplementedError, match="experts' parameters must be placed as"):
         module.run_rows(x, [len(x)] * E)

@@ -481,7 +481,10 @@ def check_norms_and_prepared_inputs(ranks: Ranks) -> None:
 
 
 def check_fused_module_by_the_rules_of_its_ops(ranks: Ranks) -> None:
+    generator = torch.Generator().manual_seed(0)
     alone = float8lab.LayerNormMLP(WIDTH, 150, device=ranks.device)
+    for weight in (alone.fc1_weight, alone.fc2_weight):
+        weight.data.copy_(integers(weight.shape, generator))
 
     def place(_: str, module: nn.Module, mesh: Any) -> None:
         for name, p in list(module.named_parameters(recurse=False)):
@@ -490,7 +493,7 @@ def check_fused_module_by_the_rules_of_its_ops(ranks: Ranks) -> None:
             module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [how])))
 
     model = distribute_module(copy.deepcopy(alone), ranks.mesh(), place)
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0)).to(ranks.device)
+    x = torch.randn(8, WIDTH, generator=generator).to(ranks.device)
     with float8lab.autocast(recipe=MXFP8BlockScaling()):
         for one, other in zip(run(model, x), run(alone, x), strict=True):
             assert_summed_alike(one, other, ranks, len(x), "a result")
