@@ -235,7 +235,7 @@ def _unsafe(file: Any) -> list[str]:
 
 
 def leaves(path: Path, value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """What is in containers and no container, by the names of these joined by dots."""
+    """Everything in containers that is no container, by the names of these joined by dots."""
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{path} must hold containers in containers at most {_DEEPEST} deep; {name[:40]}... is "

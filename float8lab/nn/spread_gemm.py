@@ -13,14 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.distributed.tensor_parallel import (
-    Product,
-    Shards,
-    multiply,
-    note,
-    noted,
-    spread_mm,
-)
+from float8lab.distributed.tensor_parallel import note, noted
+from float8lab.distributed.tensor_parallel_mm import Product, Shards, multiply, spread_mm
 from float8lab.nn.casts import Operand, cast, cast_by, show_cast, show_gemm
 from float8lab.nn.precision import Call, W, X
 from float8lab.ops import Source, transpose_op

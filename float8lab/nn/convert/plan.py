@@ -1,4 +1,4 @@
-"""What is to become of each layer of a model: the recipe that it gets, or why it stays as it is."""
+"""Plan a conversion: the recipe that each layer of a model gets, or why it stays as it is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONVERTED = (Linear, OtherLinear, FusedModule, GroupedLinear, ExpertsBase)
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What is to become of one layer."""
+    """The recipe that one layer gets, or why it gets none."""
 
     layer: nn.Module
     name: str
