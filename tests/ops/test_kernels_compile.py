@@ -32,7 +32,6 @@ from float8lab.formats import E4M3, E5M2, scale_shape
 from float8lab.ops import Source, kernels, reference
 from float8lab.ops.kernels import (
     _launch,
-    _replay,
     attention,
     cast_hopper,
     cast_many,
@@ -504,7 +503,6 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        patch.setattr(_replay, "current_device", lambda: 0)  # which no tensor here is on
         for module in (attention, hopper_gemm):
             patch.setattr(module, "multiprocessors", lambda device: 132)
         call()

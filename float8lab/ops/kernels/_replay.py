@@ -451,16 +451,18 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     """
     if not _launch.ENABLED or getattr(_launch.RECORDING, "launch", None) is not None:
         return None
-    device = current_device()
-    key: list[Any] = [device]
+    device = -1
+    key: list[Any] = []
     tensors: list[Tensor] = []
     append = key.append
     left = [*args]
     for arg in left:  # which grows by what tuples and lists hold
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
-            address = arg.data_ptr()
-            if not address or arg.get_device() != device:
+            address, where = arg.data_ptr(), arg.get_device()
+            if not tensors:
+                device = where
+            if not address or where != device:
                 return None
             tensors.append(arg)
             append((arg.shape, arg.stride(), arg.dtype, address & 15))
@@ -473,4 +475,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
             return None
         else:
             append(arg)
+    if device < 0 or device != current_device():
+        return None
+    append(device)
     return device, tuple(key), tensors
