@@ -20,7 +20,8 @@ from float8lab.ops.reference import scales_by_column
 
 __all__ = ["Operand", "Product", "Shards", "multiply", "spread_mm"]
 
-Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
+Operand = tuple[Tensor, Tensor]
+"""FP8 data and decode scales."""
 
 
 class Product(NamedTuple):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.distributed.tensor_parallel import Rows
+from float8lab.distributed.tensor_parallel_mm import Operand
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
@@ -71,7 +72,6 @@ __all__ = [
 ALIGN = 16
 """Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
-Operand = tuple[Tensor, Tensor]  # FP8 data and decode scales
 Matrix = Tensor | Source | Groups
 """What is cast."""
 
