@@ -46,7 +46,6 @@ from float8lab.recipes.reduction import group_named
 
 __all__ = [
     "Window",
-    "all_parts",
     "gather_mm",
     "is_worth_it",
     "mm_scatter",
@@ -285,7 +284,7 @@ def _gather_mm(
     me, size, arrivals = ranks.rank(), ranks.size(), None
     order: Sequence[int] = [rank for rank in range(size) if rank != me]
     if near is None:
-        whole = [all_parts(one, size, ranks.group_name) for one in mine]
+        whole = [_gathered(one, ranks) for one in mine]
     else:
         near.begin(q.device)
         arrivals = _Arrivals(near, mine, first, keep=keep)
@@ -358,8 +357,7 @@ def _mm_scatter(
     if near is None:
         partial = q.new_empty((M, N), dtype=out_dtype)
         multiply(partial, 0)
-        total = _scattered(partial, ranks)
-        gathered = [all_parts(one, size, ranks.group_name) for one in also]
+        total, gathered = _scattered(partial, ranks), [_gathered(one, ranks) for one in also]
     else:
         near.begin(q.device)
         gathered = _Arrivals(near, also, 0).whole if also else []
@@ -387,12 +385,14 @@ def _mm_scatter(
     return total, rest[0], rest[1]
 
 
-def all_parts(part: Tensor, size: int, group: str) -> Tensor:
-    """``[R, *shape]``, the parts of all ranks, by a collective of a group of that size and name."""
+def _gathered(one: Tensor, ranks: Any) -> Tensor:
+    """``[R, *shape]``, by a collective."""
     ops = torch.ops._c10d_functional
-    raw = part.view(torch.uint8) if part.element_size() == 1 else part
-    whole: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(raw.flatten(), size, group))
-    return whole.view(part.dtype).view(size, *part.shape)
+    raw = one.view(torch.uint8) if one.element_size() == 1 else one
+    whole: Tensor = ops.wait_tensor(
+        ops.all_gather_into_tensor(raw.flatten(), ranks.size(), ranks.group_name)
+    )
+    return whole.view(one.dtype).view(ranks.size(), *one.shape)
 
 
 def _scattered(partial: Tensor, ranks: Any) -> Tensor:
