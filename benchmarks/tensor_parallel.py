@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel [--seconds 1] [--recipe delayed]
 
 The baseline is plain bfloat16 by DTensor, compiled. ``TransformerLayer`` is ours with ``tp_group``
-and ``sequence_parallel``; ``parallelized`` is the plain layer after ``convert_to_float8`` and
-``parallelize_module`` with our styles, compiled. All have the same weights, and their shards of
-output, input gradient and two weights' gradients, without the residual stream, must be those of the
-plain layer on one GPU, at most ``MARGIN`` dB farther off than the same recipe is there on one GPU.
+and ``sequence_parallel``: as it is, with ``keep_gathered``, and so in CUDA graphs. ``parallelized``
+is the plain layer after ``convert_to_float8`` and ``parallelize_module`` with our styles, compiled.
+All have the same weights, and their shards of output, input gradient and two weights' gradients,
+without the residual stream, must be those of the plain layer on one GPU, at most ``MARGIN`` dB
+farther off than the same recipe is there on one GPU.
 
 Times are sustained: all candidates take turns, all ranks the same turns, and a step's time is the
 slowest rank's. Bytes gathered are what a rank sends in the all-gathers of a step. Communication is
@@ -63,7 +64,8 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         Target("gathered x bf16", "<=", 0.5),
         Target("exposed %", "<=", 8.0),
     )
-    for name, bound in (("delayed", 13.5), ("current", 14.3), ("rowwise", 14.8), ("block", 15.8))
+    for recipe, bound in (("delayed", 13.5), ("current", 14.3), ("rowwise", 14.8), ("block", 15.8))
+    for name in (recipe, f"{recipe}, gathered once", f"{recipe}, gathered once, graphs")
 }
 for _name in RECIPES:
     TARGETS[f"parallelized, {_name}, compile"] = (Target(OF_MODULE, "<=", 1.05),)
@@ -82,6 +84,8 @@ class Candidate(NamedTuple):
     """SQNR by output that it must have."""
     baseline: bool = False
     compiled: bool = False
+    graphed: Recipe | None = None
+    """The recipe to record CUDA graphs under."""
 
 
 # Modules
@@ -121,13 +125,18 @@ def float8_layer(plain: Any, recipe: Recipe, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def module_layer(plain: Any, size: LayerSize, recipe: Recipe | None, group: Any) -> nn.Module:
+def module_layer(
+    plain: Any, size: LayerSize, recipe: Recipe | None, group: Any, *, keep_gathered: bool = False
+) -> nn.Module:
     """``TransformerLayer`` on this rank."""
-    return our_layer(
+    made = our_layer(
         plain, size, recipe,
         tp_group=group, tp_size=dist.get_world_size(group), sequence_parallel=True,
         set_parallel_mode=True, attn_input_format="sbhd",
     )  # fmt: skip
+    layer: Any = made.module
+    layer.set_tensor_parallel_group(group, keep_gathered=keep_gathered)
+    return made
 
 
 # What is right
@@ -272,7 +281,12 @@ def candidates(
         found = _shard(_results(alone, x, dy, OURS, steps=3), rank, ranks)
         del alone
         floor = {key: common.sqnr(found[key], right[key]) - MARGIN for key in right}
-        yield Candidate(f"TransformerLayer, {name}", partial(ours, recipe), True, OURS, floor)
+        title = f"TransformerLayer, {name}"
+        yield Candidate(title, partial(ours, recipe), True, OURS, floor)
+        once = partial(ours, recipe, keep_gathered=True)
+        title += ", gathered once"
+        yield Candidate(title, once, True, OURS, floor)
+        yield Candidate(f"{title}, graphs", once, True, OURS, floor, graphed=recipe)
         make = partial(float8_layer, plain, recipe, mesh)
         title = f"parallelized, {name}, compile"
         yield Candidate(title, make, False, PLAIN, floor, compiled=True)
@@ -347,6 +361,8 @@ def _row(
     gathered = gathered_bytes(step, ranks)
     if candidate.compiled and not options.eager:
         module.compile()
+    if candidate.graphed is not None and device.type == "cuda":
+        _record(module, leaf, candidate.graphed)
     results = _results(module, x, dy, candidate.weights, steps=3)
     if candidate.by_sequence:
         results |= {name: results[name].transpose(0, 1) for name in ("y", "dX")}
@@ -375,6 +391,13 @@ def _row(
         case, candidate.name, sqnr_db=db, baseline=candidate.baseline, values=values,
         targets=TARGETS.get(candidate.name, ()),
     )  # fmt: skip
+
+
+def _record(module: Any, x: Tensor, recipe: Recipe) -> None:
+    """Record the layer inside the autocast, where its calls will be."""
+    float8lab.make_graphed_callables(
+        module.module, (x,), sample_kwargs=module.arguments, recipe=recipe
+    )
 
 
 def _with_times(

@@ -91,7 +91,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     """Whether the rows outside a pair of layers are shards."""
     keep_gathered: bool = False
-    """Keep what was gathered for wgrad, in place of gathering it again in backward."""
+    """Keep what was gathered with one scale, in place of gathering it again for wgrad."""
     overlap: bool | None = None
     """Whether products run beside communication; None: where that was measured to pay."""
     casts_only: bool = False
@@ -156,7 +156,7 @@ class TensorParallel:
 
     @property
     def keeps(self) -> bool:
-        """Whether the rows that were gathered in forward are kept for wgrad."""
+        """Whether rows gathered in forward are kept for wgrad, if it wants their codes."""
         return self.keep_gathered and self.gathers
 
     @property
@@ -317,8 +317,11 @@ class TensorParallel:
         """The maximum over ranks of amaxes, infinite where one of them is NaN."""
         ops = torch.ops._c10d_functional
         # A maximum over ranks need not keep NaN; to a scale infinity is the same.
-        amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        found: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", self.name))
+        amax, name = amax.nan_to_num(nan=torch.inf, posinf=torch.inf), self.name
+        on_cpu = amax.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_cpu and amax.device not in self.group._device_types:  # a group of GPUs alone
+            name = channel(self.group).host_name(self.group)
+        found: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", name))
         return found
 
     def summed(self, partial: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8lab.distributed.tensor_parallel import noted
 from float8lab.nn.casts import (
     By,
     Matrix,
@@ -45,7 +46,7 @@ from float8lab.nn.casts import (
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import DY, Call, W
 from float8lab.nn.spread_gemm import (
-    gathered_for_wgrad,
+    is_gathered_once,
     on_all_ranks,
     operands_of_wgrad,
     spread_dgrad,
@@ -128,11 +129,12 @@ def forward(
     turns = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
     keep_w = plan.w.block[0] == plan.w.block[1] and (turns or (again and plan.fprop is not None))
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
+    once = wgrad is not None and is_gathered_once(call)
     value: Matrix = inp if source and inp is not None else x
     value = value if ends is None else Groups.of(x, ends)
     specs: Specs = plan.x if plan.fprop or keep_x else None, None
     if not source:
-        specs = plan.fprop and plan.fprop.left, wgrad and wgrad.right
+        specs = plan.fprop and plan.fprop.left, None if once else wgrad and wgrad.right
 
     # Whatever depends on the state of the module comes before the product, or after it.
     spread = None if parallel is None else call
@@ -143,7 +145,7 @@ def forward(
     plans = first.is_cuda and spread is None and not call.watched
     multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
-        value, specs, x_by, x_cast, *known, bias, weight.shape[-2], call.recipe, dtype, spread
+        value, specs, x_by, x_cast, *known, bias, weight.shape[-2], call.recipe, dtype, spread, once
     )  # fmt: skip
     q, scale, factor, q_t, scale_t = x_now
     if key is not None:
@@ -158,7 +160,10 @@ def forward(
         y = _in_high_precision(value, weight, bias, dtype, call)
 
     saved_x: Saved = (None, None, None)
-    if source and keep_x:
+    if once:
+        whole, whole_scale = noted(q)
+        saved_x = transpose_op(whole, 1, None), whole_scale, factor
+    elif source and keep_x:
         saved_x = (None, scale, factor)
     elif not source and wgrad:
         # As e8m0 where that is exact: one byte each.
@@ -166,8 +171,6 @@ def forward(
         saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
     elif not source and needs_dw:
         saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
-    if parallel is not None and parallel.keeps and not source and needs_dw:
-        saved_x = gathered_for_wgrad(saved_x, call)
     saved_w: Saved = (None, None, None)
     if keep_w:
         lean = lean or (source and isinstance(weight, nn.Parameter))
@@ -175,8 +178,8 @@ def forward(
         lean = lean and (spread is None or w_factor is not None)
         lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
         saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
-    in_fp8 = (plan.dgrad or not needs_dx) and (plan.fprop or not again)  # in backward
-    keep_high = (needs_dx or again) and (saved_w[0] is None or not in_fp8)
+    in_high = (needs_dx and plan.dgrad is None) or (again and plan.fprop is None)  # in backward
+    keep_high = (needs_dx or again) and (saved_w[0] is None or in_high)
     return y, (*saved_x, weight if keep_high else None, *saved_w)
 
 
@@ -193,6 +196,7 @@ def _product(
     recipe: Recipe,
     dtype: torch.dtype,
     spread: Call | None = None,
+    once: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """``x @ weight.T + bias``, ``[M, features]``, None in high precision; x and weight in FP8.
 
@@ -209,6 +213,7 @@ def _product(
         recipe: how to cast.
         dtype: of the product.
         spread: the call, if the layer is spread over ranks.
+        once: note what x is on all ranks at its codes, for wgrad.
     """
     plan, (straight, transposed) = recipe.linear, specs
     if x_cast is None:
@@ -225,7 +230,7 @@ def _product(
         if spread is not None:
             shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
             both = x_cast[:2], w_cast[:2]
-            y, whole = spread_product(*both, plan.fprop, shape, dtype, spread, bias)
+            y, whole = spread_product(*both, plan.fprop, shape, dtype, spread, bias, keep=once)
             if spread.watched:
                 show_gemm("fprop", spread, whole, w_cast[:2])
             return y, *x_cast, *w_cast

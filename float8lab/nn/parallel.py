@@ -256,10 +256,11 @@ class TensorParallelGroup:
 
         Args:
             tp_group: the group.
-            keep_gathered: under sequence parallelism, keep the tokens of all ranks, in FP8, from
-                forward to backward, which needs them again for the weight's gradient: as many times
-                the memory as there are ranks, and one collective less. Else each rank keeps its
-                own, and they are gathered again.
+            keep_gathered: under sequence parallelism and a recipe with one scale a tensor, keep the
+                tokens of all ranks, in FP8, from forward to backward, which needs them again for
+                the weight's gradient: as many times the memory as there are ranks, and one
+                collective less. Else each rank keeps its own, and they are gathered again, as
+                always where the transpose has scales of its own.
 
         Raises:
             TypeError: not a process group.

@@ -22,7 +22,7 @@ from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import GemmPlan
 
 __all__ = [
-    "gathered_for_wgrad",
+    "is_gathered_once",
     "on_all_ranks",
     "operands_of_wgrad",
     "spread_dgrad",
@@ -66,6 +66,14 @@ def spread_product(
     return parallel.cropped(y, 1, features, edge), whole
 
 
+def is_gathered_once(call: Call) -> bool:
+    """Whether what arrives of x for fprop is kept, transposed, for wgrad, which wants its codes."""
+    plan, parallel = call.plan, call.parallel
+    if parallel is None or not parallel.keeps or plan.fprop is None or plan.wgrad is None:
+        return False
+    return plan.wgrad.right == plan.fprop.left and plan.x.block == (-1, -1)
+
+
 def operands_of_wgrad(
     dy: Any, x: Source | None, kept: Tensor | None, factors: Factors, call: Call
 ) -> list[Operand | Shards | None]:
@@ -76,13 +84,13 @@ def operands_of_wgrad(
     left, right, _ = plan.wgrad
     dy_t: Any = dy.q_t
     x_t: Any
-    if x is None:
+    if kept is not None:
         x_t = kept, factors.scale.float()
     elif factors.scale is not None:
         x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
     else:
         x_t = cast(x, None, X, call, transposed=right)[3:5]
-    if parallel.gathers and not (x is None and parallel.keeps):
+    if parallel.gathers and not is_gathered_once(call):
         assert rows is not None, "under sequence parallelism"
         x_t = Shards(parallel, rows, x_t, right.block)
     elif parallel.scatters and dy_t is not None:
@@ -127,19 +135,6 @@ def spread_dgrad(
     return dx
 
 
-def gathered_for_wgrad(saved: tuple[Tensor | None, ...], call: Call) -> tuple[Tensor | None, ...]:
-    """All ranks' x as backward needs it: its transpose in FP8, or the matrix."""
-    assert call.parallel is not None, "of a layer that is spread"
-    x, scale, _ = saved
-    assert x is not None, "a matrix"
-    if scale is None:
-        return call.parallel.entered(x, call.rows), None, None
-    assert call.plan.wgrad is not None, "cast for it"
-    assert call.rows is not None, "under sequence parallelism"
-    block = call.plan.wgrad.right.block
-    return *Shards(call.parallel, call.rows, (x, scale), block).gathered(), None
-
-
 def spread_wgrad(
     dy: Any,
     x: Source | None,
@@ -158,8 +153,7 @@ def spread_wgrad(
         assert dy.high is not None, "written"
         if call.watched:
             show_gemm("wgrad", call, None, None)
-        if x is not None or not parallel.keeps:
-            high = parallel.entered(high, rows)
+        high = parallel.entered(high, rows)
         dy_high = parallel.entered(dy.high, rows, backward=True)
         return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
     left, right, fast_accum = plan.wgrad

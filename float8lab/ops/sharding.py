@@ -112,6 +112,8 @@ def _call(
             x = dtensor.DTensor.from_local(x, mesh, before(x), run_check=False)
         there: Any = x
         if tuple(wanted) != tuple(there.placements):
+            if not torch.is_grad_enabled():
+                there = there.detach()  # torch 2.11 fails where a parameter is redistributed then
             there = there.redistribute(mesh, wanted)
         shard: Tensor = there.to_local()
         return shard

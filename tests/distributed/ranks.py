@@ -105,7 +105,8 @@ def _start(rank: int, world: int, device_type: str, module: str, names: list[str
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
     warnings.filterwarnings("ignore", message="Deterministic behavior was enabled with either")
     warnings.filterwarnings("ignore", message=".*defaults to a non-deterministic algorithm")
-    # torch.compile, as in pyproject.toml.
+    # These as in pyproject.toml.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current")
     warnings.filterwarnings("ignore", message="`torch.jit.* is deprecated")
     warnings.filterwarnings("ignore", message="<class 'torch.autograd.function.Function'> should")
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")

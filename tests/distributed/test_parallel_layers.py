@@ -408,7 +408,7 @@ def check_recomputation_and_random_numbers(ranks: Ranks) -> None:
 def check_the_group_comes_later(ranks: Ranks) -> None:
     torch.manual_seed(1)
     x = torch.randn(4, 2, HIDDEN).to(ranks.device)
-    make = transformer(**LLAMA)
+    make = transformer(**LLAMA, device=ranks.device)
     torch.manual_seed(3)
     alone = make()
     layer = make(tp_size=ranks.world, set_parallel_mode=True)
@@ -455,6 +455,41 @@ def check_compiled(ranks: Ranks) -> None:
         assert torch.equal(one, other)
     for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def check_cuda_graphs(ranks: Ranks) -> None:
+    """Collectives are in the graphs; a step gives the bytes of an eager one."""
+    if ranks.device.type == "cpu":
+        return
+    group = dist.group.WORLD
+    for recipe, overlap in (
+        (recipes.DelayedScaling(), True),
+        (recipes.Float8CurrentScaling(), False),
+        (recipes.Float8BlockScaling(), True),
+    ):
+        layers = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            make = transformer(**LLAMA, device=ranks.device)
+            layer: Any = make(tp_size=ranks.world, set_parallel_mode=True, sequence_parallel=True)
+            for module in layer.modules():
+                if hasattr(module, "overlap"):
+                    module.overlap = overlap  # whether or not it pays
+            layer.set_tensor_parallel_group(group, keep_gathered=overlap)
+            layers.append(layer)
+        torch.manual_seed(1 + ranks.rank)
+        x = torch.randn(16, 2, HIDDEN, device=ranks.device)
+        sample = torch.zeros_like(x, requires_grad=True)
+        graphed = float8lab.make_graphed_callables(layers[1], (sample,), recipe=recipe)
+        for _ in range(3):
+            eager, replayed = (run(layer, x, {}, recipe) for layer in (layers[0], graphed))
+            for one, other in zip(eager, replayed, strict=True):
+                assert torch.equal(one, other)
+            for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+                assert torch.equal(one.grad, other.grad)
+                one.grad = other.grad = None
+                with torch.no_grad():
+                    one.mul_(1.01), other.mul_(1.01)
 
 
 def assert_same_bytes(got: dict[str, Any], want: dict[str, Any]) -> None:

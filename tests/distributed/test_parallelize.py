@@ -375,7 +375,7 @@ def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
     }
 
     def build(mesh: Any, recipe: Recipe, stored: bool, hidden: int, seed: int = 0) -> Any:
-        model = Block(None, hidden)
+        model = Block(None, hidden).to(ranks.device)
         for parameter in model.parameters():
             parameter.data.add_(seed)
         float8lab.convert_to_float8(model, recipe, freeze_weights=stored)
@@ -384,7 +384,7 @@ def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
     def train(model: nn.Module, steps: range) -> list[Tensor]:
         for step in steps:
             x = integers((2, 8, WIDTH), torch.Generator().manual_seed(step)) * (step + 1)
-            results = run(model, x)
+            results = run(model, x.to(ranks.device))
             with torch.no_grad():
                 for parameter in (p for p in model.parameters() if p.requires_grad):
                     parameter.sub_(parameter.grad.sign() * 0.25)
@@ -403,7 +403,7 @@ def check_files_of_other_numbers_of_ranks(ranks: Ranks) -> None:
         dist.barrier()
         for size, target in ((ranks.world, 2), (2, ranks.world), (ranks.world, 1))[: 3 - i]:
             names = [ranks.tmp_path / f"{i}-{size}-{rank}.pt" for rank in range(size)]
-            parts = [torch.load(name) for name in names]
+            parts = [torch.load(name, map_location=ranks.device) for name in names]
             model = build(meshes[target][ranks.rank // target], recipe, stored, hidden, seed=1)
             states = [part["model"] for part in parts]
             model.load_state_dict(shard_state_dict(model, states))

@@ -25,6 +25,9 @@ from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max", power_of_2_scale=False)
 WIDTH, TOKENS, MICROBATCHES, STEPS = 32, 6, 4, 2
+# Torch 2.11 cannot begin a backward at a torch.autograd.Function, as these schedules do.
+NEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 11)
+ZERO_BUBBLE = ["InterleavedZeroBubble"] if NEW else []
 CHECKPOINTS: list[Any] = [
     None,
     float8lab.checkpoint,
@@ -154,7 +157,7 @@ def check_a_region_around_the_step(ranks: Ranks) -> None:
     def region() -> float8lab.autocast:
         return float8lab.autocast(recipe=RECIPE, amax_reduction_group=group)
 
-    for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"):
+    for schedule in ("1F1B", "Interleaved1F1B", *ZERO_BUBBLE):
         halves = "ZeroBubble" in schedule  # its backward is in halves, each of which runs the whole
         for checkpoint in CHECKPOINTS[:3] if not halves else CHECKPOINTS[::3]:
             run = Run(ranks, schedule, checkpoint)

@@ -24,11 +24,12 @@ from float8lab.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    Format,
     MXFP8BlockScaling,
     Recipe,
 )
 from float8lab.recipes.region import PROCESS
-from tests.distributed.ranks import Ranks, check_names, ranks_fixture
+from tests.distributed.ranks import Collectives, Ranks, check_names, ranks_fixture
 
 CURRENT = Float8CurrentScaling()
 RECIPES: list[Recipe | None] = [
@@ -389,10 +390,6 @@ def check_arguments(ranks: Ranks) -> None:
     for recipe in (CURRENT, Float8RowwiseScaling(), Float8BlockScaling()):
         pair = two_of(ranks, linear, parts, parameters_split=split, return_bias=True)
         assert_same_step(ranks, pair, joined, recipe, "split")
-        for keep in (False, True):
-            pair = two_of(ranks, linear, COLUMN)
-            pair[1].set_tensor_parallel_group(dist.group.WORLD, keep_gathered=keep)
-            assert_same_step(ranks, pair, lambda m, x: m(x), recipe, ("keep", keep))
         both = {"return_layernorm_output": True, "return_layernorm_output_gathered": True}
         square = partial(float8lab.LayerNormLinear, 64, 64, parallel_mode="column")
         pair = two_of(ranks, square, COLUMN, **both)
@@ -517,6 +514,37 @@ def check_tokens_that_do_not_fit_together(ranks: Ranks) -> None:
             float8lab.autocast(recipe=CURRENT),
         ):
             layer(x)
+
+
+def check_what_is_gathered_once(ranks: Ranks) -> None:
+    """``keep_gathered`` spares the gather for wgrad where that takes the codes of fprop."""
+    N = 32 * ranks.world
+    kinds: dict[str, tuple[Any, Layout]] = {
+        "linear": (partial(float8lab.Linear, 64, N, parallel_mode="column"), COLUMN),
+        "norm": (partial(float8lab.LayerNormLinear, 64, N, parallel_mode="column"), COLUMN),
+        "mlp": (partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True), MLP),
+    }
+    kinds["again"] = partial(kinds["mlp"][0], checkpoint=True), MLP
+    e4m3 = Float8CurrentScaling(fp8_format=Format.E4M3)
+    delayed = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    for recipe, (kind, (make, layout)) in itertools.product(
+        (CURRENT, e4m3, delayed, Float8RowwiseScaling(), Float8BlockScaling()), kinds.items()
+    ):
+        counts = []
+        for keep in (False, True):
+            pair = two_of(ranks, make, layout)
+            pair[1].set_tensor_parallel_group(dist.group.WORLD, keep_gathered=keep)
+            assert_same_step(ranks, pair, lambda m, x: m(x), recipe, (kind, keep))
+            x = inputs(ranks, 6 * ranks.world, 64)[1]
+            with (
+                Collectives() as collectives,
+                torch.autograd.set_multithreading_enabled(False),
+                float8lab.autocast(recipe=recipe),
+            ):
+                pair[1](x).float().square().sum().backward()
+            counts.append(len(collectives.of("all_gather")))
+        single = recipe.linear.x.block == (-1, -1)
+        assert counts[0] - counts[1] == int(single), (recipe, kind, counts)
 
 
 def check_repeated_calls(ranks: Ranks) -> None:
