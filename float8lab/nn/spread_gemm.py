@@ -84,7 +84,7 @@ def operands_of_wgrad(
     left, right, _ = plan.wgrad
     dy_t: Any = dy.q_t
     x_t: Any
-    if kept is not None:
+    if x is None or kept is not None:
         x_t = kept, factors.scale.float()
     elif factors.scale is not None:
         x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
