@@ -205,7 +205,7 @@ class LayerNormLinear(FusedModule):
             results = norm_linear(
                 x, self.layer_norm_weight, self.layer_norm_bias, weight, added, how
             )
-            if call.record:
+            if call.is_region:
                 self._fp8.end(call)
         normed = results[1] if self.return_layernorm_output else None
         if normed is not None and parallel is not None and rows is not None:
@@ -231,7 +231,7 @@ class LayerNormLinear(FusedModule):
             y = linear_in_high_precision(self._fp8, normed, weight, bias, rows)
         else:
             y = LinearFunction.run(normed, weight, bias, call)
-            if call.record:
+            if call.is_region:
                 self._fp8.end(call)
         parallel.note_rows(y, rows)
         if not self.return_layernorm_output:
