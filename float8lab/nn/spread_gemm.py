@@ -87,6 +87,7 @@ def operands_of_wgrad(
     if kept is not None:
         x_t = kept, factors.scale.float()
     elif factors.scale is not None:
+        assert x is not None, "kept for this"
         x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
     else:
         x_t = cast(x, None, X, call, transposed=right)[3:5]
