@@ -129,7 +129,7 @@ def forward(
     turns = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
     keep_w = plan.w.block[0] == plan.w.block[1] and (turns or (again and plan.fprop is not None))
     keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
-    once = wgrad is not None and is_gathered_once(call)
+    once = parallel is not None and wgrad is not None and is_gathered_once(call)
     value: Matrix = inp if source and inp is not None else x
     value = value if ends is None else Groups.of(x, ends)
     specs: Specs = plan.x if plan.fprop or keep_x else None, None

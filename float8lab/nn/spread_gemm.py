@@ -69,7 +69,8 @@ def spread_product(
 def is_gathered_once(call: Call) -> bool:
     """Whether what arrives of x for fprop is kept, transposed, for wgrad, which wants its codes."""
     plan, parallel = call.plan, call.parallel
-    if parallel is None or not parallel.keeps or plan.fprop is None or plan.wgrad is None:
+    assert parallel is not None, "of a layer that is spread"
+    if not parallel.keeps or plan.fprop is None or plan.wgrad is None:
         return False
     return plan.wgrad.right == plan.fprop.left and plan.x.block == (-1, -1)
 
