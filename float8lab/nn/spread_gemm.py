@@ -85,7 +85,7 @@ def operands_of_wgrad(
     left, right, _ = plan.wgrad
     dy_t: Any = dy.q_t
     x_t: Any
-    if kept is not None:
+    if x is None or kept is not None:
         x_t = kept, factors.scale.float()
     elif factors.scale is not None:
         assert x is not None, "kept for this"

@@ -34,7 +34,8 @@ def check_all_candidates_are_right_and_measured(ranks: Ranks) -> None:
         one_thread=True,
     )
     rows = list(tensor_parallel.rows(size, options, ranks.device))
-    assert {row.name: row.refusal for row in rows if row.refusal is not None} == {}
+    refused = {row.name: row.refusal for row in rows if row.refusal is not None}
+    assert not refused, refused
     assert sum(row.baseline for row in rows) == 1
     assert all(row.values["sustained ms"] > 0 for row in rows)
     times = [row.ms for row in rows]
