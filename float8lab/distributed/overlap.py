@@ -41,6 +41,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
+from float8lab.distributed.ranks import all_gathered
 from float8lab.ops import scaled_mm_into_op
 from float8lab.ops.declare import declare
 from float8lab.recipes.reduction import group_named
@@ -402,12 +403,8 @@ def _mm_scatter(
 
 def _gathered(one: Tensor, ranks: Any) -> Tensor:
     """``[R, *shape]``, by a collective."""
-    ops = torch.ops._c10d_functional
-    raw = one.view(torch.uint8) if one.element_size() == 1 else one
-    whole: Tensor = ops.wait_tensor(
-        ops.all_gather_into_tensor(raw.flatten(), ranks.size(), ranks.group_name)
-    )
-    return whole.view(one.dtype).view(ranks.size(), *one.shape)
+    size = ranks.size()
+    return all_gathered(one, size, ranks.group_name).view(size, *one.shape)
 
 
 def _scattered(partial: Tensor, ranks: Any) -> Tensor:
