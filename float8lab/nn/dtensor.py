@@ -164,7 +164,7 @@ class Spread:
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             return self._run_in_high_precision(layer, x, weight, bias)
         y = _Linear.run(x, weight, bias, call, layout)
-        if call.record:
+        if call.is_region:
             layer._fp8.end(call)
         return y
 

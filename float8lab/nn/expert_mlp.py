@@ -104,7 +104,7 @@ class ExpertsBase(nn.Module):
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
             y = self._apply_experts(both[1], a, offs, layers[1], second, first_microbatch)
         for precision, call in zip(both, calls, strict=True):
-            if call is not None and call.record:
+            if call is not None and call.is_region:
                 precision.end(call)
         return y
 

@@ -315,7 +315,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             y = self._run_spaced(x, weights, biases, offs, call)
         else:
             y = GroupedFunction.run(x, weight, bias, offs, call, False, count, *parts)
-        if call is not None and call.record:
+        if call is not None and call.is_region:
             self._fp8.end(call)
         if inp.ndim != 2:
             y = torch.ops.aten._unsafe_view.default(y, (*inp.shape[:-1], self.out_features))

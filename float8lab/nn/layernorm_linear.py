@@ -209,7 +209,7 @@ class LayerNormLinear(FusedModule):
             y, normed = norm_linear(
                 x, self.layer_norm_weight, self.layer_norm_bias, weight, added, how
             )
-        if call is not None and call.record:
+        if call is not None and call.is_region:
             self._fp8.end(call)
         if by_features:
             parallel.note_rows(y, rows)

@@ -225,9 +225,9 @@ class LayerNormMLP(FusedModule):
             results = norm_mlp(
                 x, norm, (self.fc1_weight, self.fc1_bias), (self.fc2_weight, added), how
             )
-            if fc1.record:
+            if fc1.is_region:
                 self._fp8_fc1.end(fc1)
-            if fc2.record:
+            if fc2.is_region:
                 self._fp8_fc2.end(fc2)
         elif self.checkpoint and torch.is_grad_enabled():
             results = run_checkpointed(

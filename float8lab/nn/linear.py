@@ -427,7 +427,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             y = linear_in_high_precision(self._fp8, x, high, added, rows)
         else:
             y = LinearFunction.run(x, weight, added, call)
-            if call.record:
+            if call.is_region:
                 self._fp8.end(call)
         if rows is not None and parallel.scatters:  # type: ignore[union-attr]  # it has rows
             parallel.note_rows(y, rows)  # type: ignore[union-attr]

@@ -69,13 +69,13 @@ class Call:
         "first_microbatch",
         "fused_weight",
         "group_name",
+        "is_region",
         "known",
         "parallel",
         "plan",
         "precision",
         "recipe",
         "record",
-        "repeats",
         "rows",
         "shards",
         "slots",
@@ -88,6 +88,7 @@ class Call:
         slots: DelayedSlots | None,
         record: bool,
         *,
+        is_region: bool = False,
         precision: Precision | None = None,
         known: list[Known | None] | None = None,
         first_microbatch: bool | None = None,
@@ -100,6 +101,7 @@ class Call:
         self.plan: LinearPlan = recipe.linear
         self.slots = slots
         self.record = record
+        self.is_region = is_region  # it records outside of all regions, and ``end`` closes it
         self.precision = precision
         self.first_microbatch = first_microbatch
         self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
@@ -110,10 +112,9 @@ class Call:
         self.rows = rows  # of the layer's whole tokens, under sequence parallelism
         # A compiled graph has no trace of an observer.
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
-        self.repeats = known is not None  # a recomputation: under the scales of its original
         # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
         self.known: list[Known | None]
-        if known is not None:
+        if known is not None:  # a recomputation: under the scales of its original
             self.known = known
         else:
             self.known = _UNKNOWN if slots is None else slots.known(record=record)
@@ -291,9 +292,9 @@ class Precision:
                     slots = self._slots(recipe, x.device)
                     record = training or state.autocast.calibrating
                     call = Call(
-                        recipe, slots, record, precision=self,
-                        first_microbatch=first_microbatch, fused_weight=fused_weight,
-                        parallel=parallel or self.parallel, rows=rows,
+                        recipe, slots, record, is_region=record and region is None,
+                        precision=self, first_microbatch=first_microbatch,
+                        fused_weight=fused_weight, parallel=parallel or self.parallel, rows=rows,
                     )  # fmt: skip
                     if record and region is not None:
                         region.packs[slots.pack] = None
@@ -339,8 +340,8 @@ class Precision:
         delayed = recipe.linear.delayed
         record = delayed and (training or STATE.autocast.calibrating)
         return Call(
-            recipe, None, record, precision=self,
-            first_microbatch=first_microbatch, fused_weight=fused_weight,
+            recipe, None, record, is_region=record and STATE.autocast.region is None,
+            precision=self, first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
             parallel=parallel or self.parallel, rows=rows,
         )  # fmt: skip
@@ -437,12 +438,10 @@ class Precision:
             STATE.autocast.region.packs[slots.pack] = None
 
     def end(self, call: Call) -> None:
-        """Close a recording call; outside regions it is one of its own."""
-        alone = not call.repeats and STATE.autocast.region is None
+        """Close the region that a call is."""
         if torch.compiler.is_compiling():
-            if alone:
-                advance_in_graph(())
-        elif alone and call.slots is not None:
+            advance_in_graph(())
+        elif call.slots is not None:
             advance_scales([call.slots.pack])
 
     def to(self, device: torch.device) -> None:

@@ -353,7 +353,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                     self._fp8.calibrate_attention(q, k, v)
                 return attend(q, k, v, problem, self.backends)
             out = fp8_attention(q, k, v, problem, call)
-        if call.record:
+        if call.is_region:
             self._fp8.end(call)
         return out
 

@@ -344,7 +344,7 @@ class TitanGroupedMM(OtherExperts):
     def _multiply(self, precision: Any, x: Tensor, offs: Tensor, weight: Tensor) -> Tensor:
         call = self._begin_layer(precision, x, weight, None)
         y: Tensor = self._apply_experts(precision, x, offs, (weight, None), call, None)
-        if call is not None and call.record:
+        if call is not None and call.is_region:
             precision.end(call)
         return y
 

@@ -69,7 +69,7 @@ class OtherLinear(nn.Module):
             self._fp8.calibrate(x, weight)
             return nn.functional.linear(x, weight, self.bias)
         y: Tensor = LinearFunction.run(x, weight, self.bias, call)
-        if call.record:
+        if call.is_region:
             self._fp8.end(call)
         return y
 
