@@ -86,7 +86,7 @@ class Autocast:
     with torch 2.11.
     """
 
-    __slots__ = ("backward", "calibrating", "enabled", "group", "recipe", "region")
+    __slots__ = ("backward", "calibrating", "enabled", "group", "recipe")
 
     def __init__(
         self,
@@ -95,19 +95,16 @@ class Autocast:
         calibrating: bool = False,
         group: Any = None,
         backward: int = NO_BACKWARD,
-        region: Region | None = None,
     ) -> None:
         self.enabled = enabled  # None: no autocast is active
         self.recipe = recipe  # None: the autocast named none
         self.calibrating = calibrating
         self.group = group  # over which amaxes are reduced
         self.backward = backward  # pass in which the innermost autocast was entered
-        self.region = region  # at whose end delayed scaling advances
 
-    def inside(self, region: Region | None, backward: int | None = None) -> Autocast:
-        """The same in another region, and in another backward pass."""
-        backward = self.backward if backward is None else backward
-        return Autocast(self.enabled, self.recipe, self.calibrating, self.group, backward, region)
+    def during(self, backward: int) -> Autocast:
+        """The same in another backward pass."""
+        return Autocast(self.enabled, self.recipe, self.calibrating, self.group, backward)
 
 
 class _State(threading.local):
@@ -115,6 +112,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.autocast = Autocast()
+        self.region: Region | None = None  # at whose end delayed scaling advances
         self.init: ModelInit | None = None
         self.last_cast: Any = None  # of an input that several layers may have, see nn/casts.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
@@ -220,12 +218,11 @@ class Region:
 @contextmanager
 def inside(region: Region | None) -> Iterator[None]:
     """Have the calls in the block belong to ``region``."""
-    outer = STATE.autocast
-    STATE.autocast = outer.inside(region)
+    outer, STATE.region = STATE.region, region
     try:
         yield
     finally:
-        STATE.autocast = STATE.autocast.inside(outer.region)
+        STATE.region = outer
 
 
 @torch.inference_mode(False)  # the state is not for inference alone

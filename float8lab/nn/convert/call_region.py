@@ -33,7 +33,6 @@ class CallRegion:
 
     def __init__(self, recipes: tuple[Recipe, ...]) -> None:
         self._open: Region | None = None
-        self._outer: Any = None  # the settings around the open region
         self._finished = False
         self._prepared = False
         self.recipes = recipes  # delayed ones of the model's layers
@@ -54,11 +53,10 @@ class CallRegion:
         outer = STATE.autocast
         if not model.training or outer.enabled is False or in_backward():
             return
-        region = outer.region
+        region = STATE.region
         if self._open is None and region is None:
-            region = self._open = Region(silent=False)
-            self._outer, self._finished = outer, False
-            STATE.autocast = outer.inside(region)
+            region = self._open = STATE.region = Region(silent=False)
+            self._finished = False
         assert region is not None, "opened above or before"
         if not torch.compiler.is_compiling() and not self._prepared:
             self._prepared = True
@@ -73,9 +71,9 @@ class CallRegion:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self._open
-        if region is None or STATE.autocast.region is not region:
+        if region is None or STATE.region is not region:
             return
-        STATE.autocast, self._open = self._outer, None
+        STATE.region = self._open = None
         if torch.compiler.is_compiling():
             region.close()
         else:
