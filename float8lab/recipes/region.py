@@ -239,10 +239,24 @@ def advance_scales(
     """
     each = list(packs)
     due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
-    reducing = [pack for pack in due if pack.recipe.reduce_amax]
     for pack in due:
         if pack.parallel is not None and not includes_shards(pack):
             pack.amax.copy_(pack.parallel.largest(pack.amax))
+    held = _reduce(due, groups, agree=agree) if has_ranks() else []
+    for pack in due:
+        pack.update()
+    for amax, value in held:
+        amax.copy_(value)
+
+
+def _reduce(
+    due: dict[ScalePack, None], groups: Iterable[Any], *, agree: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Reduce the amaxes of packs over ranks, and add the packs of which other ranks have some.
+
+    Returns the amaxes that wait for a later reduction, each with its value.
+    """
+    reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
         found = channel_of(named)
@@ -258,10 +272,7 @@ def advance_scales(
             amax = slots.tensors()["amax"]
             held.append((amax, amax.clone()))
             amax.fill_(NO_DATA)
-    for pack in due:
-        pack.update()
-    for amax, value in held:
-        amax.copy_(value)
+    return held
 
 
 def set_clock(device: torch.device) -> None:

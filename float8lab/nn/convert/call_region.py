@@ -16,14 +16,6 @@ from float8lab.recipes.region import STATE, Region, in_backward
 __all__ = ["CallRegion", "make_region_of_calls", "remove_region_hooks"]
 
 
-@torch._disable_dynamo
-def _end(region: Region, *, finished: bool) -> None:
-    if finished:
-        region.close()
-    else:
-        region.discard()
-
-
 class CallRegion:
     """Makes each call of a model one delayed-scaling region, unless it is inside one already.
 
@@ -41,7 +33,6 @@ class CallRegion:
         """Replace the recipes, for other layers."""
         self.recipes, self._prepared = recipes, False
 
-    @torch._disable_dynamo
     def _prepare(self, model: nn.Module) -> None:
         home = next((p.device for p in model.parameters()), torch.device("cpu"))
         for layer in model.modules():
@@ -74,10 +65,10 @@ class CallRegion:
         if region is None or STATE.region is not region:
             return
         STATE.region = self._open = None
-        if torch.compiler.is_compiling():
+        if self._finished:
             region.close()
         else:
-            _end(region, finished=self._finished)
+            region.discard()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallRegion:
         return memo.setdefault(id(self), CallRegion(self.recipes))
