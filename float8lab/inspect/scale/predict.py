@@ -19,6 +19,7 @@ from float8lab.recipes.recipe import Recipe
 __all__ = [
     "COMPUTE",
     "KINDS",
+    "RING",
     "Job",
     "Seconds",
     "Step",
