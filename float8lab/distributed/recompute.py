@@ -207,8 +207,8 @@ class _Run:
         outer = STATE.autocast, STATE.recordings, STATE.replay
         tracker = self.get_rng_state_tracker and self.get_rng_state_tracker()
         present = tracker and tracker.get_states()
-        # The forward's, in the region and the backward pass that are going on now.
-        STATE.autocast = self.autocast.inside(outer[0].region, outer[0].backward)
+        # The forward's, in the backward pass that is going on now.
+        STATE.autocast = self.autocast.during(outer[0].backward)
         STATE.recordings, STATE.replay = (), recording
         if tracker:
             tracker.set_states(self.rng_states)

@@ -178,7 +178,7 @@ def _keep_scaling(model: nn.Module) -> _Restore:
     """Keep delayed scales, and what the end of the region around the call will advance."""
     owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
     kept = [(s, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
-    region = STATE.autocast.region
+    region = STATE.region
     packs = {} if region is None else dict(region.packs)
 
     def restore() -> None:
@@ -338,7 +338,7 @@ def _kept(
             setattr(STATE, name, state[name])
 
 
-_ISOLATED = ("autocast", "in_graph", "last_cast")
+_ISOLATED = ("autocast", "region", "in_graph", "last_cast")
 """The fields of ``STATE`` that a trial changes."""
 
 
@@ -357,4 +357,4 @@ def _isolate(model: nn.Module) -> None:
     recipe = without_reduction(STATE.autocast.recipe)
     now = STATE.autocast
     STATE.autocast = Autocast(now.enabled, recipe, group=now.group, backward=now.backward)
-    STATE.in_graph = STATE.last_cast = None
+    STATE.region = STATE.in_graph = STATE.last_cast = None

@@ -80,8 +80,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
     """FP8 data of x and weight, and a MatMul of what they stand for."""
     plan = call.plan
     dtype = output_dtype(x)
-    if STATE.autocast.region is not None:
-        STATE.autocast.region.fp8_calls += 1
+    if STATE.region is not None:
+        STATE.region.fp8_calls += 1
     if not plan.fprop:
         added = None if bias is None else bias.to(dtype)
         return F.linear(x.to(dtype), plain(weight).to(dtype), added)
@@ -105,8 +105,8 @@ def _grouped_linear(
     """
     dtype = output_dtype(x)
     fprop = call is not None and call.plan.fprop is not None
-    if call is not None and STATE.autocast.region is not None:
-        STATE.autocast.region.fp8_calls += 1
+    if call is not None and STATE.region is not None:
+        STATE.region.fp8_calls += 1
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     ends = offs.to(rows.dtype)
     x = torch.where(rows < ends[-1], x, torch.zeros_like(x))

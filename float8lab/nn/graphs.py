@@ -492,7 +492,7 @@ def _is_observed() -> bool:
         or PROCESS.observer is not None
         or STATE.onnx is not None
         or bool(STATE.recordings)
-        or isinstance(STATE.autocast.region, Trial)
+        or isinstance(STATE.region, Trial)
         or in_backward()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch._C._are_functorch_transforms_active()

@@ -134,8 +134,7 @@ _cast_op = declare(_cast, name="cast.delayed", outputs=_outputs, any_strides=Tru
 
 
 def leave_to_python(function: Any) -> None:
-    """Have Dynamo compile a function as part of its callers only, not on its own."""
+    """Have Dynamo compile a function, and what it calls, as part of its callers only."""
     dynamo: Any = torch._C._dynamo.eval_frame
-    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    strategy = dynamo._FrameExecStrategy(skip, default)
-    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))

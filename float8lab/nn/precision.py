@@ -288,7 +288,7 @@ class Precision:
             if recipe is not None:
                 if type(x) is not Tensor:
                     _refuse_dtensor(x)
-                region = state.autocast.region
+                region = state.region
                 if recipe.linear.delayed:
                     slots = self._slots(recipe, x.device)
                     record = training or state.autocast.calibrating
@@ -341,7 +341,7 @@ class Precision:
         delayed = recipe.linear.delayed
         record = delayed and (training or STATE.autocast.calibrating)
         return Call(
-            recipe, None, record, is_region=record and STATE.autocast.region is None,
+            recipe, None, record, is_region=record and STATE.region is None,
             precision=self, first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
             parallel=parallel or self.parallel, rows=rows,
@@ -361,7 +361,7 @@ class Precision:
             return slots.scale_again(index), None
         if forward:
             slots.pack.advanced = False
-            region = STATE.autocast.region or STATE.in_graph
+            region = STATE.region or STATE.in_graph
             if region is None:
                 region = STATE.in_graph = Region()
             region.fp8_calls += 1
@@ -435,8 +435,8 @@ class Precision:
         slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device)
         slots.observe(X, as_matrix(x.detach()) if isinstance(x, Tensor) else x)
         slots.observe(W, weight.detach() if isinstance(weight, Tensor) else weight)
-        if STATE.autocast.region is not None:
-            STATE.autocast.region.packs[slots.pack] = None
+        if STATE.region is not None:
+            STATE.region.packs[slots.pack] = None
 
     def end(self, call: Call) -> None:
         """Close the region that a call is."""

@@ -235,11 +235,11 @@ class _Replay(torch.autograd.Function):
 
 def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> Any:
     """Replay a call, as a part of the region that it is in or as one of its own."""
-    region = STATE.autocast.region
+    region = STATE.region
     own = Region() if region is None and recorded.packs else None
     with inside(own) if own is not None else nullcontext():
         result = recorded(*tensors)
-        region = STATE.autocast.region
+        region = STATE.region
         if region is not None:
             region.fp8_calls += 1
             region.packs.update(dict.fromkeys(recorded.packs))

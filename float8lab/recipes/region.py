@@ -86,7 +86,7 @@ class Autocast:
     with torch 2.11.
     """
 
-    __slots__ = ("backward", "calibrating", "enabled", "group", "recipe", "region")
+    __slots__ = ("backward", "calibrating", "enabled", "group", "recipe")
 
     def __init__(
         self,
@@ -95,19 +95,16 @@ class Autocast:
         calibrating: bool = False,
         group: Any = None,
         backward: int = NO_BACKWARD,
-        region: Region | None = None,
     ) -> None:
         self.enabled = enabled  # None: no autocast is active
         self.recipe = recipe  # None: the autocast named none
         self.calibrating = calibrating
         self.group = group  # over which amaxes are reduced
         self.backward = backward  # pass in which the innermost autocast was entered
-        self.region = region  # at whose end delayed scaling advances
 
-    def inside(self, region: Region | None, backward: int | None = None) -> Autocast:
-        """The same in another region, and in another backward pass."""
-        backward = self.backward if backward is None else backward
-        return Autocast(self.enabled, self.recipe, self.calibrating, self.group, backward, region)
+    def during(self, backward: int) -> Autocast:
+        """The same in another backward pass."""
+        return Autocast(self.enabled, self.recipe, self.calibrating, self.group, backward)
 
 
 class _State(threading.local):
@@ -115,6 +112,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.autocast = Autocast()
+        self.region: Region | None = None  # at whose end delayed scaling advances
         self.init: ModelInit | None = None
         self.last_cast: Any = None  # of an input that several layers may have, see nn/casts.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
@@ -220,12 +218,11 @@ class Region:
 @contextmanager
 def inside(region: Region | None) -> Iterator[None]:
     """Have the calls in the block belong to ``region``."""
-    outer = STATE.autocast
-    STATE.autocast = outer.inside(region)
+    outer, STATE.region = STATE.region, region
     try:
         yield
     finally:
-        STATE.autocast = STATE.autocast.inside(outer.region)
+        STATE.region = outer
 
 
 @torch.inference_mode(False)  # the state is not for inference alone
@@ -242,10 +239,24 @@ def advance_scales(
     """
     each = list(packs)
     due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
-    reducing = [pack for pack in due if pack.recipe.reduce_amax]
     for pack in due:
         if pack.parallel is not None and not includes_shards(pack):
             pack.amax.copy_(pack.parallel.largest(pack.amax))
+    held = _reduce(due, groups, agree=agree) if has_ranks() else []
+    for pack in due:
+        pack.update()
+    for amax, value in held:
+        amax.copy_(value)
+
+
+def _reduce(
+    due: dict[ScalePack, None], groups: Iterable[Any], *, agree: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Reduce the amaxes of packs over ranks, and add the packs of which other ranks have some.
+
+    Returns the amaxes that wait for a later reduction, each with its value.
+    """
+    reducing = [pack for pack in due if pack.recipe.reduce_amax]
     held: list[tuple[Tensor, Tensor]] = []
     for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
         found = channel_of(named)
@@ -261,10 +272,7 @@ def advance_scales(
             amax = slots.tensors()["amax"]
             held.append((amax, amax.clone()))
             amax.fill_(NO_DATA)
-    for pack in due:
-        pack.update()
-    for amax, value in held:
-        amax.copy_(value)
+    return held
 
 
 def set_clock(device: torch.device) -> None:

@@ -104,16 +104,15 @@ class autocast:
                 "autocast must not be entered again while it is active; got the same instance "
                 "nested in itself. Create a second autocast(...) for the inner block."
             )
-        outer = STATE.autocast
-        region = outer.region
+        region = STATE.region
         if self._enabled or self._calibrating:
             if region is None:
                 region = self._region = Region()
             region.expect(self._recipe, self._group, calibrating=self._calibrating)
         # From here on nothing raises: what __enter__ sets, only __exit__ takes back.
-        self._outer = outer
+        self._outer, STATE.region = STATE.autocast, region
         STATE.autocast = Autocast(
-            self._enabled, self._recipe, self._calibrating, self._group, current_backward(), region
+            self._enabled, self._recipe, self._calibrating, self._group, current_backward()
         )
         return self
 
@@ -124,6 +123,7 @@ class autocast:
         self._outer = self._region = None
         if region is None:
             return
+        STATE.region = None
         if exc_type is not None:
             region.discard()
             return

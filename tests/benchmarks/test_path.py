@@ -21,7 +21,7 @@ CALLS = {
     "Linear, block, backward": 36,
     "Linear, mx, forward": 38,
     "Linear, mx, backward": 42,
-    "converted nn.Linear, delayed, forward": 44,
+    "converted nn.Linear, delayed, forward": 40,
     "LayerNormMLP, forward": 67,
     "LayerNormMLP, backward": 82,
     "F.linear of Float8Tensors": 14,

@@ -50,14 +50,14 @@ def recorder(monkeypatch):
     """Has tensors on the CPU recorded; counts recordings and replays."""
 
     def capture(run, pool, stream):
-        assert isinstance(STATE.autocast.region, recorded.Trial)
+        assert isinstance(STATE.region, recorded.Trial)
         graph = Again(run)
         return graph, graph.results
 
     def warm_up(units, count, allow_unused, exact, *, waits=True):
         with recorded.inside(recorded.Trial()):
             recorded._run(units, allow_unused, exact, lambda run: (None, run()))
-            return STATE.autocast.region.packs
+            return STATE.region.packs
 
     monkeypatch.setattr(recorded, "_capture", capture)
     monkeypatch.setattr(recorded, "_warm_up", warm_up)

@@ -63,7 +63,7 @@ def test_state_is_restored_on_exit_and_after_an_exception():
     with pytest.raises(KeyError):
         boom()
     assert STATE.autocast.enabled is None
-    assert STATE.autocast.region is None
+    assert STATE.region is None
 
 
 def test_one_instance_can_be_used_in_sequence_but_not_nested():
@@ -570,7 +570,7 @@ def test_an_exception_in_a_converted_delayed_model_leaves_no_region_open():
     float8lab.convert_to_float8(model, DELAYED)
     with pytest.raises(KeyError):
         model(torch.full((2, 16), 100.0))
-    assert STATE.autocast.region is None
+    assert STATE.region is None
     model.fail = False
     model(torch.full((2, 16), 2.0))
     assert history(model.inner)[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0]
@@ -744,7 +744,7 @@ def test_exits_that_interleave_with_another_threads_leave_nothing_active():
         with float8lab.autocast(recipe=CURRENT):
             entered.set()
             left.wait()
-        return STATE.autocast.enabled, STATE.autocast.region
+        return STATE.autocast.enabled, STATE.region
 
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         with float8lab.autocast(recipe=CURRENT):
@@ -752,7 +752,7 @@ def test_exits_that_interleave_with_another_threads_leave_nothing_active():
             entered.wait()
         left.set()
         assert result.result() == (None, None)
-    assert (STATE.autocast.enabled, STATE.autocast.region) == (None, None)
+    assert (STATE.autocast.enabled, STATE.region) == (None, None)
 
 
 def test_models_that_two_threads_train_at_once_get_the_losses_they_get_alone():
@@ -845,7 +845,7 @@ def test_an_enter_that_raises_leaves_nothing_active(monkeypatch):
     for _ in range(2):
         with pytest.raises(MemoryError):
             region.__enter__()
-        assert (STATE.autocast.enabled, STATE.autocast.region) == (None, None)
+        assert (STATE.autocast.enabled, STATE.region) == (None, None)
     monkeypatch.undo()
     m = layer()
     with region:

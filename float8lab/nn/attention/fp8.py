@@ -69,8 +69,8 @@ class AttentionPrecision(Precision):
         slots = self._slots(recipe, q.device)
         for index, x in ((Q, q), (K, k), (V, v)):
             slots.observe(index, as_matrix(x.detach()))
-        if STATE.autocast.region is not None:
-            STATE.autocast.region.packs[slots.pack] = None
+        if STATE.region is not None:
+            STATE.region.packs[slots.pack] = None
 
 
 def asks_for_fp8_attention(recipe: Recipe) -> bool:

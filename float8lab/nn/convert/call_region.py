@@ -16,14 +16,6 @@ from float8lab.recipes.region import STATE, Region, in_backward
 __all__ = ["CallRegion", "make_region_of_calls", "remove_region_hooks"]
 
 
-@torch._disable_dynamo
-def _end(region: Region, *, finished: bool) -> None:
-    if finished:
-        region.close()
-    else:
-        region.discard()
-
-
 class CallRegion:
     """Makes each call of a model one delayed-scaling region, unless it is inside one already.
 
@@ -33,7 +25,6 @@ class CallRegion:
 
     def __init__(self, recipes: tuple[Recipe, ...]) -> None:
         self._open: Region | None = None
-        self._outer: Any = None  # the settings around the open region
         self._finished = False
         self._prepared = False
         self.recipes = recipes  # delayed ones of the model's layers
@@ -42,7 +33,6 @@ class CallRegion:
         """Replace the recipes, for other layers."""
         self.recipes, self._prepared = recipes, False
 
-    @torch._disable_dynamo
     def _prepare(self, model: nn.Module) -> None:
         home = next((p.device for p in model.parameters()), torch.device("cpu"))
         for layer in model.modules():
@@ -54,11 +44,10 @@ class CallRegion:
         outer = STATE.autocast
         if not model.training or outer.enabled is False or in_backward():
             return
-        region = outer.region
+        region = STATE.region
         if self._open is None and region is None:
-            region = self._open = Region(silent=False)
-            self._outer, self._finished = outer, False
-            STATE.autocast = outer.inside(region)
+            region = self._open = STATE.region = Region(silent=False)
+            self._finished = False
         assert region is not None, "opened above or before"
         if not torch.compiler.is_compiling() and not self._prepared:
             self._prepared = True
@@ -73,13 +62,13 @@ class CallRegion:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self._open
-        if region is None or STATE.autocast.region is not region:
+        if region is None or STATE.region is not region:
             return
-        STATE.autocast, self._open = self._outer, None
-        if torch.compiler.is_compiling():
+        STATE.region = self._open = None
+        if self._finished:
             region.close()
         else:
-            _end(region, finished=self._finished)
+            region.discard()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallRegion:
         return memo.setdefault(id(self), CallRegion(self.recipes))
