@@ -212,6 +212,24 @@ def test_public_module_defines_all(path: Path):
     assert empty or "__all__" in names, f"{path}: define __all__"
 
 
+def test_what_other_modules_import_is_in_all():
+    trees = {path: _parse(path) for path in MODULES}
+    listed = {
+        path: ast.literal_eval(node.value)
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    }
+    missing = set()
+    for path, tree in trees.items():
+        for _, name in _imports(path, tree):
+            module, _, what = name.rpartition(".")
+            source = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+            if not what.startswith("_") and what not in listed.get(source, [what]):
+                missing.add(name)
+    assert missing == set()
+
+
 def _mutable_names(path: Path) -> Iterator[str]:
     """The names at the top of a file whose value is a table that something will be entered in."""
     for node in _parse(path).body:

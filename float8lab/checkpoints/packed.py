@@ -57,7 +57,7 @@ class _Layout(NamedTuple):
     codes: str
     scale: str
     whole: str = ""
-    """Of the scale of the tensor."""
+    """The end of the name of the tensor's scale; empty where it has none."""
     cut: bool = False
     """Whether codes have a dimension for the blocks, and one for the bytes of a block."""
     transposed: bool = False

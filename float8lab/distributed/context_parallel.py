@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.arguments import check_group, check_lengths, check_size, check_tensor, has_values
+from float8lab.distributed.ranks import all_gathered
 from float8lab.tensor.differentiation import Float8Function
 
 __all__ = ["ContextParallel", "check_chunks", "join_sequence", "positions", "shard_sequence"]
@@ -54,7 +55,6 @@ class ContextParallel:
         Raises:
             RuntimeError: the module was pickled, and has no group any more.
             ValueError: the ranks cannot share them equally.
-
         """
         if self.group is None:
             raise RuntimeError(
@@ -243,10 +243,10 @@ def join_sequence(
     places = _places_of(x, cp_group, dim, cu_seqlens, whole=False)
     if places is None:
         return x
-    rows, ops = x.detach().movedim(dim, 0).contiguous(), torch.ops._c10d_functional
-    raw = rows.flatten().view(torch.uint8) if rows.dtype != torch.bool else rows.flatten()
-    gathered = ops.all_gather_into_tensor(raw, places.shape[0], cp_group.group_name)
-    every = ops.wait_tensor(gathered).view(rows.dtype).view(-1, *rows.shape[1:])
+    rows = x.detach().movedim(dim, 0).contiguous()
+    raw = rows.flatten().view(torch.uint8)  # gloo lacks some dtypes
+    every = all_gathered(raw, places.shape[0], cp_group.group_name)
+    every = every.view(rows.dtype).view(-1, *rows.shape[1:])
     return torch.empty_like(every).index_copy_(0, places.flatten(), every).movedim(0, dim)
 
 

@@ -1,4 +1,4 @@
-"""What a process has of a process group: its rank, the number of ranks, and the tensors of all."""
+"""A process in its group: its rank, how many ranks there are, and the tensors of all."""
 
 from __future__ import annotations
 

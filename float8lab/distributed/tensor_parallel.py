@@ -108,7 +108,7 @@ class TensorParallel:
     size: int = 0
     rank: int = 0
     place: list[int] = field(default_factory=list, compare=False, repr=False)
-    """Of the layer among those of the group, once it has been called."""
+    """The layer's place among those of the group, once it has been called."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.group.group_name)
@@ -485,7 +485,7 @@ class SharedScales:
 
     parallel: TensorParallel
     dim: int
-    """Of the weight's matrix, or of each expert's."""
+    """The dimension that ranks share, of the weight's matrix or of each expert's."""
 
     def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
         """Raise unless each block that has a size lies on one rank."""

@@ -31,7 +31,7 @@ class Product(NamedTuple):
     b_block: Sequence[int]
     fast_accum: bool
     shape: tuple[int, int]
-    """Of this rank's product, before it is summed."""
+    """The shape of this rank's product, before it is summed."""
     dtype: torch.dtype
     keep: bool = False
     """Whether the left operand is wanted, as multiplied."""

@@ -329,7 +329,7 @@ class _Case(NamedTuple):
     """Whether the linear layer before it was given the same input, so that the two share a cast."""
     layer: nn.Module
     others: Sequence[Any] = ()
-    """What the layer is called with beside its input: where experts' tokens go."""
+    """The layer's arguments beside its input: where experts' tokens go."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Case) and self[:-2] == other[:-2]

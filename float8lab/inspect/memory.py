@@ -17,7 +17,7 @@ from float8lab.inspect.trial import LossFn, Trial, on_trial, tensors_in
 from float8lab.nn.precision import precisions
 from float8lab.optim import MasterWeights
 
-__all__ = ["LayerMemory", "MemoryReport", "memory_report", "saved_by_layer"]
+__all__ = ["OUTPUT", "LayerMemory", "MemoryReport", "memory_report", "saved_by_layer"]
 
 OUTPUT, OPTIMIZER = "(output)", "(optimizer)"
 _CUDA_GRANULE = 512

@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 Matrix = Tensor | Source | Groups
-"""What is cast."""
+"""A matrix to be cast: written, computed on the way, or of experts' rows."""
 
 
 By = Known | None

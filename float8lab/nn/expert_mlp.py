@@ -408,7 +408,7 @@ class ExpertMLP(ExpertsBase, Shardable):
 
 
 _NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
-"""What the linear layers of experts are called: gate, up and down."""
+"""Names of the linear layers of experts: gate, up and down."""
 
 
 def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear]:

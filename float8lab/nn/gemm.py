@@ -83,7 +83,7 @@ __all__ = [
 # One GEMM with its two gradients.
 
 Saved = tuple[Tensor | None, ...]
-"""What backward needs beside the source:
+"""The tensors that backward needs beside the source:
 
 - the matrix's transpose in FP8, or the matrix where wgrad runs in high precision;
 - the scale of that, or of a source, and by what a source is cast again;

@@ -46,6 +46,7 @@ __all__ = [
     "Precision",
     "W",
     "X",
+    "place_precisions",
     "precisions",
     "precisions_below",
 ]

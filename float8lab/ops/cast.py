@@ -128,7 +128,7 @@ class Source(NamedTuple):
     prologue: str
     inputs: Sequence[Tensor]
     dtype: torch.dtype
-    """What the values are rounded to."""
+    """The dtype that the values are rounded to."""
     known_amax: Tensor | None = None
     """``[1, 1]``, where something has computed it already."""
 

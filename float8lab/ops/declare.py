@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from float8lab.ops.sharding import Rule, takes_dtensors
 
-__all__ = ["announce", "compute_intensive_ops", "declare", "planned"]
+__all__ = ["RECORDING", "announce", "compute_intensive_ops", "declare", "planned"]
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 

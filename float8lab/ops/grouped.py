@@ -132,7 +132,7 @@ class Groups(NamedTuple):
     offs: Tensor | None
     """Ends of the groups, ``[E]``; None for a batch, ``[E, N, K]``."""
     plan: Tensor | None = None
-    """Of the products of the groups, where several share it."""
+    """The plan of the groups' products, where several share it."""
 
     @staticmethod
     def of(x: Tensor | Source, ends: Ends) -> Groups:

@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 DEFAULT_RECIPE = DelayedScaling()
-"""What ``autocast`` uses when it is given no recipe."""
+"""The recipe of an ``autocast`` that is given none."""
 
 
 class ModelInit:

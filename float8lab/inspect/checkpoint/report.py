@@ -25,6 +25,7 @@ __all__ = [
     "checkpoint",
     "counted",
     "finite",
+    "named",
     "selected",
     "size",
     "stepping",

@@ -19,6 +19,7 @@ from float8lab.recipes.recipe import Recipe
 __all__ = [
     "COMPUTE",
     "KINDS",
+    "RING",
     "Job",
     "Seconds",
     "Step",
@@ -76,7 +77,7 @@ class Job:
     """Ranks among which parameters are sharded, and copies of that all-reduce gradients; 0 is all
     data and context parallel ranks."""
     weight_bytes: int = 4
-    """Of parameters, gradients and each of Adam's two moments."""
+    """Bytes of an element of parameters, gradients and each of Adam's two moments."""
     memory: float = 141e9
     """Bytes of a GPU."""
     links: Links = field(default_factory=Links)

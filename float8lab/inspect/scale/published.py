@@ -29,7 +29,7 @@ class Published:
     mesh: Mesh
     job: Job
     assumed: str = ""
-    """What the source does not tell."""
+    """Assumptions where the source does not tell."""
     baseline: Job | None = None
     """How bfloat16 runs, if not as FP8 does."""
 

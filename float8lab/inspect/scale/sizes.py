@@ -179,7 +179,7 @@ _OTHER = {
     "mamba_d_state": "state-space layers",
     "linear_num_key_heads": "linear attention",
 }
-"""What the predictions know nothing of, by the name in a configuration that tells it."""
+"""Parts of models that predictions know nothing of, by the name in a configuration that tells."""
 _UNGATED = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron")
 
 

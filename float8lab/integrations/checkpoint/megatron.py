@@ -80,6 +80,8 @@ def read_megatron(
         if entry.name in _VOCABULARY and vocab_size is not None:
             value = value[:vocab_size]
         state[entry.name] = value
+    if not state and not (globs and source.entries):
+        raise CheckpointError(f"{path} must have tensors of a model; it has none.")
     if not state:
         raise CheckpointError(
             f"layer must match a tensor of {path}; {' and '.join(globs)} matches none of its "

@@ -55,7 +55,7 @@ from float8lab.nn.parallel import (
 )
 from float8lab.recipes.region import STATE, in_backward
 
-__all__ = ["DotProductAttention"]
+__all__ = ["DotProductAttention", "check_groups"]
 
 
 def check_groups(heads: int, num_gqa_groups: int | None) -> int:

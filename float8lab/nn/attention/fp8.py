@@ -28,7 +28,15 @@ from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, STATE, in_backward
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
-__all__ = ["AttentionPrecision", "asks_for_fp8_attention", "fp8_attention", "why_not_fp8"]
+__all__ = [
+    "AttentionPrecision",
+    "K",
+    "Q",
+    "V",
+    "asks_for_fp8_attention",
+    "fp8_attention",
+    "why_not_fp8",
+]
 
 Q, K, V = 0, 1, 2
 """Indices of the tensors that attention casts."""

@@ -21,6 +21,8 @@ __all__ = [
     "MaskArgument",
     "canonical_mask_type",
     "check_arbitrary",
+    "diagonal_of",
+    "distances",
     "is_causal_type",
     "make_mask",
     "padding_from_lengths",

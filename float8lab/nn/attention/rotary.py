@@ -139,12 +139,12 @@ def apply_rotary_pos_emb(
             whole sequences.
         cp_rank: which rank.
 
+    Returns:
+        Shape and dtype of ``t``, turned in float32.
+
     Raises:
         TypeError: a tensor of another kind.
         ValueError: shapes and sizes that do not belong together.
-
-    Returns:
-        Shape and dtype of ``t``, turned in float32.
 
     >>> angles = float8lab.nn.RotaryPositionEmbedding(4, device="cpu")(2)
     >>> q = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(2, 1, 1, 4)

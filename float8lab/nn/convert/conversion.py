@@ -26,7 +26,7 @@ from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.convert.call_region import CallRegion, make_region_of_calls
 from float8lab.nn.convert.first_call import FirstCall, remove_hooks, watch_first_call
 from float8lab.nn.convert.freezing import Freezing, users_of
-from float8lab.nn.convert.names import matches
+from float8lab.nn.convert.names import TRAINED_COPIES, matches
 from float8lab.nn.convert.other_experts import OtherExperts, routers
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.plan import (
@@ -59,12 +59,7 @@ from float8lab.tensor import Float8Tensor
 __all__ = ["convert_to_float8", "to_high_precision"]
 
 _LOG = logging.getLogger("float8lab.nn.convert")
-
-
 _Model = TypeVar("_Model", bound=nn.Module)
-
-
-_TRAINED_COPIES = "modules_to_save"
 
 
 def convert_to_float8(  # each is a keyword that users set on its own
@@ -168,7 +163,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     frozen = [
         (plan.name, plan.layer, plan.recipe)
         for plan in plans
-        if plan.recipe is not None and _TRAINED_COPIES not in plan.name.split(".")
+        if plan.recipe is not None and TRAINED_COPIES not in plan.name.split(".")
     ]
     freezing = Freezing(model, frozen if freeze_weights else ())
     nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from float8lab.nn.convert.freezing import users_of
+from float8lab.nn.convert.names import TRAINED_COPIES
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import mark_unseen
 from float8lab.nn.in_graph import leave_to_python
@@ -111,7 +112,7 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
         idle = {name: layer for name, layer in layers.items() if layer._fp8 not in ran}
         # Containers such as ModuleList do not run: others choose among the layers that they hold.
         # PEFT holds the copy of a layer that it trains beside the layer, which rests.
-        if type(parent).forward is nn.Module.forward or "modules_to_save" in parent._modules:
+        if type(parent).forward is nn.Module.forward or TRAINED_COPIES in parent._modules:
             continue
         if not any(precision in ran for precision in precisions_below(parent)):
             continue

@@ -7,7 +7,13 @@ from fnmatch import fnmatchcase
 
 from float8lab.recipes.recipe import Recipe
 
-__all__ = ["matches", "unambiguous"]
+__all__ = ["ADAPTERS", "TRAINED_COPIES", "matches", "unambiguous"]
+
+# Names that PEFT gives to modules, since the library need not be there, and others use them too.
+ADAPTERS = ("lora_A", "lora_B")
+"""The linear layers of low-rank adapters."""
+TRAINED_COPIES = "modules_to_save"
+"""The module that holds the copy of a layer that is trained, beside the layer, which rests."""
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -14,7 +14,7 @@ from float8lab.distributed.expert_parallel import shares_experts
 from float8lab.distributed.fsdp.shards import is_tensor_parallel, may_spread
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float4Spec
 from float8lab.nn.casts import recast
-from float8lab.nn.convert.names import matches
+from float8lab.nn.convert.names import ADAPTERS, matches
 from float8lab.nn.convert.other_experts import experts_class
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear
 from float8lab.nn.convert.report import emulated_gemms, own_matrices, shapes_of
@@ -39,12 +39,6 @@ __all__ = [
 ]
 
 _Choice = Recipe | Auto
-
-
-# PEFT's names of the linear layers of low-rank adapters and of the copies of layers that it trains.
-# They are names, since the library need not be there, and other libraries use them too.
-_ADAPTERS = ("lora_A", "lora_B")
-
 
 CONVERTED = (Linear, OtherLinear, FusedModule, GroupedLinear, ExpertsBase)
 """Modules that have a recipe of their own."""
@@ -119,7 +113,7 @@ def plan_layer(layer: nn.Module, name: str, wishes: Wishes, *, sharded: bool) ->
         return plan(left)
     if choice is None:
         return plan("high precision by overrides", stays=True)
-    if not named and any(part in _ADAPTERS for part in name.split(".")):
+    if not named and any(part in ADAPTERS for part in name.split(".")):
         return plan("low rank, in which FP8 saves nothing; name it in overrides to convert")
     obstacle = _obstacle(layer, told=named, sharded=sharded)
     if layer in wishes.routers and not named:

@@ -32,7 +32,8 @@ ENABLED = True
 """Whether launches go past Triton."""
 
 _MOST_KERNELS = 4096
-"""Of one function. Sizes are part of a key, so there is no end of keys where shapes vary."""
+"""The most that are remembered of a function. Sizes are part of a key, so there is no end of keys
+where shapes vary."""
 
 _OPTIONS = {"enable_fp_fusion": True}
 """Triton's, unless a launch has others. It fuses multiply-adds by default, up to version 3.9."""

@@ -32,7 +32,8 @@ from float8lab.ops.kernels._launch import (
 __all__ = ["replayed"]
 
 _MOST_CALLS = 4096
-"""Of one launcher. Shapes are part of a key, so there is no end of keys where they vary."""
+"""The most that are remembered of a launcher. Shapes are part of a key, so there is no end of keys
+where they vary."""
 
 _AGAIN = "seen once"
 
@@ -108,7 +109,7 @@ class _Phase(NamedTuple):
     allocations: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
     """Number, size, strides and dtype of each tensor that is first used here."""
     steps: Sequence[tuple[Any, ...]]
-    """What is called, what picks its arguments, and those by name; the number of its result."""
+    """A function, what picks its arguments, and those by name; the number of its result."""
     done: Sequence[int]
     """Numbers of tensors that nothing needs any more."""
 
@@ -144,7 +145,7 @@ class _Call:
         self.returns_tuple = returns_tuple
         self.stream = stream = given + len(allocations)
         self.rest: list[Any] = [None] * (len(allocations) + 1)
-        """What comes after the tensors that a call is given, before its first step."""
+        """The values behind the tensors that a call is given, before its first step."""
 
         def pick(args: Iterable[Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
             places = []

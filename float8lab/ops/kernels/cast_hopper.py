@@ -41,7 +41,7 @@ _TILE = Tile(rows=128, columns=128, warps=_WARPS)
 _ROWS_OF_PROLOGUE = 32
 """Which are computed at a time: inputs take registers, up to three for one value."""
 _REGISTERS = 80
-"""Of a thread, so that three programs of 256 threads share a multiprocessor."""
+"""Registers of a thread, so that three programs of 256 threads share a multiprocessor."""
 
 
 # A pair of values in an int32, the first in its lower half.

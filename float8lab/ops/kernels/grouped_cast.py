@@ -49,9 +49,9 @@ from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, ro
 __all__ = ["cast_groups", "plan_groups"]
 
 _TILE = Tile(rows=128, columns=128, warps=8)
-"""Of blocks, which it has whole."""
+"""The tile of casts in blocks: it has whole ones."""
 _NARROW = Tile(rows=128, columns=64, warps=4)
-"""Of other casts, as ``prologue.tile_for`` has it for words."""
+"""The tile of other casts, as ``prologue.tile_for`` has it for words."""
 _NARROW_OF_PROLOGUE = Tile(rows=128, columns=64, warps=8)
 _AMAX_TILE = Tile(rows=64, columns=128, warps=8)
 _AMAX_PROGRAMS = 6 * 132

@@ -58,7 +58,7 @@ HALF = gl.constexpr(64)
 PART = gl.constexpr(128)
 """Columns that a group of warps multiplies at a time; as many as a 128x128 block has."""
 STEP = gl.constexpr(128)
-"""Of the contraction, at a time: a block."""
+"""How much of the contraction is multiplied at a time: a block."""
 DENSE = gl.constexpr(0)
 """There are no groups."""
 GROUPED_ROWS = gl.constexpr(1)
@@ -71,11 +71,11 @@ class Config(NamedTuple):
     """How a mode runs."""
 
     stages: int
-    """Of the ring of buffers."""
+    """How many buffers the ring has."""
     band: int = 16
     """Rows of tiles that are worked on together."""
     registers: tuple[int, int] = (240, 24)
-    """Of a thread that multiplies, and of one that loads."""
+    """Those of a thread that multiplies, and of one that loads."""
 
 
 CONFIGS = {

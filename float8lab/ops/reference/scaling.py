@@ -10,7 +10,7 @@ from float8lab.ops.reference.cast import encode_from_amax
 __all__ = ["NO_DATA", "update_scales_"]
 
 NO_DATA = -1.0
-"""What an amax slot holds when nothing was recorded in it since the last update."""
+"""The value of an amax slot in which nothing was recorded since the last update."""
 
 
 def update_scales_(

@@ -283,6 +283,15 @@ def test_the_last_iteration_must_be_there(tmp_path):
         integrations.read_megatron(tmp_path / "dcp")
 
 
+def test_a_model_without_tensors_is_none(tmp_path):
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    torch.save({"model": {}}, path)
+    for layer in ((), "decoder"):
+        with pytest.raises(CheckpointError, match="must have tensors of a model; it has none"):
+            integrations.read_megatron(tmp_path, layer=layer)
+
+
 def test_configurations_without_a_counterpart():
     args = layouts.argparse.Namespace(num_layers=1, hidden_size=32, num_experts=8)
     with pytest.raises(NotImplementedError, match="plain attention and no experts"):
