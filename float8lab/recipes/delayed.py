@@ -131,18 +131,18 @@ class ScalePack:
         if self._recorded or (self.factors.is_cuda and self.is_recorded()):
             return None
         if self._live is None:
-            with torch.inference_mode(False):  # training's casts get the same tensors
-                # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
-                copy = self._copy
-                if copy is None:
+            copy = self._copy
+            if copy is None:
+                with torch.inference_mode(False):  # training's casts get views of the same tensor
+                    # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
                     copy = self._copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
-                if len(self.parts) == 2 * copy.shape[0]:
-                    self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
-                else:
-                    live: list[Tensor | None] = []
-                    self._live = live
-                    for part in copy.view(-1, 4).select(1, 0).split(self.parts):
-                        live += part, *[None] * (part.shape[0] - 1)
+            if len(self.parts) == 2 * copy.shape[0]:
+                self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
+            else:
+                live: list[Tensor | None] = []
+                self._live = live
+                for part in copy.view(-1, 4).select(1, 0).split(self.parts):
+                    live += part, *[None] * (part.shape[0] - 1)
         return self._live
 
     def is_recorded(self) -> bool:
