@@ -22,11 +22,11 @@ from benchmarks.shapes import LinearShape
 from float8lab import ops
 from float8lab.formats import E4M3, Float8Spec
 from float8lab.ops.gemm import may_multiply
+from float8lab.ops.reference import ALIGN
 from float8lab.recipes import Recipe
 
 __all__ = ["BF16", "Floor", "Gemm", "GemmOperands", "cast_bytes", "gemms_of_recipe", "read_passes"]
 
-ALIGN = 16
 COPY_BYTES = 2 * 2**30
 """Bytes of the tensor whose copy gives the bandwidth."""
 CEILING_SIZE = 8192

@@ -34,6 +34,7 @@ from benchmarks.shapes import MODELS, select
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, largest
 from float8lab.ops import reference
+from float8lab.ops.reference import ALIGN
 
 __all__ = [
     "SUBJECT",
@@ -47,7 +48,6 @@ __all__ = [
     "source_rows",
 ]
 
-ALIGN = 16
 _FAST = (Target("% of copy", ">=", 92.0),)
 _CURRENT = (Target("% of copy", ">=", 90.0),)
 TARGETS = {

@@ -29,6 +29,7 @@ __all__ = [
     "check_group",
     "check_input",
     "check_instance",
+    "check_lengths",
     "check_module",
     "check_names",
     "check_number",
@@ -336,3 +337,34 @@ def check_names(name: str, value: Any) -> tuple[str, ...]:
             f"{name} must be a string or a sequence of strings; got {shown(value)}. Pass a list."
         )
     return names
+
+
+def check_lengths(name: str, cu_seqlens: Any, *, why: str, tokens: int | None = None) -> None:
+    """Raise unless ``cu_seqlens`` are cumulative lengths, which ``why`` needs.
+
+    Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens.
+    """
+    if cu_seqlens is None:
+        raise ValueError(
+            f"{name} must be given for {why}; got None. Pass the cumulative lengths of the "
+            "sequences, [B + 1]."
+        )
+    check_tensor(name, cu_seqlens)
+    if (
+        cu_seqlens.ndim != 1
+        or not cu_seqlens.shape[0]
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"{name} must be [B + 1] int32 or int64, cumulative lengths from 0 on; got "
+            f"{shown(cu_seqlens)}. Begin with 0, and add up the lengths."
+        )
+    if has_values(cu_seqlens):
+        values = cu_seqlens.tolist()
+        most = values[-1] if tokens is None else tokens
+        if values != sorted(values) or values[0] < 0 or values[-1] > most:
+            limit = "" if tokens is None else f", {tokens} at most"
+            raise ValueError(
+                f"{name} must be cumulative lengths, none less than the one before{limit}; got "
+                f"{shown(values)}. Begin with 0, and add up the lengths."
+            )

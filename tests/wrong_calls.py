@@ -381,6 +381,12 @@ CALLS: dict[str, Call] = {
         float8lab.parallel_cross_entropy,
         _constant(inp=_x(S, H), target=torch.arange(S)),
     ),
+    "distributed.shard_sequence": Call(
+        distributed.shard_sequence, lambda folder: {"x": _x(B, H), "cp_group": None}
+    ),
+    "distributed.join_sequence": Call(
+        distributed.join_sequence, lambda folder: {"x": _x(B, H), "cp_group": None}
+    ),
     "distributed.reduce_sequence_parallel_gradients": Call(
         distributed.reduce_sequence_parallel_gradients,
         lambda folder: {"model": nn.LayerNorm(H)},

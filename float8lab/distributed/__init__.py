@@ -8,6 +8,7 @@ gradients under sequence parallelism.
 from float8lab.distributed.affinity import backward_on_this_core
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
+from float8lab.distributed.context_parallel import join_sequence, shard_sequence
 from float8lab.distributed.cross_entropy import parallel_cross_entropy
 from float8lab.distributed.expert_parallel import DispatchHandle, moe_combine, moe_dispatch
 from float8lab.distributed.fsdp.weight import requantize_shards_
@@ -22,9 +23,11 @@ __all__ = [
     "backward_on_this_core",
     "broadcast_parameters",
     "get_cpu_offload_context",
+    "join_sequence",
     "moe_combine",
     "moe_dispatch",
     "parallel_cross_entropy",
     "reduce_sequence_parallel_gradients",
     "requantize_shards_",
+    "shard_sequence",
 ]

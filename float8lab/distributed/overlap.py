@@ -32,7 +32,8 @@ import functools
 import math
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +41,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
+from float8lab.distributed.ranks import all_gathered
 from float8lab.ops import scaled_mm_into_op
 from float8lab.ops.declare import declare
 from float8lab.recipes.reduction import group_named
@@ -171,21 +173,37 @@ class _Beside:
     """A stream of copies beside the current one, in order; on a CPU there is one order anyway.
 
     Its events are recorded again in every call: whoever waits for one does so for what it was
-    recorded for last. Making an event takes the CPU as long as a copy does.
+    recorded for last. Making an event takes the CPU as long as a copy does, and so does asking for
+    the current stream, which callers do once.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.module = torch.get_device_module(device)
+        self.module, self.index = torch.get_device_module(device), device.index
         self.stream = self.module.Stream(priority=-1)
+        self.switch = getattr(self.module, "set_stream", lambda stream: None)
         self.events: list[Any] = []
 
-    def event(self, index: int) -> Any:
-        """After what has been queued to the current stream."""
+    def current(self) -> Any:
+        """The stream that is current, of products."""
+        return self.module.current_stream(self.index)
+
+    def event(self, index: int, stream: Any) -> Any:
+        """After what has been queued to a stream."""
         while len(self.events) <= index:
             self.events.append(self.module.Event())
         event = self.events[index]
-        event.record()
+        event.record(stream)
         return event
+
+    @contextmanager
+    def copies(self, after: Any, current: Any) -> Iterator[None]:
+        """Queue what runs inside to the stream of copies, behind an event."""
+        self.switch(self.stream)
+        try:
+            after.wait(self.stream)
+            yield
+        finally:
+            self.switch(current)
 
 
 _beside = functools.cache(_Beside)
@@ -215,24 +233,23 @@ class _Arrivals:
         parts = [one.unbind() for one in self.whole]
         near.barrier()
         beside = _beside(mine[0].device)
-        ready = beside.event(0)
-        others = _others(near)
+        self.current = beside.current()
+        ready, others = beside.event(0, self.current), _others(near)
 
         def fetch(rank: int, which: slice) -> None:
             for part, start, one in zip(parts[which], starts[which], mine[which], strict=True):
                 own = rank == near.rank
                 part[rank].copy_(one if own else near.part(rank, start, one.shape, one.dtype))
 
-        with beside.module.stream(beside.stream):
-            ready.wait()
+        with beside.copies(ready, self.current):
             for index, rank in enumerate(others if first else ()):
                 fetch(rank, slice(first))
-                self.arrived[rank] = beside.event(1 + index)
+                self.arrived[rank] = beside.event(1 + index, beside.stream)
             for rank in (*others, near.rank) if first < len(mine) else ():
                 fetch(rank, slice(first, None))
             if keep:
                 fetch(near.rank, slice(first))
-            self.last = beside.event(near.size)
+            self.last = beside.event(near.size, beside.stream)
 
 
 def _others(near: Window) -> list[int]:
@@ -298,13 +315,13 @@ def _gather_mm(
     scaled_mm_into_op(outs[me], q, scale, *how)
     for rank in order:
         if arrivals is not None:
-            arrivals.arrived[rank].wait()
+            arrivals.arrived[rank].wait(arrivals.current)
         its_scale = scale
         if by_row:
             its_scale = scales[rank].t() if turned else scales[rank]
         scaled_mm_into_op(outs[rank], codes[rank], its_scale, *how)
     if arrivals is not None:
-        arrivals.last.wait()
+        arrivals.last.wait(arrivals.current)
     all_codes = all_scales = None
     if keep:
         all_codes, all_scales = whole[0].view(size * rows, K), scale.clone()
@@ -363,6 +380,7 @@ def _mm_scatter(
         gathered = _Arrivals(near, also, 0).whole if also else []
         landing = near.part(near.rank, first, (size, rows, N), out_dtype).unbind()
         beside = _beside(q.device)
+        current = beside.current()
         part = rows // 2 if K <= _SMALL_K and rows % 256 == 0 else rows
         kept, sent = [], None
         for rank in _others(near):
@@ -371,14 +389,12 @@ def _mm_scatter(
                 out = q.new_empty((part, N), dtype=out_dtype)
                 multiply(out, rank * rows + start)
                 kept.append(out)  # until the copies have been waited for
-                computed = beside.event(0)
-                with beside.module.stream(beside.stream):
-                    computed.wait()
+                with beside.copies(beside.event(0, current), current):
                     (theirs if part == rows else theirs[start : start + part]).copy_(out)
-                    sent = beside.event(1)
+                    sent = beside.event(1, beside.stream)
         multiply(landing[near.rank], near.rank * rows)
         if sent is not None:
-            sent.wait()
+            sent.wait(current)
         near.barrier()
         total = torch.add(*landing) if size == 2 else torch.stack(landing).sum(0)
     rest = [*gathered, None, None]
@@ -387,12 +403,8 @@ def _mm_scatter(
 
 def _gathered(one: Tensor, ranks: Any) -> Tensor:
     """``[R, *shape]``, by a collective."""
-    ops = torch.ops._c10d_functional
-    raw = one.view(torch.uint8) if one.element_size() == 1 else one
-    whole: Tensor = ops.wait_tensor(
-        ops.all_gather_into_tensor(raw.flatten(), ranks.size(), ranks.group_name)
-    )
-    return whole.view(one.dtype).view(ranks.size(), *one.shape)
+    size = ranks.size()
+    return all_gathered(one, size, ranks.group_name).view(size, *one.shape)
 
 
 def _scattered(partial: Tensor, ranks: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils._pytree import (
 )
 
 from float8lab.arguments import check_callables, check_flags, check_group, check_instance
-from float8lab.distributed.ranks import rank_and_size
+from float8lab.distributed.ranks import all_gathered, rank_and_size
 from float8lab.recipes.recording import Recording
 from float8lab.recipes.region import STATE, Autocast
 
@@ -137,9 +137,7 @@ def _spread_over(group: Any, x: Tensor) -> Any:
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Part):
             return kept
-        ops = torch.ops._c10d_functional
-        whole = ops.all_gather_into_tensor(kept.mine, ranks, group.group_name)
-        flat = ops.wait_tensor(whole).view(kept.dtype)
+        flat = all_gathered(kept.mine, ranks, group.group_name).view(kept.dtype)
         result: Tensor = flat[: kept.shape.numel()].view(kept.shape)
         return result
 

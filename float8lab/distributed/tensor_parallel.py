@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.distributed.overlap import is_worth_it, sees_others
+from float8lab.distributed.ranks import all_gathered
 from float8lab.formats import Float8Spec
 from float8lab.ops import amax_op, as_matrix
 from float8lab.ops.reference import ALIGN, scales_by_column
@@ -205,10 +206,8 @@ class TensorParallel:
 
     def _agreed(self, lead: int, inner: int, features: int) -> Rows:
         mine = torch.tensor([[lead, inner, features]])
-        ops, host = torch.ops._c10d_functional, channel(self.group).host_name(self.group)
-        leads, *rest = (
-            ops.wait_tensor(ops.all_gather_into_tensor(mine, self.size, host)).t().tolist()
-        )
+        host = channel(self.group).host_name(self.group)
+        leads, *rest = all_gathered(mine, self.size, host).t().tolist()
         whole, chunk = sum(leads), -(-sum(leads) // self.size)
         expected = [min(chunk, max(0, whole - chunk * rank)) for rank in range(self.size)]
         if leads != expected or any(len(set(sizes)) > 1 for sizes in rest):
@@ -359,10 +358,7 @@ class TensorParallel:
             raw = raw.narrow(dim, 0, size)
         elif raw.shape[dim] < size:
             raw = F.pad(raw, (0, 0) * (raw.ndim - 1 - dim) + (0, size - raw.shape[dim]))
-        ops = torch.ops._c10d_functional
-        whole: Tensor = ops.wait_tensor(
-            ops.all_gather_into_tensor(raw.contiguous(), self.size, self.name)
-        )
+        whole = all_gathered(raw, self.size, self.name)
         if dim:
             whole = joined(whole.unflatten(0, (self.size, -1)), dim)
         if whole.shape[dim] != run:

@@ -38,6 +38,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.ops.declare import planned
+from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import Factors, Known, own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
@@ -45,7 +46,6 @@ from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import version_of
 
 __all__ = [
-    "ALIGN",
     "By",
     "Matrix",
     "Operand",
@@ -68,9 +68,6 @@ __all__ = [
     "spec_of_experts",
     "stored_as",
 ]
-
-ALIGN = 16
-"""Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
 Matrix = Tensor | Source | Groups
 """What is cast."""

@@ -1,8 +1,7 @@
-"""Tensor- and context-parallel arguments of modules; the latter must mean a single rank."""
+"""Tensor- and context-parallel arguments of modules."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from float8lab.arguments import (
     check_instance,
     check_size,
 )
+from float8lab.distributed.context_parallel import ContextParallel
 from float8lab.distributed.sequence_parallel import mark_sequence_parallel
 from float8lab.distributed.tensor_parallel import NoGroup, SharedScales, TensorParallel
 from float8lab.recipes.region import STATE
@@ -24,7 +24,7 @@ __all__ = [
     "ContextParallelGroup",
     "Shard",
     "TensorParallelGroup",
-    "check_context_group",
+    "context_of",
     "ignore_extra_state",
     "mark_shard",
     "overlap_of",
@@ -110,17 +110,22 @@ def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
     return False if whole is False or (gather is False and scatter is False) else None
 
 
-def check_context_group(cp_group: Any) -> None:
-    """Raise unless a context-parallel group means a single rank."""
-    groups = cp_group if isinstance(cp_group, list) else [cp_group]
+_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def context_of(cp_group: Any, cp_comm_type: str | None = "a2a") -> ContextParallel | None:
+    """How attention is spread over context-parallel ranks; None for a single one."""
+    check_choice("cp_comm_type", "a2a" if cp_comm_type is None else cp_comm_type, _COMM_TYPES)
+    groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
     for group in groups:
         check_group("cp_group", group)
-    sizes = [1 if g is None else torch.distributed.get_world_size(g) for g in groups]
-    if math.prod(sizes) != 1:
+    several = [g for g in groups if g is not None and torch.distributed.get_world_size(g) > 1]
+    if len(several) > 1:
         raise NotImplementedError(
-            f"cp_group must be None or of one rank; got {math.prod(sizes)} ranks. Context "
-            "parallelism is not available yet: use FSDP2 or data parallelism."
+            f"cp_group must be one group; got {len(several)} of several ranks. Pass the group of "
+            "all context-parallel ranks, which exchange tokens for heads at once."
         )
+    return ContextParallel(several[0]) if several else None
 
 
 def ignore_extra_state(
@@ -304,6 +309,9 @@ class TensorParallelGroup:
 class ContextParallelGroup(TensorParallelGroup):
     """Base of modules with a context-parallel group as well."""
 
+    context_parallel: ContextParallel | None = None
+    """How tokens are shared over ranks; None on a single one."""
+
     def set_context_parallel_group(
         self,
         cp_group: Any,
@@ -311,8 +319,34 @@ class ContextParallelGroup(TensorParallelGroup):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Set the context-parallel group; only one of a single rank is supported."""
-        check_context_group(cp_group)
+        """Set the process group of the ranks that share each sequence's tokens; on all of them.
+
+        Args:
+            cp_group: the group; None is one rank.
+            cp_global_ranks: no effect: the group knows its ranks.
+            cp_stream: no effect: collectives run on streams of their own.
+            cp_comm_type: ``p2p``, ``all_gather``, ``a2a`` or ``a2a+p2p``, which mean the same: the
+                ranks exchange tokens for heads.
+
+        Raises:
+            NotImplementedError: several groups.
+            TypeError: not a process group.
+            ValueError: the ranks cannot share the heads, or ``cp_comm_type`` is another name.
+        """
+        context = context_of(cp_group, cp_comm_type)
+        module: Any = self
+        every = [m for m in module.modules() if isinstance(m, ContextParallelGroup)]
+        for child in every:
+            child._check_context(context)
+        for child in every:
+            child.context_parallel = context
+            child._spread_context()
+
+    def _check_context(self, context: ContextParallel | None) -> None:
+        """Raise unless the ranks can share what this module attends for."""
+
+    def _spread_context(self) -> None:
+        """Have what the module casts know of the ranks."""
 
 
 def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:

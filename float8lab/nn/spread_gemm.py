@@ -69,7 +69,8 @@ def spread_product(
 def is_gathered_once(call: Call) -> bool:
     """Whether what arrives of x for fprop is kept, transposed, for wgrad, which wants its codes."""
     plan, parallel = call.plan, call.parallel
-    if parallel is None or not parallel.keeps or plan.fprop is None or plan.wgrad is None:
+    assert parallel is not None, "of a layer that is spread"
+    if not parallel.keeps or plan.fprop is None or plan.wgrad is None:
         return False
     return plan.wgrad.right == plan.fprop.left and plan.x.block == (-1, -1)
 
@@ -84,9 +85,10 @@ def operands_of_wgrad(
     left, right, _ = plan.wgrad
     dy_t: Any = dy.q_t
     x_t: Any
-    if kept is not None:
+    if x is None or kept is not None:
         x_t = kept, factors.scale.float()
     elif factors.scale is not None:
+        assert x is not None, "kept for this"
         x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
     else:
         x_t = cast(x, None, X, call, transposed=right)[3:5]

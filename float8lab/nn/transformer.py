@@ -104,7 +104,6 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one context-parallel rank.
         ValueError: sizes, names or flags that do not belong together.
 
     >>> layer = float8lab.TransformerLayer(64, 256, 4, attn_input_format="bshd", device="cpu")

@@ -30,6 +30,7 @@ from float8lab.tensor.statistics import (
     compare,
     health,
     histogram,
+    is_sharded,
     stats,
 )
 from float8lab.tensor.window import Window
@@ -536,6 +537,7 @@ def quantize(
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor of a supported dtype.
+        NotImplementedError: ``x`` is a DTensor.
         ValueError: a bad format, block, rule, scale or ``amax_epsilon``. Scales that lie on a GPU
             are not looked at.
 
@@ -551,6 +553,11 @@ def quantize(
             f"x must be a float32, bfloat16 or float16 tensor; got {got}. Convert it first."
         )
     if not torch.compiler.is_compiling():  # a float may be an input of the graph there
+        if is_sharded(x):
+            raise NotImplementedError(
+                "x must be an ordinary tensor; got a DTensor. Quantize x.full_tensor() and pass "
+                "the result to distribute_tensor, or quantize x.to_local() on each rank."
+            )
         check_instance("block", block, (tuple, list), "a tuple of sizes")
         check_number("amax_epsilon", amax_epsilon, minimum=0)
         if scale is not None and not hasattr(scale, "__array__"):

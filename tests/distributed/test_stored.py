@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import float8lab
@@ -380,6 +380,19 @@ def check_broadcast(ranks: Ranks) -> None:
         torch.distributed.broadcast(x, ranks.world - 1)
         ranks.assert_same(x.qdata.view(torch.uint8))
         ranks.assert_same(x.scale)
+
+
+def check_a_dtensor_is_of_what_was_quantized(ranks: Ranks) -> None:
+    mesh = ranks.mesh()
+    x = torch.randn(128 * ranks.world, 48, device=ranks.device)
+    x = distribute_tensor(x, mesh, [Shard(0)])
+    for block in ((-1, -1), (1, -1), (1, 16), (128, 128)):
+        with pytest.raises(NotImplementedError, match=r"got a DTensor.*distribute_tensor"):
+            float8lab.quantize(x, block=block)
+        whole = float8lab.quantize(x.full_tensor(), block=block)
+        q = distribute_tensor(whole, mesh, [Shard(0)])
+        assert "Float8Tensor" in repr(q)
+        assert_same_bytes(q.full_tensor(), whole)
 
 
 def check_dtensor(ranks: Ranks) -> None:

@@ -6,15 +6,15 @@ B batch, H query heads, Sq queries, Sk keys.
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.arguments import PARAMETER_DTYPES, check_tensor, shown
+from float8lab.arguments import PARAMETER_DTYPES, check_lengths, check_tensor, shown
 from float8lab.nn.attention.backends import Problem
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import Packed, check_lengths
+from float8lab.nn.attention.layout import Packed
 from float8lab.nn.attention.masks import (
     AttentionMask,
     MaskArgument,
@@ -39,6 +39,8 @@ class Request(NamedTuple):
     packed: Packed | None
     qkv_format: str
     tokens: int
+    leave: Any = None
+    """From results for this rank's heads to those of its tokens, where ranks share sequences."""
 
 
 def tensors_of(

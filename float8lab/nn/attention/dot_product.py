@@ -16,10 +16,13 @@ from float8lab.arguments import (
     check_choice,
     check_flags,
     check_instance,
+    check_lengths,
     check_names,
     check_number,
     check_size,
 )
+from float8lab.distributed.context_parallel import ContextParallel
+from float8lab.distributed.tensor_parallel import TensorParallel
 from float8lab.nn.attention.arguments import (
     Request,
     check_export,
@@ -34,7 +37,6 @@ from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import (
     Packed,
     check_format,
-    check_lengths,
     from_heads_first,
     to_heads_first,
 )
@@ -47,7 +49,6 @@ from float8lab.nn.attention.masks import (
 )
 from float8lab.nn.parallel import (
     ContextParallelGroup,
-    check_context_group,
     heads_of_rank,
     ignore_extra_state,
     parallel_size,
@@ -68,6 +69,15 @@ def check_groups(heads: int, num_gqa_groups: int | None) -> int:
             "divisor."
         )
     return groups
+
+
+def _starts_of_packed(
+    padded: tuple[Tensor | None, Tensor | None], lengths: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where the sequences of queries, and of keys, start, in a call that has lengths."""
+    own, others = (p if p is not None else n for p, n in zip(padded, lengths, strict=True))
+    check_lengths("cu_seqlens_q", own, why="qkv_format='thd'")
+    return own, own if others is None else others
 
 
 class DotProductAttention(nn.Module, ContextParallelGroup):
@@ -105,15 +115,18 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         tp_group: the R ranks; needed for ALiBi and FP8 attention, and may come later.
         layer_number: names the layer to ``inference_params``.
         attention_type: "self" or "cross": whether a padding ``attention_mask`` is one or a pair.
-        cp_group: must be None or of one rank.
-        cp_global_ranks: no effect on a single rank.
-        cp_stream: no effect on a single rank.
-        cp_comm_type: no effect on a single rank.
+        cp_group: the ranks that share each sequence's tokens, as ``shard_sequence`` gives them;
+            tensors are those of a rank's tokens, but masks, biases and cumulative lengths are those
+            of whole sequences. The ranks divide ``H / R``, and either divide ``G / R`` or are a
+            multiple of it. Results are those of one rank.
+        cp_global_ranks: no effect, as ``cp_stream``.
+        cp_stream: see ``set_context_parallel_group``.
+        cp_comm_type: see ``set_context_parallel_group``.
         softmax_scale: of the scores; None is ``D ** -0.5``.
         backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.
 
     Raises:
-        NotImplementedError: more than one context-parallel rank.
+        NotImplementedError: several context-parallel groups.
         ValueError: sizes, names or arguments that do not belong together.
 
     >>> attention = float8lab.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
@@ -149,7 +162,6 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
     ) -> None:
         super().__init__()
         self.register_load_state_dict_pre_hook(ignore_extra_state)
-        check_context_group(cp_group)
         check_format("qkv_format", qkv_format)
         check_flags(sequence_parallel=sequence_parallel)
         check_callables(get_rng_state_tracker=get_rng_state_tracker)
@@ -188,6 +200,18 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         self._fp8 = AttentionPrecision()
         self._warned = False
         self.set_tensor_parallel_group(tp_group)
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def _check_context(self, context: ContextParallel | None) -> None:
+        if context is not None:
+            context.heads(self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition)
+
+    def _spread_context(self) -> None:
+        if self.tp_size == 1:
+            context, parallel = self.context_parallel, None
+            if context is not None:
+                parallel = TensorParallel(context.group, "heads", casts_only=True)
+            self._fp8.spread(parallel)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {"_fp8": ("heads", ())} if self.tp_size > 1 else {}
@@ -278,8 +302,10 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         else:
             out = self._core(q, k, v, problem)
         if request.packed is not None:
-            return request.packed.pack(out, request.tokens)
-        return from_heads_first(out, request.qkv_format)
+            out = request.packed.pack(out, request.tokens)
+        else:
+            out = from_heads_first(out, request.qkv_format)
+        return out if self.context_parallel is None else request.leave(out)
 
     def explain(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **kwargs: Any
@@ -305,11 +331,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 "inference_params must be None; got a cache, which asking must not change. Ask "
                 "with the keys and values that it holds."
             )
-        request = self._resolve(query_layer, key_layer, value_layer, **kwargs)
+        request = self._resolve(query_layer, key_layer, value_layer, **kwargs, asks=True)
         q, k, v, problem = request[:4]
         if self._fp8.active_recipe() is None:
             why = "no autocast is active with a recipe that has fp8_dpa or fp8_mha"
-        elif (reason := why_not_fp8(q, k, v, problem)) is not None:
+        elif (reason := self._why_not_fp8(q, k, v, problem)) is not None:
             why = reason
         else:
             return Explanation("fp8", dict.fromkeys(self.backends, "the recipe asks for FP8"))
@@ -317,7 +343,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         return Explanation(found.backend, {"fp8": why, **found.rejected})
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-        why = why_not_fp8(q, k, v, problem)
+        why = self._why_not_fp8(q, k, v, problem)
         call = self._fp8.begin(q, training=self.training) if why is None else None
         if why is not None:
             self._say_high_precision(why)
@@ -330,6 +356,11 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         if call.is_region:
             self._fp8.end(call)
         return out
+
+    def _why_not_fp8(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
+        if self.context_parallel is not None and self.tp_size > 1:
+            return "its scales would be those of two groups of ranks, tensor and context parallel"
+        return why_not_fp8(q, k, v, problem)
 
     def _say_high_precision(self, why: str) -> None:
         """Warn, once, that a recipe asks for FP8 and this call does not run in it."""
@@ -388,8 +419,12 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         inference_params: InferenceParams | None = None,
         cu_seqlens_q_padded: Tensor | None = None,
         cu_seqlens_kv_padded: Tensor | None = None,
+        asks: bool = False,
     ) -> Request:
-        """Check the arguments of a call and bring them to one form."""
+        """Check the arguments of a call and bring them to one form.
+
+        One that only ``asks`` gets tensors without values from other context-parallel ranks.
+        """
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format("qkv_format", qkv_format)
         mask_type = self.attn_mask_type
@@ -408,7 +443,19 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             (heads, self.qk_channels), (groups, self.qk_channels), (groups, self.v_channels),
         ]  # fmt: skip
         query, key, value = tensors_of((query, key, value), sizes, qkv_format)
-        packed = None
+        packed = leave = None
+        context = self.context_parallel
+        if context is not None:
+            places: tuple[Tensor | None, Tensor | None] = (None, None)
+            if qkv_format == "thd":
+                padded = cu_seqlens_q_padded, cu_seqlens_kv_padded
+                places = _starts_of_packed(padded, (cu_seqlens_q, cu_seqlens_kv))
+            query, key, value, leave = self._exchange(
+                (query, key, value), qkv_format, places, inference_params, asks
+            )
+            core_attention_bias = context.own_heads(core_attention_bias, -3)
+            if mask_type == "arbitrary":
+                attention_mask = context.own_heads(attention_mask, -3)
         tokens = query.shape[0]
         if qkv_format == "thd":
             cu_seqlens_q, cu_seqlens_kv = lengths_of_packed(
@@ -443,15 +490,47 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             alibi = Alibi(self._slopes(alibi_slopes, q.device), spans)
         dropout = self.attention_dropout if self.training else 0.0
         problem = Problem(mask, self.softmax_scale, bias, alibi, dropout)
-        return Request(q, k, v, problem, packed, qkv_format, tokens)
+        return Request(q, k, v, problem, packed, qkv_format, tokens, leave)
+
+    def _exchange(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv_format: str,
+        starts: tuple[Tensor | None, Tensor | None],
+        inference_params: InferenceParams | None,
+        asks: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Whole sequences for this rank's heads, and what brings back the results of its tokens."""
+        context, dim = self.context_parallel, int(qkv_format == "bshd")
+        assert context is not None, "of several ranks"
+        if inference_params is not None:
+            raise NotImplementedError(
+                "inference_params must be None with a context-parallel group; got a cache. Call "
+                "set_context_parallel_group(None) for inference."
+            )
+        query, key, value = qkv
+        context.heads(query.shape[-2], key.shape[-2])
+        places = [
+            context.places(name, x.shape[dim], its, x.device)
+            for name, x, its in zip(("query_layer", "key_layer"), (query, key), starts, strict=True)
+        ]
+        whole = context.like_whole if asks else context.whole_sequence
+        query, key, value = (whole(x, dim, places[i]) for x, i in zip(qkv, (0, 1, 1), strict=True))
+
+        def leave(out: Tensor) -> Tensor:
+            heads = out.unflatten(-1, (-1, self.v_channels))
+            return context.own_tokens(heads, dim, places[0]).flatten(-2)
+
+        return query, key, value, leave
 
     def _slopes(self, given: Tensor | None, device: torch.device) -> Tensor:
         """The slopes of ALiBi, for the heads of this rank."""
         slopes = slopes_of(given, self.num_attention_heads, device)
-        if given is not None or self.tp_size == 1:
-            return slopes
-        parallel: Any = self._fp8.parallel
-        return slopes.chunk(self.tp_size)[parallel.rank]
+        if given is None and self.tp_size > 1:
+            parallel: Any = self._fp8.parallel
+            slopes = slopes.chunk(self.tp_size)[parallel.rank]
+        context = self.context_parallel
+        return slopes if context is None else context.own_heads(slopes, -1)
 
     def _required_layer_number(self) -> int:
         if self.layer_number is None:

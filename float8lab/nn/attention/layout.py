@@ -5,57 +5,28 @@ S sequence, B batch, H heads, D head size, T tokens of all sequences together.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8lab.arguments import check_choice, check_tensor, has_values, shown
+from float8lab.arguments import check_choice
 from float8lab.nn.attention.masks import padding_from_lengths
 
 __all__ = [
     "QKV_FORMATS",
     "Packed",
     "check_format",
-    "check_lengths",
     "from_heads_first",
     "to_heads_first",
 ]
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
-_LENGTHS = (torch.int32, torch.int64)
 
 
 def check_format(name: str, qkv_format: str) -> None:
     """Raise unless the format is known."""
     check_choice(name, qkv_format, QKV_FORMATS)
-
-
-def check_lengths(name: str, cu_seqlens: Any, *, why: str, tokens: int | None = None) -> None:
-    """Raise unless ``cu_seqlens`` are cumulative lengths, which ``why`` needs.
-
-    Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens.
-    """
-    if cu_seqlens is None:
-        raise ValueError(
-            f"{name} must be given for {why}; got None. Pass the cumulative lengths of the "
-            "sequences, [B + 1]."
-        )
-    check_tensor(name, cu_seqlens)
-    if cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or cu_seqlens.dtype not in _LENGTHS:
-        raise ValueError(
-            f"{name} must be [B + 1] int32 or int64, cumulative lengths from 0 on; got "
-            f"{shown(cu_seqlens)}. Begin with 0, and add up the lengths."
-        )
-    if has_values(cu_seqlens):
-        values = cu_seqlens.tolist()
-        most = values[-1] if tokens is None else tokens
-        if values != sorted(values) or values[0] < 0 or values[-1] > most:
-            limit = "" if tokens is None else f", {tokens} at most"
-            raise ValueError(
-                f"{name} must be cumulative lengths, none less than the one before{limit}; got "
-                f"{shown(values)}. Begin with 0, and add up the lengths."
-            )
 
 
 def to_heads_first(x: Tensor, qkv_format: str) -> Tensor:

@@ -13,11 +13,12 @@ from float8lab.arguments import (
     check_flags,
     check_input,
     check_instance,
+    check_lengths,
     check_size,
 )
 from float8lab.nn.attention.dot_product import DotProductAttention, check_groups
 from float8lab.nn.attention.inference import InferenceParams
-from float8lab.nn.attention.layout import check_format, check_lengths
+from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import MaskArgument, canonical_mask_type
 from float8lab.nn.attention.rotary import check_angles, check_positions, turn
 from float8lab.nn.layernorm_linear import LayerNormLinear
@@ -133,7 +134,6 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
             turns that off. Numbers are the same.
 
     Raises:
-        NotImplementedError: more than one context-parallel rank.
         ValueError: sizes or names that do not belong together.
 
     >>> attention = float8lab.MultiheadAttention(64, 4, qkv_format="bshd", device="cpu")
@@ -455,7 +455,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         check_angles("rotary_pos_emb", angles, x)
         if self.qkv_format == "thd":
             check_lengths("cu_seqlens_q", cu_seqlens, why="qkv_format='thd'")
-        start = None
+        start, context = None, self.context_parallel
         if inference_params is not None:
             if inference_params.step is not None:
                 totals = inference_params.step.totals
@@ -466,4 +466,5 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         return turn(
             x, angles, self.qkv_format, interleaved=self.rotary_pos_interleaved,
             start_positions=start, cu_seqlens=cu_seqlens, name="rotary_pos_emb",
+            ranks=(1, 0) if context is None else (context.size, context.rank),
         )  # fmt: skip

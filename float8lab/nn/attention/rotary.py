@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from float8lab.arguments import (
     check_device,
     check_flags,
+    check_lengths,
     check_number,
     check_size,
     check_tensor,
     has_values,
     shown,
 )
+from float8lab.distributed.context_parallel import check_chunks, positions
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.attention.layout import check_format, check_lengths
+from float8lab.nn.attention.layout import check_format
 from float8lab.nn.linear import default_device
 from float8lab.ops import rotate_op
 from float8lab.ops.reference.rotary import rotate
@@ -132,11 +134,14 @@ def apply_rotary_pos_emb(
         start_positions: ``[B]``, position of each sequence's first token; 0 if None.
         cu_seqlens: ``[B + 1]`` cumulative lengths, for thd: positions start anew in each sequence.
         fused: no effect: one kernel does it on a GPU.
-        cp_size: 1; context parallelism is not available yet.
-        cp_rank: 0.
+        cp_size: R: ``t`` has the tokens that one of R context-parallel ranks has of each sequence,
+            see ``float8lab.distributed.shard_sequence``; ``freqs`` and ``cu_seqlens`` are those of
+            whole sequences.
+        cp_rank: which rank.
 
     Raises:
-        NotImplementedError: ``cp_size`` is above 1.
+        TypeError: a tensor of another kind.
+        ValueError: shapes and sizes that do not belong together.
 
     Returns:
         Shape and dtype of ``t``, turned in float32.
@@ -149,10 +154,9 @@ def apply_rotary_pos_emb(
     check_format("tensor_format", tensor_format)
     check_flags(interleaved=interleaved, fused=fused)
     check_size("cp_rank", cp_rank)
-    if check_size("cp_size", cp_size, minimum=1) > 1:
-        raise NotImplementedError(
-            f"cp_size must be 1; got {cp_size}. Context parallelism is not available yet: use "
-            "FSDP2 or data parallelism."
+    if cp_rank >= check_size("cp_size", cp_size, minimum=1) > 1:
+        raise ValueError(
+            f"cp_rank must be below cp_size {cp_size}; got {cp_rank}. Pass the rank in cp_group."
         )
     check_tensor("t", t)
     ndim = 3 if tensor_format == "thd" else 4
@@ -177,15 +181,16 @@ def apply_rotary_pos_emb(
             )
         if tensor_format != "thd" and has_values(start_positions) and rows:
             first, last = start_positions.min().item(), start_positions.max().item()
-            if first < 0 or last + t.shape[sequence] > freqs.shape[0]:
+            S = t.shape[sequence] * cp_size
+            if first < 0 or last + S > freqs.shape[0]:
                 raise ValueError(
-                    f"start_positions must be in [0, {freqs.shape[0] - t.shape[sequence]}], for "
-                    f"{t.shape[sequence]} tokens and {freqs.shape[0]} angles in freqs; got "
+                    f"start_positions must be in [0, {freqs.shape[0] - S}], for "
+                    f"{S} tokens and {freqs.shape[0]} angles in freqs; got "
                     f"{first} to {last}. Make freqs for the longest sequence."
                 )
     return turn(
         t, freqs, tensor_format, interleaved=interleaved, start_positions=start_positions,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=cu_seqlens, ranks=(cp_size, cp_rank),
     )  # fmt: skip
 
 
@@ -226,6 +231,7 @@ def turn(
     start_positions: Tensor | None,
     cu_seqlens: Tensor | None,
     name: str = "freqs",
+    ranks: tuple[int, int] = (1, 0),
 ) -> Tensor:
     """Run ``apply_rotary_pos_emb`` on checked arguments; padding may begin beyond the angles.
 
@@ -237,21 +243,29 @@ def turn(
         start_positions: ``[B]`` or None.
         cu_seqlens: ``[B + 1]``, for thd.
         name: of ``freqs`` in messages.
+        ranks: how many context-parallel ranks share the tokens, and which of them has ``t``.
     """
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     if tensor_format == "thd":
         assert cu_seqlens is not None, "checked by the callers"
-        index = _positions_in_sequences(t.shape[0], cu_seqlens, start_positions)
+        token = _tokens_of_rank("cu_seqlens", cu_seqlens, t.shape[0], ranks)
+        index = _positions_in_sequences(token, cu_seqlens, start_positions)
         if has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
         angles = table[index][:, None]
     else:
         S = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+        token = None
+        if ranks[0] > 1:
+            whole = torch.tensor([0, S * ranks[0]], device=t.device)
+            token = _tokens_of_rank("t", whole, S, ranks)
         if start_positions is None:
-            check_positions(name, freqs, S)
-            angles = table[:S, None, None] if tensor_format == "sbhd" else table[None, :S, None]
+            check_positions(name, freqs, S * ranks[0])
+            table = table[:S] if token is None else table[token]
+            angles = table[:, None, None] if tensor_format == "sbhd" else table[None, :, None]
         else:
-            index = start_positions.view(-1, 1) + torch.arange(S, device=t.device)
+            token = torch.arange(S, device=t.device) if token is None else token
+            index = start_positions.view(-1, 1) + token
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
             angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
     cos, sin = angles.cos(), angles.sin()
@@ -293,10 +307,18 @@ class _Rotate(torch.autograd.Function):
         return rotate(dy, *how), None, None, None, None
 
 
+def _tokens_of_rank(name: str, starts: Tensor, tokens: int, ranks: tuple[int, int]) -> Tensor:
+    """Which tokens of the whole a rank has."""
+    size, rank = ranks
+    if size == 1:
+        return torch.arange(tokens, device=starts.device)
+    check_chunks(name, starts, tokens, size)
+    return positions(starts, tokens, size)[rank]
+
+
 def _positions_in_sequences(
-    tokens: int, cu_seqlens: Tensor, start_positions: Tensor | None
+    token: Tensor, cu_seqlens: Tensor, start_positions: Tensor | None
 ) -> Tensor:
-    token = torch.arange(tokens, device=cu_seqlens.device)
     # Tokens behind the last sequence count on from its start; nobody reads them.
     sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
     sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)

@@ -19,12 +19,9 @@ from float8lab.ops.gemm import is_cublas_gemm, may_multiply
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from float8lab.ops.kernels.hopper_gemm import multiply_tiles
-from float8lab.ops.reference import round_up
+from float8lab.ops.reference import ALIGN, round_up
 
 __all__ = ["scaled_mm", "scaled_mm_into"]
-
-_ALIGN = 16
-"""What K, N and pointers must be divisible by; M too (at least by 4) where scales are per block."""
 
 _SCALING_TYPE: dict[tuple[int, ...], ScalingType] = {
     (1, 128): ScalingType.BlockWise1x128,
@@ -93,10 +90,11 @@ def _product(
     if not may_multiply(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
         return _dequantized(left, right, bias, out_dtype)
 
-    # Callers quantize with align=16, so that all of these pass their input through.
+    # K and N must be multiples; M too, at least of 4, where scales are per block. Callers quantize
+    # with this align, so that all of these pass their input through.
     by_block = tuple(a_block) in _SCALING_TYPE
-    rows, columns = round_up(M, _ALIGN) if by_block else M, round_up(N, _ALIGN)
-    a, b = _pad(a, rows, round_up(K, _ALIGN)), _pad(b, columns, round_up(K, _ALIGN))
+    rows, columns = round_up(M, ALIGN) if by_block else M, round_up(N, ALIGN)
+    a, b = _pad(a, rows, round_up(K, ALIGN)), _pad(b, columns, round_up(K, ALIGN))
     bias = _pad_bias(bias, columns)
     if into is not None and not (into.shape == (rows, columns) and into.is_contiguous()):
         into = None
@@ -283,4 +281,4 @@ def _each_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
 
 
 def _aligned(x: Tensor) -> bool:
-    return x.data_ptr() % _ALIGN == 0
+    return x.data_ptr() % ALIGN == 0

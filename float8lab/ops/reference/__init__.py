@@ -5,6 +5,7 @@ a *block* is ``(rows, columns)`` as in ``float8lab.formats``.
 """
 
 from float8lab.ops.reference.cast import (
+    ALIGN,
     amax,
     amax_of,
     as_matrix,
@@ -23,7 +24,6 @@ from float8lab.ops.reference.cast import (
 )
 from float8lab.ops.reference.gemm import scaled_mm, scaled_mm_into
 from float8lab.ops.reference.grouped import (
-    ALIGN,
     SPAN,
     cast_groups,
     grouped_mm,

@@ -20,6 +20,7 @@ from float8lab.formats import FLOAT32_MAX, scale_shape
 from float8lab.ops.reference.prologue import value_of
 
 __all__ = [
+    "ALIGN",
     "amax",
     "amax_of",
     "as_matrix",
@@ -37,6 +38,9 @@ __all__ = [
     "scales_by_column",
     "transpose",
 ]
+
+ALIGN = 16
+"""Multiple that Hopper's FP8 GEMM wants of every dimension."""
 
 _EXPONENT_BITS = 0x7F800000
 

@@ -24,14 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.ops.reference.cast import encode, quantize, round_up
+from float8lab.ops.reference.cast import ALIGN, encode, quantize, round_up
 from float8lab.ops.reference.gemm import scaled_mm
 from float8lab.ops.reference.prologue import value_of
 
-__all__ = ["ALIGN", "SPAN", "cast_groups", "grouped_mm", "padded_rows", "plan_groups"]
+__all__ = ["SPAN", "cast_groups", "grouped_mm", "padded_rows", "plan_groups"]
 
-ALIGN = 16
-"""What Hopper's FP8 products want rows to be a multiple of."""
 SPAN = 128
 """Where groups start in a transpose: at multiples of the longest block."""
 

@@ -5,6 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
+from float8lab.distributed.context_parallel import positions
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn import RotaryPositionEmbedding, apply_rotary_pos_emb
 from float8lab.nn.attention import rotary
@@ -102,10 +103,29 @@ def test_wrong_arguments_are_refused():
         apply_rotary_pos_emb(x[..., :4], rope(S))
     with pytest.raises(ValueError, match="cu_seqlens must be given"):
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd")
-    with pytest.raises(NotImplementedError, match="cp_size must be 1; got 2"):
-        apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=1)
+    with pytest.raises(ValueError, match="cp_rank must be below cp_size 2; got 2"):
+        apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=2)
+    with pytest.raises(ValueError, match="freqs must have at least 12 positions; got 6"):
+        apply_rotary_pos_emb(x, rope(S), cp_size=2, cp_rank=1)
+    with pytest.raises(ValueError, match="t must have sequences whose lengths are multiples of 4"):
+        apply_rotary_pos_emb(x[:5], rope(12), cp_size=2, cp_rank=1)
     with pytest.raises(ValueError, match=r"dim \* rotary_percent must be even"):
         RotaryPositionEmbedding(6, 0.5, device="cpu")
+
+
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+def test_tokens_of_a_context_parallel_rank(tensor_format):
+    rope, R = RotaryPositionEmbedding(D, device="cpu"), 3
+    dim, starts = int(tensor_format == "bshd"), torch.tensor([0, 12, 12, 30])
+    shape = {"sbhd": (30, 2, 1, D), "bshd": (2, 30, 1, D), "thd": (30, 1, D)}[tensor_format]
+    how = {"cu_seqlens": starts} if tensor_format == "thd" else {}
+    t = torch.randn(shape)
+    whole = apply_rotary_pos_emb(t, rope(30), tensor_format, **how)
+    places = positions(starts if how else torch.tensor([0, 30]), 10, R)
+    for rank in range(R):
+        mine = t.index_select(dim, places[rank])
+        turned = apply_rotary_pos_emb(mine, rope(30), tensor_format, **how, cp_size=R, cp_rank=rank)
+        assert torch.equal(turned, whole.index_select(dim, places[rank]))
 
 
 LAYOUTS = {

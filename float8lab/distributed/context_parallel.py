@@ -1,0 +1,275 @@
+"""Context parallelism: ranks share the tokens of each sequence, and in attention its heads.
+
+S tokens of a whole sequence, R ranks, H heads, D features of a head.
+
+Outside attention a rank has ``S / R`` tokens of a sequence, of whose 2 R chunks the one of its own
+number, and the one as far from the end: so all ranks have as much of a causal mask. For attention
+the ranks exchange tokens for heads. Each attends to the whole sequence for ``H / R`` heads, which
+gives the numbers of one rank alone, whatever the mask, and sends the results back to where the
+tokens are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from float8lab.arguments import check_group, check_lengths, check_size, check_tensor, has_values
+from float8lab.tensor.differentiation import Float8Function
+
+__all__ = ["ContextParallel", "check_chunks", "join_sequence", "positions", "shard_sequence"]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How attention is spread over the ranks of a group."""
+
+    group: Any
+    """The process group."""
+    name: str = ""
+    """By which functional collectives know the group. This and the following are found."""
+    size: int = 0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            object.__setattr__(self, "name", self.group.group_name)
+            object.__setattr__(self, "size", dist.get_world_size(self.group))
+            object.__setattr__(self, "rank", dist.get_rank(self.group))
+
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        return self  # a group has no copies
+
+    def __reduce__(self) -> Any:
+        return ContextParallel, (None, "", self.size)  # nor is it another process's
+
+    def heads(self, heads: int, groups: int) -> tuple[int, int]:
+        """How many query heads, and key/value heads, a rank attends for.
+
+        Raises:
+            RuntimeError: the module was pickled, and has no group any more.
+            ValueError: the ranks cannot share them equally.
+
+        """
+        if self.group is None:
+            raise RuntimeError(
+                f"cp_group must be set on a module that was pickled with one of {self.size} ranks; "
+                "got none. Call set_context_parallel_group."
+            )
+        if heads % self.size or (groups % self.size and self.size % groups):
+            raise ValueError(
+                f"cp_group must have ranks that share the module's heads, {heads} of queries and "
+                f"{groups} of keys and values; got {self.size}. Use a number that divides both, or "
+                "one that divides the first and is a multiple of the second."
+            )
+        return heads // self.size, max(1, groups // self.size)
+
+    def places(self, name: str, tokens: int, starts: Tensor | None, device: torch.device) -> Tensor:
+        """``positions`` of the tokens of a call.
+
+        Args:
+            name: of the tensor that has them.
+            tokens: of this rank.
+            starts: where packed sequences start; None is one sequence.
+            device: of the tensor.
+        """
+        check_chunks(name if starts is None else "cu_seqlens", starts, tokens, self.size)
+        return positions(_starts(starts, tokens * self.size, device), tokens, self.size)
+
+    def like_whole(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+        """A tensor without values, like that of ``whole_sequence``."""
+        shape = list(x.shape)
+        shape[dim], shape[-2] = shape[dim] * self.size, max(1, shape[-2] // self.size)
+        return x.new_empty(shape)
+
+    def whole_sequence(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+        """``[..., S / R, ..., H, D]`` to ``[..., S, ..., H / R, D]``, differentiable.
+
+        Heads that are too few for the ranks are repeated, one for each.
+
+        Args:
+            x: this rank's tokens of all heads.
+            dim: of the tokens.
+            places: from ``positions``.
+        """
+        if x.shape[-2] < self.size:
+            x = x.repeat_interleave(self.size // x.shape[-2], -2)
+        found: Tensor = _Exchanged.run(x, self, dim, places, True)
+        return found
+
+    def own_tokens(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+        """The other way: what each rank computed of this rank's tokens."""
+        found: Tensor = _Exchanged.run(x, self, dim, places, False)
+        return found
+
+    def own_heads(self, x: Any, dim: int) -> Any:
+        """This rank's part of what has an entry for each head, unless it has one for all."""
+        if not isinstance(x, Tensor) or x.ndim < -dim or x.shape[dim] == 1:
+            return x
+        return x.chunk(self.size, dim)[self.rank]
+
+
+class _Exchanged(Float8Function):
+    """One way or the other; the gradient takes the opposite one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ranks: ContextParallel, dim: int, places: Tensor, whole: bool
+    ) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.how = ranks, dim, whole
+        return (_to_heads if whole else _to_tokens)(x, ranks, dim, places)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (places,), (ranks, dim, whole) = ctx.saved_tensors, ctx.how
+        return (_to_tokens if whole else _to_heads)(dy, ranks, dim, places), None, None, None, None
+
+
+def _to_heads(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
+    parts = x.movedim(dim, 0).unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
+    rows = _exchange(parts, ranks).flatten(0, 1)
+    whole = torch.empty_like(rows).index_copy_(0, places.flatten(), rows)
+    return whole.movedim(0, dim)
+
+
+def _to_tokens(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
+    parts = x.movedim(dim, 0).index_select(0, places.flatten()).unflatten(0, places.shape)
+    return _exchange(parts, ranks).movedim(0, -3).flatten(-3, -2).movedim(0, dim)
+
+
+def _exchange(parts: Tensor, ranks: ContextParallel) -> Tensor:
+    """``[R, ...]``: part r goes to rank r, and from rank r comes part r of the result."""
+    ops = torch.ops._c10d_functional
+    flat = parts.contiguous().flatten().view(torch.uint8)
+    splits = [flat.shape[0] // ranks.size] * ranks.size
+    found: Tensor = ops.wait_tensor(ops.all_to_all_single(flat, splits, splits, ranks.name))
+    return found.view(parts.dtype).view(parts.shape)
+
+
+def positions(starts: Tensor, tokens: int, size: int) -> Tensor:
+    """Where in the whole each rank's tokens are, ``[R, tokens]`` int64.
+
+    Args:
+        starts: ``[B + 1]``, where the whole's sequences start, and where the last one ends. What
+            lies behind it is shared out as another sequence.
+        tokens: of a rank.
+        size: R.
+
+    >>> positions(torch.tensor([0, 8]), 4, 2)
+    tensor([[0, 1, 6, 7],
+            [2, 3, 4, 5]])
+    """
+    bounds = torch.cat((starts.long(), starts.new_full((1,), tokens * size).long()))
+    here = torch.arange(tokens, device=starts.device)
+    sequence = torch.searchsorted(bounds // size, here, right=True) - 1
+    start = bounds[sequence]
+    chunk = (bounds[sequence + 1] - start) // (2 * size)
+    within = here - start // size
+    is_second = within >= chunk
+    rank = torch.arange(size, device=starts.device)[:, None]
+    which = torch.where(is_second, 2 * size - 1 - rank, rank)
+    return start + which * chunk + within - is_second * chunk
+
+
+def check_chunks(name: str, starts: Tensor | None, tokens: int, size: int) -> None:
+    """Raise unless sequences have chunks for all ranks.
+
+    Args:
+        name: of the argument.
+        starts: as for ``positions``; None is one sequence of all tokens.
+        tokens: of a rank.
+        size: R.
+    """
+    lengths = [tokens * size]
+    if starts is not None:
+        if not has_values(starts):
+            return
+        bounds = [*starts.tolist(), tokens * size]
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    if any(length < 0 or length % (2 * size) for length in lengths):
+        raise ValueError(
+            f"{name} must have sequences whose lengths are multiples of {2 * size}, two chunks for "
+            f"each of the {size} context-parallel ranks; got {lengths}, of all ranks. Pad them."
+        )
+
+
+def shard_sequence(
+    x: Tensor, cp_group: Any, *, dim: int = 0, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """This rank's tokens of a whole: tokens, labels, positions, or anything else that has them.
+
+    Args:
+        x: the same on all ranks.
+        cp_group: the context-parallel ranks, R of them; None is one rank.
+        dim: of the tokens; its size is a multiple of 2 R.
+        cu_seqlens: ``[B + 1]`` cumulative lengths, for packed sequences (thd): each of them is
+            shared out by itself. With unused tokens, where the sequences start.
+
+    Returns:
+        As ``x``, with ``1 / R`` of the tokens, in the order in which attention takes them.
+
+    Raises:
+        TypeError: not a tensor, or not a process group.
+        ValueError: lengths that are no multiples of 2 R.
+
+    >>> float8lab.distributed.shard_sequence(torch.arange(4), None)
+    tensor([0, 1, 2, 3])
+    """
+    places = _places_of(x, cp_group, dim, cu_seqlens, whole=True)
+    return x if places is None else x.index_select(dim, places[dist.get_rank(cp_group)])
+
+
+def join_sequence(
+    x: Tensor, cp_group: Any, *, dim: int = 0, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The whole, from the tokens of each rank; all of them call it. Without gradients.
+
+    Args:
+        x: this rank's tokens, from ``shard_sequence``.
+        cp_group: as for ``shard_sequence``.
+        dim: as for ``shard_sequence``.
+        cu_seqlens: as for ``shard_sequence``.
+
+    Raises:
+        TypeError: not a tensor, or not a process group.
+        ValueError: lengths that are no multiples of 2 R.
+    """
+    places = _places_of(x, cp_group, dim, cu_seqlens, whole=False)
+    if places is None:
+        return x
+    rows, ops = x.detach().movedim(dim, 0).contiguous(), torch.ops._c10d_functional
+    raw = rows.flatten().view(torch.uint8) if rows.dtype != torch.bool else rows.flatten()
+    gathered = ops.all_gather_into_tensor(raw, places.shape[0], cp_group.group_name)
+    every = ops.wait_tensor(gathered).view(rows.dtype).view(-1, *rows.shape[1:])
+    return torch.empty_like(every).index_copy_(0, places.flatten(), every).movedim(0, dim)
+
+
+def _places_of(
+    x: Tensor, group: Any, dim: int, cu_seqlens: Tensor | None, *, whole: bool
+) -> Tensor | None:
+    check_tensor("x", x)
+    check_group("cp_group", group)
+    check_size("dim", dim, minimum=-x.ndim)
+    size = 1 if group is None else dist.get_world_size(group)
+    if dim >= x.ndim or (whole and x.shape[dim] % (2 * size) and size > 1):
+        raise ValueError(
+            f"x must have a multiple of {2 * size} tokens along dim {dim}, two chunks for each of "
+            f"the {size} context-parallel ranks; got shape {tuple(x.shape)}. Pad it."
+        )
+    if cu_seqlens is not None:
+        check_lengths("cu_seqlens", cu_seqlens, why="packed sequences")
+    if size == 1:
+        return None
+    tokens = x.shape[dim] // (size if whole else 1)
+    check_chunks("x" if cu_seqlens is None else "cu_seqlens", cu_seqlens, tokens, size)
+    return positions(_starts(cu_seqlens, tokens * size, x.device), tokens, size)
+
+
+def _starts(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Tensor:
+    return torch.tensor([0, total], device=device) if cu_seqlens is None else cu_seqlens
