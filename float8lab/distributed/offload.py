@@ -39,10 +39,9 @@ DEVICES = ("cuda",)
 def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int = 1,
+    model_layers: int | bool | None = None,
     offload_activations: bool = True,
     offload_weights: bool = True,
-    *more: Any,
-    model_layers: int | None = None,
     double_buffering: bool = False,
 ) -> tuple[AbstractContextManager[Any], Callable[..., Any]]:
     """A context for the forward of layers, and a function to call after each of them.
@@ -59,23 +58,21 @@ def get_cpu_offload_context(
     Args:
         enabled: False returns a context and a function that do nothing.
         num_layers: how many layers of the model, from the first on, are offloaded.
+        model_layers: how many layers the model has. Needed only where several forward passes
+            precede their backward, as in pipeline parallelism; else the second of them would count
+            on and not be offloaded. A bool in its place stands for ``offload_activations``, and the
+            fourth argument for ``offload_weights``: Transformer Engine's order before 1.10.
         offload_activations: offload saved tensors other than casts of weights.
         offload_weights: offload the FP8 casts of weights that forward saves for backward. Casts
             that live on anyway (stored weights, casts kept over microbatches) stay.
-        model_layers: how many layers the model has. Needed only where several forward passes
-            precede their backward, as in pipeline parallelism; else the second of them would count
-            on and not be offloaded.
         double_buffering: no effect: a layer's tensors come back while the one after it is computed.
-        more: with five arguments or six by position, they are in the order of newer versions of
-            Transformer Engine: ``enabled``, ``num_layers``, ``model_layers``,
-            ``offload_activations``, ``offload_weights``, ``double_buffering``.
 
     Returns:
         The context, and the synchronizer: call it after each layer of the model, offloaded or not.
         It takes nothing, or the layer's output, which it returns.
 
     Raises:
-        TypeError: an argument of another type, or more than six by position.
+        TypeError: an argument of another type.
         ValueError: there is nothing to offload, or a number of layers is below 1, or
             ``model_layers`` is below ``num_layers``.
 
@@ -87,21 +84,16 @@ def get_cpu_offload_context(
     ...     x = synchronize(x)
     >>> x.sum().backward()
     """
-    if more:
-        first: Any = offload_activations
-        model_layers, offload_activations, offload_weights, *rest = first, offload_weights, *more
-        if len(rest) > 1:
-            raise TypeError(
-                f"more must be at most two arguments, six by position in all; got {len(more)}. "
-                "Pass arguments by keyword."
-            )
-        double_buffering = rest[0] if rest else double_buffering
     check_flags(
         enabled=enabled,
         offload_activations=offload_activations,
         offload_weights=offload_weights,
         double_buffering=double_buffering,
     )
+    if isinstance(model_layers, bool):
+        offload_weights = offload_weights and offload_activations  # by keyword, or fourth
+        offload_activations = model_layers
+        model_layers = None
     check_size("num_layers", num_layers, minimum=1 if enabled else 0)
     check_size("model_layers", model_layers, minimum=1 if enabled else 0, optional=True)
     if not enabled:

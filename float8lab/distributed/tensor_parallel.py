@@ -21,7 +21,7 @@ and NCCL, eager mode and compiled graphs take one path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +107,8 @@ class TensorParallel:
     """By which functional collectives know the group. This and the following are found."""
     size: int = 0
     rank: int = 0
+    place: list[int] = field(default_factory=list, compare=False, repr=False)
+    """Of the layer among those of the group, once it has been called."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.group.group_name)
@@ -175,8 +177,11 @@ class TensorParallel:
         graph takes all shards to be as large as its own.
 
         Raises:
+            RuntimeError: on all ranks, if some have run other layers.
             ValueError: on all ranks, if the shards do not fit together.
         """
+        if not torch.compiler.is_compiling():
+            channel(self.group).called(self.group, self.place)
         if not self.sequence_parallel:
             return None
         if x.ndim < 2:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_flags, check_size
-from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.fused_function import NormLinearCall, norm_linear
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import LinearFunction, output_dtype
@@ -188,61 +187,43 @@ class LayerNormLinear(FusedModule):
             output if ``return_layernorm_output``.
         """
         weight, bias = self._whole(self._prefixes)
-        parallel, added = self._fp8.parallel, None if self.return_bias else bias
+        parallel: Any = self._fp8.parallel
+        added = None if self.return_bias else bias
         by_features = parallel is not None and parallel.mode == "row"
         x = self._checked(inp, weight, "in_features", self.tp_size if by_features else 1)
-        if by_features:
-            results = self._forward_by_features(x, weight, added, is_first_microbatch)
-            return self._outputs(results[0], bias, results[1], return_bias=self.return_bias)
+        whole = None
+        if by_features:  # a norm is of all features of a token
+            whole = self._normed(parallel.all_features(x, gather=True))
+            x = parallel.all_features(whole, gather=False)
         rows = None if parallel is None else parallel.rows_of(x)
         call = self._begin(self._fp8, x, weight, is_first_microbatch, rows)
+        normed: Tensor | None = x
         if call is None:
-            results = self._forward_in_high_precision(
-                x, plain_weight(self, weight, is_first_microbatch), added, rows
-            )
+            high = plain_weight(self, weight, is_first_microbatch)
+            normed = x if by_features else self._normed(x)
+            y = linear_in_high_precision(self._fp8, normed, high, added, rows)
+        elif by_features:
+            y = LinearFunction.run(x, weight, added, call)
         else:
             how = NormLinearCall(self._norm, call, self.return_layernorm_output)
-            results = norm_linear(
+            y, normed = norm_linear(
                 x, self.layer_norm_weight, self.layer_norm_bias, weight, added, how
             )
-            if call.is_region:
-                self._fp8.end(call)
-        normed = results[1] if self.return_layernorm_output else None
-        if normed is not None and parallel is not None and rows is not None:
-            gathered = self.return_layernorm_output_gathered
-            normed = parallel.gather(normed, rows) if gathered else normed
-        return self._outputs(results[0], bias, normed, return_bias=self.return_bias)
+        if call is not None and call.is_region:
+            self._fp8.end(call)
+        if by_features:
+            parallel.note_rows(y, rows)
+        if not self.return_layernorm_output:
+            normed = None
+        elif self.return_layernorm_output_gathered and by_features:
+            normed = whole
+        elif self.return_layernorm_output_gathered and rows is not None:
+            normed = parallel.gather(normed, rows)
+        return self._outputs(y, bias, normed, return_bias=self.return_bias)
 
     def _normed(self, x: Tensor) -> Tensor:
         norm = self.layer_norm_weight, self.layer_norm_bias
         return normalize(x, *norm, self._norm, output_dtype(x))
-
-    def _forward_by_features(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, first_microbatch: bool | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output, and the norm's, if it is returned, where each rank has some features."""
-        parallel: Any = self._fp8.parallel
-        whole = self._normed(parallel.all_features(x, gather=True))
-        normed = parallel.all_features(whole, gather=False)
-        rows = parallel.rows_of(normed)
-        call = self._begin(self._fp8, normed, weight, first_microbatch, rows)
-        if call is None:
-            weight = plain_weight(self, weight, first_microbatch)
-            y = linear_in_high_precision(self._fp8, normed, weight, bias, rows)
-        else:
-            y = LinearFunction.run(normed, weight, bias, call)
-            if call.is_region:
-                self._fp8.end(call)
-        parallel.note_rows(y, rows)
-        if not self.return_layernorm_output:
-            return y, None
-        return y, whole if self.return_layernorm_output_gathered else normed
-
-    def _forward_in_high_precision(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
-    ) -> tuple[Tensor, Tensor | None]:
-        normed = self._normed(x)
-        return linear_in_high_precision(self._fp8, normed, weight, bias, rows), normed
 
     def extra_repr(self) -> str:
         return (

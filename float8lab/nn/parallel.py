@@ -141,7 +141,11 @@ def ignore_extra_state(
 
 
 def mark_shard(parameter: Tensor, dim: int) -> None:
-    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at."""
+    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at.
+
+    A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
+    and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one.
+    """
     marked: Any = parameter
     marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, 1
 

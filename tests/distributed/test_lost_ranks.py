@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import float8lab
 from float8lab.recipes import Float8CurrentScaling
+from float8lab.recipes.reduction import AmaxChannel
 from float8lab.recipes.region import PROCESS
 
 WORLD = 4
@@ -39,11 +40,12 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def made(group: Any) -> Any:
+def made(group: Any, *, sequence_parallel: bool = True) -> Any:
     torch.manual_seed(3)
     return float8lab.LayerNormMLP(
-        16, 24, set_parallel_mode=True, sequence_parallel=True, tp_group=group, device="cpu"
-    )
+        16, 24, set_parallel_mode=True, sequence_parallel=sequence_parallel, tp_group=group,
+        device="cpu",
+    )  # fmt: skip
 
 
 def step(*layers: Any) -> None:
@@ -59,6 +61,11 @@ def steps(*of_each: Any) -> None:
         step(*layers)
 
 
+def call(layers: list[Any], x: torch.Tensor) -> None:
+    for layer in layers:
+        layer(x)
+
+
 def group_of(ranks: int) -> Any:
     return dist.new_group([*range(ranks)], timeout=SHORT, use_local_synchronization=True)
 
@@ -69,6 +76,19 @@ def skip_a_layer(rank: int) -> None:
     step(first, second)
     with pytest.raises(RuntimeError):
         steps([first] if rank == 1 else [first, second], [first, second])
+
+
+@torch.no_grad()
+def skip_a_layer_whose_sums_are_as_large(rank: int) -> None:
+    """Collectives fit, though they add up different layers: ranks compare what they have run."""
+    group = group_of(WORLD)
+    layers = [made(group, sequence_parallel=False) for _ in range(3)]
+    x = torch.ones(4, 2, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AmaxChannel, "EVERY", 4)
+        call(4 * layers, x)
+        with pytest.raises(RuntimeError, match="ranks must run the same layers in the same order"):
+            call([layers[0], *layers] if rank == 1 else [*layers, layers[0]], x)
 
 
 def have_another_group(rank: int) -> None:
@@ -103,6 +123,7 @@ def start(rank: int, folder: Path) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=SHORT)
     skip_a_layer(rank)
+    skip_a_layer_whose_sums_are_as_large(rank)
     have_another_group(rank)
     pass_other_tokens(rank)
     lose_a_rank(rank, WORLD, "fprop")

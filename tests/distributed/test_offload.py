@@ -153,7 +153,7 @@ def test_arguments_are_checked():
         get(enabled=True, num_layers=0)
     with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
         get(enabled=True, num_layers=4, model_layers=3)
-    # Newer versions of Transformer Engine have the model's layers as third argument.
+    # The order of Transformer Engine 1.10 and later, with the model's layers as third argument.
     with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
         get(True, 4, 3, True, False)
     with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
@@ -161,8 +161,32 @@ def test_arguments_are_checked():
     assert isinstance(get(False, 0, 12, True, True, False)[0], nullcontext)
     with pytest.raises(TypeError, match="double_buffering must be"):
         get(True, 4, 5, True, False, 7)
-    with pytest.raises(TypeError, match="more must be at most two arguments"):
+    with pytest.raises(TypeError, match="positional arguments"):
         get(True, 4, 5, True, False, True, True)
+    # The order before, without them.
+    with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
+        get(True, 4, False, False)
+    with pytest.raises(TypeError, match="offload_activations must be"):
+        get(True, 4, False, 7)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        ((True, 4), {}, (4, None, True, True)),
+        ((True, 4, 5), {}, (4, 5, True, True)),
+        ((True, 4, 5, True), {"offload_weights": False}, (4, 5, True, False)),
+        ((True, 4, 5, False, True), {}, (4, 5, False, True)),
+        ((True, 4, False), {}, (4, None, False, True)),
+        ((True, 4, True, False), {}, (4, None, True, False)),
+        ((True, 4, False, True), {}, (4, None, False, True)),
+        ((True, 4, True), {"offload_weights": False}, (4, None, True, False)),
+    ],
+)
+def test_arguments_are_taken_in_both_orders(args, kwargs, expected):
+    context, _ = float8lab.get_cpu_offload_context(*args, **kwargs)
+    weights = context._wanted[True]
+    assert (context._num_layers, context._model_layers, context._wanted[False], weights) == expected
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 9])

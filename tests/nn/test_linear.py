@@ -340,6 +340,9 @@ def test_a_layer_for_several_tensor_parallel_ranks_wants_their_group():
     assert (column.weight.shape, column.bias.shape) == ((24, 16), (24,))
     assert (row.weight.shape, row.bias.shape) == ((48, 8), (48,))
     assert (column.weight.partition_dim, row.weight.partition_dim) == (0, 1)
+    assert column.weight.tensor_model_parallel
+    assert column.bias.tensor_model_parallel
+    assert not hasattr(row.bias, "tensor_model_parallel")  # whole on every rank
     with pytest.raises(RuntimeError, match="tp_group must be set before the first call"):
         column(torch.ones(2, 16))
     with pytest.raises(ValueError, match="out_features must be a multiple of the 2"):

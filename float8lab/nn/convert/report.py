@@ -159,13 +159,13 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     Raises:
         ValueError: no part of the model was converted, or ``to_high_precision`` has undone it.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8))
-    >>> model = float8lab.convert_to_float8(model, exclude=["1"])
-    >>> print(float8lab.conversion_report(model))
-    layer  out x in                                    share
-    0      128 x 64  FP8      Float8CurrentScaling()  89.0 %
-    1      8 x 128   skipped  excluded by '1'         11.0 %
-    1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.LSTM(96, 8))
+    >>> report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+    >>> for layer in report.skipped:
+    ...     print(f"{layer.name}, {layer.parameters} parameters: {layer.note}")
+    1, 3392 parameters: no linear layer: LSTM multiplies by its weight_ih_l0, weight_hh_l0 itself
+    >>> report.summary
+    '1 of 2 linear layers in FP8, 64.8 % of 9,632 parameters'
     """
     check_module("model", model)
     if not was_converted(model):
