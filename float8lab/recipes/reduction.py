@@ -49,6 +49,7 @@ class AmaxChannel:
     Attributes:
         filling: weights that FSDP2 gathers, and that will be reduced together; belongs to
             ``distributed/fsdp``.
+        within: by the name of another group, whether it has all ranks of this one.
     """
 
     EVERY = 256
@@ -58,6 +59,7 @@ class AmaxChannel:
 
     def __init__(self) -> None:
         self.filling: Any = None
+        self.within: dict[str, bool] = {}
         self._wire: dict[_Key, int] = {}  # agreed: number of slots of each key, in order
         self._known: dict[_Key, weakref.ref[DelayedSlots]] = {}
         self._keys: weakref.WeakKeyDictionary[DelayedSlots, _Key] = weakref.WeakKeyDictionary()
@@ -247,8 +249,13 @@ def channel_of(group: Any) -> tuple[Any, AmaxChannel] | None:
 def includes_shards(pack: ScalePack) -> bool:
     """Whether the reduction of a pack's amaxes takes in all its tensor-parallel ranks."""
     found = channel_of(pack.group) if pack.recipe.reduce_amax else None
-    shards, ranks = pack.parallel.group, dist.get_process_group_ranks
-    return found is not None and {*ranks(shards)} <= {*ranks(found[0])}
+    if found is None:
+        return False
+    (group, _), shards, ranks = found, pack.parallel.group, dist.get_process_group_ranks
+    within = channel(shards).within
+    if group.group_name not in within:
+        within[group.group_name] = {*ranks(shards)} <= {*ranks(group)}
+    return within[group.group_name]
 
 
 def name_of_group(group: Any) -> str:
