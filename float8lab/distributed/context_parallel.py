@@ -2,11 +2,11 @@
 
 S tokens of a whole sequence, R ranks, H heads, D features of a head.
 
-Outside attention a rank has ``S / R`` tokens of a sequence, of whose 2 R chunks the one of its own
-number, and the one as far from the end: so all ranks have as much of a causal mask. For attention
-the ranks exchange tokens for heads. Each attends to the whole sequence for ``H / R`` heads, which
-gives the numbers of one rank alone, whatever the mask, and sends the results back to where the
-tokens are.
+Outside attention a rank has ``S / R`` tokens of a sequence: of its 2 R chunks rank r has chunk r,
+and the one that is as far from the end, so that all ranks have as much of a causal mask. For
+attention the ranks exchange tokens for heads. Each attends to the whole sequence for ``H / R``
+heads, which gives the numbers of one rank alone, whatever the mask, and sends the results back to
+where the tokens are.
 """
 
 from __future__ import annotations
@@ -31,23 +31,20 @@ class ContextParallel:
     """How attention is spread over the ranks of a group."""
 
     group: Any
-    """The process group."""
-    name: str = ""
-    """By which functional collectives know the group. This and the following are found."""
-    size: int = 0
-    rank: int = 0
+    """The process group; None where the module has come from another process."""
+    size: int
+    rank: int
 
-    def __post_init__(self) -> None:
-        if self.group is not None:
-            object.__setattr__(self, "name", self.group.group_name)
-            object.__setattr__(self, "size", dist.get_world_size(self.group))
-            object.__setattr__(self, "rank", dist.get_rank(self.group))
+    @classmethod
+    def of(cls, group: Any) -> ContextParallel:
+        """Over the ranks of a group."""
+        return cls(group, dist.get_world_size(group), dist.get_rank(group))
 
     def __deepcopy__(self, memo: Any) -> ContextParallel:
         return self  # a group has no copies
 
     def __reduce__(self) -> Any:
-        return ContextParallel, (None, "", self.size)  # nor is it another process's
+        return ContextParallel, (None, self.size, self.rank)  # nor is it another process's
 
     def heads(self, heads: int, groups: int) -> tuple[int, int]:
         """How many query heads, and key/value heads, a rank attends for.
@@ -148,7 +145,9 @@ def _exchange(parts: Tensor, ranks: ContextParallel) -> Tensor:
     ops = torch.ops._c10d_functional
     flat = parts.contiguous().flatten().view(torch.uint8)
     splits = [flat.shape[0] // ranks.size] * ranks.size
-    found: Tensor = ops.wait_tensor(ops.all_to_all_single(flat, splits, splits, ranks.name))
+    found: Tensor = ops.wait_tensor(
+        ops.all_to_all_single(flat, splits, splits, ranks.group.group_name)
+    )
     return found.view(parts.dtype).view(parts.shape)
 
 

@@ -18,9 +18,11 @@ from float8lab.arguments import (
     check_size,
 )
 from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
+from float8lab.distributed.fsdp.shards import Shardable
+from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
-from float8lab.nn.casts import plain
+from float8lab.nn.casts import plain, spec_of_experts
 from float8lab.nn.expert_function import Layer, expert_mlp
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction
@@ -144,7 +146,7 @@ class ExpertsBase(nn.Module):
             return super()._apply(fn, recurse)
 
 
-class ExpertMLP(ExpertsBase):
+class ExpertMLP(ExpertsBase, Shardable):
     """The MLPs of all experts of a mixture, with their GEMMs in FP8 inside ``autocast``.
 
     ``y[t] = sum over e of probs[t, e] * (activation(x[t] @ fc1_weight[e].T + fc1_bias[e]) @
@@ -228,6 +230,11 @@ class ExpertMLP(ExpertsBase):
             self.reset_parameters()
         self._keeps_initial_values = store_in_fp8(self, ["fc1_weight", "fc2_weight"])
         place_precisions(self)
+
+    def _weight_cast(self, name: str) -> WeightCast | None:
+        part = name.removesuffix("_weight")
+        cast = getattr(self, f"_fp8_{part}").weight_gather() if part in self.parts else None
+        return cast and cast._replace(spec=spec_of_experts(cast.spec))
 
     @classmethod
     def from_experts(

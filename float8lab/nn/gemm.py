@@ -66,7 +66,7 @@ from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
-from float8lab.tensor import Float8Tensor
+from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = [
@@ -397,14 +397,15 @@ def backward(
     if spread is not None and needs[1] and plan.wgrad:  # before dgrad, beside which it travels
         for_wgrad = operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
     if needs[0]:
-        by: By = (Factors(w_scale, w_factor), None)
+        by: By = None if w_scale is None else (Factors(w_scale, w_factor), None)
         w_t, high = None, None if w8 is not None and plan.dgrad else weight
-        if plan.dgrad and (graph or w_scale is None or spread is not None):
+        shared = spread is not None or (by is None and call.shards is not None)
+        if plan.dgrad and (graph or shared):
             event = cast_dy.q[1] if cast_dy is not None and cast_dy.q else None
             high, by, w_t = _weight_transposed(high, w8, by, call, event=event)
         elif ends is not None and w8 is not None and call.first_microbatch is not None:
             w_t = kept_transpose(w8, w_scale, call)
-        elif isinstance(high, Float8Tensor):
+        elif isinstance(high, (Float8Tensor, Float4Tensor)):
             high = plain(high, dy if isinstance(dy, Tensor) else dy.high)
         for_dx = high, w8, by, w_t, w_scale is not None, dtypes[0]
     if needs[1]:
@@ -534,25 +535,22 @@ def _weight_transposed(
 ) -> tuple[Tensor | None, By, Any]:
     """The weight in high precision and by what its transpose is cast, or that.
 
-    A compiled forward keeps nothing of the transpose for a backward that gives ``event``, a tensor
-    of its own.
+    In a graph, and of a layer that is spread over ranks. A compiled forward keeps nothing of the
+    transpose for a backward that gives ``event``, a tensor of its own.
     """
     assert call.plan.dgrad is not None, "in FP8"
-    assert by is not None, "of the weight"
-    graph = torch.compiler.is_compiling()
     if w8 is not None:
+        assert by is not None, "saved by the forward"
         scale = by[0].scale
         return None, by, (transpose_op(w8, 1, event), scale if scale.ndim == 1 else scale.mT)
     assert weight is not None, "kept for this"
     high = plain(weight, event)
-    if by[0].scale is not None and call.parallel is not None:
-        w8, scale, *_ = cast_by(high, call.plan.w, None, call.plan, by)
-        return None, by, (transpose_op(w8, 1, event), scale.t())
-    if by[0].scale is not None:
+    if by is None:
+        return None, None, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
+    if call.parallel is None:
         return high, by, None
-    if graph or call.shards is not None:
-        return None, by, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
-    return high, call.known[W] or call.scale(W, high) if call.plan.delayed else None, None
+    w8, scale, *_ = cast_by(high, call.plan.w, None, call.plan, by)
+    return None, by, (transpose_op(w8, 1, event), scale.t())
 
 
 def _dgrad(

@@ -127,7 +127,7 @@ def context_of(cp_group: Any, cp_comm_type: str | None = "a2a") -> ContextParall
             f"cp_group must be one group; got {len(several)} of several ranks. Pass the group of "
             "all context-parallel ranks, which exchange tokens for heads at once."
         )
-    return ContextParallel(several[0]) if several else None
+    return ContextParallel.of(several[0]) if several else None
 
 
 def ignore_extra_state(

@@ -14,12 +14,13 @@ graph records them, each cast makes its own copy in the graph, since a replay up
 pack that was recorded keeps its tensors, and is not merged any more.
 
 What an exception interrupts is forgotten. A region tells its packs so. Nobody tells that a backward
-pass was interrupted: its graph task, which owns a ``_Backward``, is then freed without having
-called it.
+pass was interrupted: its graph task, which owns the callback for its end, is then freed without
+having called it.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,7 +117,7 @@ class ScalePack:
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
         # Slots that were given a first scale since the last update.
         self.sown: list[tuple[weakref.ref[DelayedSlots], int]] = []
-        self._backward: weakref.ref[_Backward] | None = None  # recorded here and has not ended
+        self._backward: weakref.ref[Any] | None = None  # recorded here and has not ended
         self._copy: Tensor | None = None  # [S, 2, 4], of ``factors`` as they are now
         self._live: Sequence[Any] | None = None  # views of it, of shape [1], scales and encodes
         self._recorded = False
@@ -131,18 +132,18 @@ class ScalePack:
         if self._recorded or (self.factors.is_cuda and self.is_recorded()):
             return None
         if self._live is None:
-            with torch.inference_mode(False):  # training's casts get the same tensors
-                # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
-                copy = self._copy
-                if copy is None:
+            copy = self._copy
+            if copy is None:
+                with torch.inference_mode(False):  # training's casts get views of the same tensor
+                    # Every fourth float: cuBLASLt wants scales at multiples of 16 bytes.
                     copy = self._copy = self.factors.t().unsqueeze(2).repeat(1, 1, 4)
-                if len(self.parts) == 2 * copy.shape[0]:
-                    self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
-                else:
-                    live: list[Tensor | None] = []
-                    self._live = live
-                    for part in copy.view(-1, 4).select(1, 0).split(self.parts):
-                        live += part, *[None] * (part.shape[0] - 1)
+            if len(self.parts) == 2 * copy.shape[0]:
+                self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
+            else:
+                live: list[Tensor | None] = []
+                self._live = live
+                for part in copy.view(-1, 4).select(1, 0).split(self.parts):
+                    live += part, *[None] * (part.shape[0] - 1)
         return self._live
 
     def is_recorded(self) -> bool:
@@ -256,9 +257,13 @@ class ScalePack:
             if self._backward() is not None:
                 return
             self.settle()
-        backward = _Backward(self)
-        self._backward = weakref.ref(backward)
-        torch.autograd.Variable._execution_engine.queue_callback(backward)
+        # Called at the end of the pass; freed with its graph task, also if that raised.
+        ended = functools.partial(self._end_backward)
+        self._backward = weakref.ref(ended)
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _end_backward(self) -> None:
+        self._backward = None  # what gradients recorded stays
 
     def settle(self) -> None:
         """Forget what gradients recorded if their backward pass was interrupted."""
@@ -272,18 +277,6 @@ class ScalePack:
 
 _NO_TASK = -1
 """Torch's number of the graph task where no backward pass runs."""
-
-
-class _Backward:
-    """Called at the end of a backward pass; freed with its graph task, also if that raised."""
-
-    __slots__ = ("__weakref__", "_pack")
-
-    def __init__(self, pack: ScalePack) -> None:
-        self._pack = pack
-
-    def __call__(self) -> None:
-        self._pack._backward = None  # what gradients recorded stays
 
 
 @contextmanager

@@ -151,7 +151,8 @@ PROCESS = _Process()
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # Where it is available it may not have begun yet; asking that reads an environment variable.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def current_backward() -> int:

@@ -216,13 +216,11 @@ def _choose_all_gather(model: nn.Module, plans: Sequence[LayerPlan], wanted: boo
     recipes = {id(plan.layer): plan.recipe for plan in plans if plan.recipe is not None}
     late = 0
     for plan in plans:
-        layer: Any = plan.layer
-        if plan.recipe is not None and isinstance(layer, (Linear, GroupedLinear)):
-            weight = layer._parameters.get("weight")
+        for weight, precision in _gathered(plan.layer) if plan.recipe is not None else ():
             others = users.get(id(weight), [])
             agree = all(recipes.get(id(other)) == plan.recipe for other, _ in others)
             too_late = is_sharded_plain(weight)
-            layer._fp8.fp8_all_gather = wanted and agree and not too_late
+            precision.fp8_all_gather = wanted and agree and not too_late
             late += wanted and too_late
     if not late:
         return []
@@ -230,6 +228,15 @@ def _choose_all_gather(model: nn.Module, plans: Sequence[LayerPlan], wanted: boo
         f"{late} weights were sharded before they were converted, and are gathered in high "
         "precision; convert before fully_shard to gather them in FP8"
     ]
+
+
+def _gathered(layer: Any) -> list[tuple[Any, Precision]]:
+    """The weights of a layer that FSDP2 can gather in FP8, and the state of their casts."""
+    if isinstance(layer, (Linear, GroupedLinear)):
+        return [(layer._parameters.get("weight"), layer._fp8)]
+    if isinstance(layer, ExpertMLP):
+        return [(layer.fc1_weight, layer._fp8_fc1), (layer.fc2_weight, layer._fp8_fc2)]
+    return []
 
 
 def to_high_precision(model: _Model) -> _Model:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from float8lab.ops.reference.cast import dequantize, expand_scale
+from float8lab.ops.reference.cast import expand_scale
 
 __all__ = ["scaled_mm", "scaled_mm_into"]
 
@@ -37,8 +37,9 @@ def scaled_mm(
         # A lone scale has any shape.
         out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
     else:
-        left = dequantize(a, a_scale, a_block, torch.float32)
-        out = left @ dequantize(b, b_scale, b_block, torch.float32).mT
+        left = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
+        right = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
+        out = left @ right.mT
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
