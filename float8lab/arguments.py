@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
+    "INTEGER_DTYPES",
     "PARAMETER_DTYPES",
     "check_callables",
     "check_choice",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _LONGEST = 80  # characters of a value in a message
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from float8lab.checkpoints.replacing import replacing
 from float8lab.commands.terminal import guarded, present, progress_bar
+from float8lab.commands.values import count
 from float8lab.inspect.checkpoint import (
     CheckpointDiff,
     CheckpointReport,
@@ -65,16 +66,10 @@ def add_commands(commands: Any) -> None:
         )
         rows = command.add_mutually_exclusive_group()
         rows.add_argument(
-            "--limit", metavar="N", type=_count, default=20, help="rows of each table (default: 20)"
+            "--limit", metavar="N", type=count, default=20, help="rows of each table (default: 20)"
         )
         rows.add_argument("--all", action="store_true", help="all rows")
         command.add_argument("--json", action="store_true", help="for programs; has all rows")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {text!r}")
-    return int(text)
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from float8lab.checkpoints.replacing import replacing
 from float8lab.commands.terminal import guarded, present
+from float8lab.commands.values import count
 from float8lab.inspect.scale.mesh import Links, parse
 from float8lab.inspect.scale.predict import Job
 from float8lab.inspect.scale.report import Scale, scale
@@ -33,7 +34,7 @@ def add_commands(commands: Any) -> None:
         epilog="Exit status: 0; 2 if the model cannot be read or shared, or for wrong arguments.",
     )
     command.add_argument("--model", required=True, help="name, sizes, or configuration file")
-    command.add_argument("--gpus", type=_count, help="(default: those of the mesh, or 8)")
+    command.add_argument("--gpus", type=count, help="(default: those of the mesh, or 8)")
     command.add_argument(
         "--mesh", help="as dp=32,tp=8,cp=4,pp=1,ep=1 (default: the fastest); dp may be left out"
     )
@@ -41,9 +42,9 @@ def add_commands(commands: Any) -> None:
         "--recipe", action="append", choices=RECIPES, help="may be given again (default: all)"
     )
     work = command.add_argument_group("the work")
-    work.add_argument("--sequence", type=_count, default=8192, help="tokens (default: 8192)")
-    work.add_argument("--batch", type=_count, help="sequences of a step (default: one a GPU)")
-    work.add_argument("--micro-batch", type=_count, help="sequences (default: the fastest)")
+    work.add_argument("--sequence", type=count, default=8192, help="tokens (default: 8192)")
+    work.add_argument("--batch", type=count, help="sequences of a step (default: one a GPU)")
+    work.add_argument("--micro-batch", type=count, help="sequences (default: the fastest)")
     work.add_argument(
         "--recompute", action=argparse.BooleanOptionalAction,
         help="compute each layer's forward again in backward (default: where memory asks for it)",
@@ -53,7 +54,7 @@ def add_commands(commands: Any) -> None:
         "--fused", action="store_true", help="TransformerLayer, in place of converted layers"
     )
     work.add_argument(
-        "--shard", type=_count, default=0, help="ranks that share parameters (default: all)"
+        "--shard", type=count, default=0, help="ranks that share parameters (default: all)"
     )
     work.add_argument(
         "--tp-overlap", type=_part, default=0.0, metavar="PART",
@@ -61,32 +62,26 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     machine = command.add_argument_group("the machines")
     links = Links()
-    machine.add_argument("--node", type=_count, default=links.node, help="GPUs (default: 8)")
+    machine.add_argument("--node", type=count, default=links.node, help="GPUs (default: 8)")
     machine.add_argument(
-        "--nvlink", type=_count, default=round(links.nvlink / 1e9), metavar="GB/S",
+        "--nvlink", type=count, default=round(links.nvlink / 1e9), metavar="GB/S",
         help="bytes that a GPU sends within a machine (default: %(default)s)",
     )  # fmt: skip
     machine.add_argument(
-        "--network", type=_count, default=round(links.network / 1e9), metavar="GB/S",
+        "--network", type=count, default=round(links.network / 1e9), metavar="GB/S",
         help="bytes that a GPU sends to other machines (default: %(default)s)",
     )  # fmt: skip
     machine.add_argument(
-        "--memory", type=_count, default=141, metavar="GB", help="of a GPU (default: %(default)s)"
+        "--memory", type=count, default=141, metavar="GB", help="of a GPU (default: %(default)s)"
     )
     rows = command.add_mutually_exclusive_group()
     rows.add_argument(
-        "--limit", metavar="N", type=_count, default=10, help="rows of each table (default: 10)"
+        "--limit", metavar="N", type=count, default=10, help="rows of each table (default: 10)"
     )
     rows.add_argument("--all", action="store_true", help="all rows")
     command.add_argument("--json", action="store_true", help="for programs; has all rows")
     command.add_argument("--svg", metavar="OUT", help="also write the picture to OUT")
     command.set_defaults(run=_scale)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {text!r}")
-    return int(text)
 
 
 def _part(text: str) -> float:

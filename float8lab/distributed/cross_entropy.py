@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.arguments import (
+    INTEGER_DTYPES,
     PARAMETER_DTYPES,
     check_flags,
     check_group,
@@ -23,8 +24,6 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
 
 __all__ = ["parallel_cross_entropy"]
-
-_TARGETS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer Engine's
@@ -81,7 +80,7 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     if not inp.ndim:
         raise ValueError("inp must have words as its last dimension; got a scalar. Reshape it.")
     check_tensor("target", target)
-    if target.dtype not in _TARGETS:
+    if target.dtype not in INTEGER_DTYPES:
         raise TypeError(f"target must hold integers; got {shown(target)}. Pass each token's word.")
     if target.shape != inp.shape[:-1]:
         raise ValueError(

@@ -35,6 +35,7 @@ from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Float4Spec, Float8Spec, l
 from float8lab.tensor.blocks import by_block, expand_scale
 
 __all__ = [
+    "KINDS",
     "BlockStats",
     "Comparison",
     "Errors",

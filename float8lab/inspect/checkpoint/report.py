@@ -17,6 +17,7 @@ from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError, Source
 from float8lab.inspect.checkpoint.measure import Measured, measure
 from float8lab.inspect.text import Grid, Printed
+from float8lab.tensor.statistics import KINDS
 
 __all__ = [
     "CheckpointReport",
@@ -38,11 +39,9 @@ the tensor that is being read."""
 ROWS = 20
 """Rows of a table, unless all are asked for."""
 
-
 _TOLD = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
 _TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
 _TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
-_KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class CheckpointRow:
         if stats is not None:
             result["stats"] = {
                 **{name: getattr(stats, name) for name in _TOLD_OF_CODES},
-                **{kind: stats.count(kind) for kind in _KINDS},
+                **{kind: stats.count(kind) for kind in KINDS},
                 **{name: getattr(found, name) for name in _TOLD_OF_BLOCKS},
             }
         if found.scale is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.arguments import (
+    INTEGER_DTYPES,
     check_device,
     check_flags,
     check_lengths,
@@ -174,7 +175,7 @@ def apply_rotary_pos_emb(
         rows = cu_seqlens.shape[0] - 1  # type: ignore[union-attr]  # checked
     if start_positions is not None:
         check_tensor("start_positions", start_positions)
-        if start_positions.shape != (rows,) or start_positions.dtype not in _INTEGERS:
+        if start_positions.shape != (rows,) or start_positions.dtype not in INTEGER_DTYPES:
             raise ValueError(
                 f"start_positions must be [{rows}] integers, one for each sequence; got "
                 f"{shown(start_positions)}. Give the position of each one's first token."
@@ -192,9 +193,6 @@ def apply_rotary_pos_emb(
         t, freqs, tensor_format, interleaved=interleaved, start_positions=start_positions,
         cu_seqlens=cu_seqlens, ranks=(cp_size, cp_rank),
     )  # fmt: skip
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_angles(name: str, freqs: Any, t: Tensor) -> None:
