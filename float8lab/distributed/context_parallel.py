@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.arguments import check_group, check_lengths, check_size, check_tensor, has_values
-from float8lab.distributed.ranks import all_gathered
+from float8lab.distributed.ranks import all_gathered, exchanged
 from float8lab.tensor.differentiation import Float8Function
 
 __all__ = ["ContextParallel", "check_chunks", "join_sequence", "positions", "shard_sequence"]
@@ -130,25 +130,17 @@ class _Exchanged(Float8Function):
 
 def _to_heads(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
     parts = x.movedim(dim, 0).unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
-    rows = _exchange(parts, ranks).flatten(0, 1)
+    each = [1] * ranks.size
+    rows = exchanged(parts, each, each, ranks.group).flatten(0, 1)
     whole = torch.empty_like(rows).index_copy_(0, places.flatten(), rows)
     return whole.movedim(0, dim)
 
 
 def _to_tokens(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
     parts = x.movedim(dim, 0).index_select(0, places.flatten()).unflatten(0, places.shape)
-    return _exchange(parts, ranks).movedim(0, -3).flatten(-3, -2).movedim(0, dim)
-
-
-def _exchange(parts: Tensor, ranks: ContextParallel) -> Tensor:
-    """``[R, ...]``: part r goes to rank r, and from rank r comes part r of the result."""
-    ops = torch.ops._c10d_functional
-    flat = parts.contiguous().flatten().view(torch.uint8)
-    splits = [flat.shape[0] // ranks.size] * ranks.size
-    found: Tensor = ops.wait_tensor(
-        ops.all_to_all_single(flat, splits, splits, ranks.group.group_name)
-    )
-    return found.view(parts.dtype).view(parts.shape)
+    each = [1] * ranks.size
+    heads = exchanged(parts, each, each, ranks.group).movedim(0, -3).flatten(-3, -2)
+    return heads.movedim(0, dim)
 
 
 def positions(starts: Tensor, tokens: int, size: int) -> Tensor:

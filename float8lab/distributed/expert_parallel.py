@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.arguments import check_group, check_instance, check_tensor
-from float8lab.distributed.ranks import rank_and_size
+from float8lab.distributed.ranks import exchanged, rank_and_size
 from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks
@@ -150,7 +149,7 @@ def moe_dispatch(
             f"rank {rank}. Spread the experts equally, or choose another group."
         )
     counts = (routing_map != 0).sum(0).view(size, routing_map.shape[1] // size)
-    arriving = counts if size == 1 else _exchanged(counts, [1] * size, [1] * size, group)
+    arriving = counts if size == 1 else exchanged(counts, [1] * size, [1] * size, group)
     sent, received = map(tuple, torch.stack([counts, arriving]).sum(2).tolist())  # the one wait
     y, beside, row_map = moe_permute_with_probs(inp, probs, routing_map, sum(sent))
     order = None
@@ -208,26 +207,17 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
     return x if handle.gradient is None else _Gradient.run(x, handle.gradient)
 
 
-def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Rows of other ranks for those of this one; sent as bytes, since gloo lacks some dtypes."""
-    data = x if isinstance(x, Float8Tensor) else x.contiguous().view(torch.uint8)
-    group = dist.group.WORLD if group is None else group
-    ops, splits = torch.ops._c10d_functional, ([*received], [*sent])
-    result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, group.group_name))
-    return result if isinstance(x, Float8Tensor) else result.view(x.dtype)
-
-
 class _Exchange(Float8Function):
     """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Any, received: Any, group: Any) -> Tensor:
         ctx.back = received, sent, group
-        return _exchanged(x, sent, received, group)
+        return exchanged(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _exchanged(grad, *ctx.back), None, None, None
+        return exchanged(grad, *ctx.back), None, None, None
 
 
 class _Gradient(Float8Function):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gathered", "rank_and_size"]
+from float8lab.tensor import Float8Tensor
+
+__all__ = ["all_gathered", "exchanged", "rank_and_size"]
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
@@ -34,3 +39,19 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
     raw = x.view(torch.uint8) if in_bytes else x
     whole: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(raw.contiguous(), size, name))
     return whole.view(x.dtype) if in_bytes else whole
+
+
+def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """Rows of other ranks for those of this one; sent as bytes, since gloo lacks some dtypes.
+
+    Args:
+        x: rows for each rank behind each other; a Float8Tensor with scales of rows, or plain.
+        sent: how many go to each rank.
+        received: how many come from each rank.
+        group: process group; None is the default one.
+    """
+    data = x if isinstance(x, Float8Tensor) else x.contiguous().view(torch.uint8)
+    group = dist.group.WORLD if group is None else group
+    ops, splits = torch.ops._c10d_functional, ([*received], [*sent])
+    result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, group.group_name))
+    return result if isinstance(x, Float8Tensor) else result.view(x.dtype)
