@@ -687,6 +687,8 @@ class LinearFunction(Float8Function):
             ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
+        if not torch.compiler.is_compiling() and y.shape == shape and not y._is_view():
+            return y
         out: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
         return out
 
@@ -694,9 +696,12 @@ class LinearFunction(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (x_shape, shape) = ctx.needs_input_grad[:3], ctx.shapes
-        dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
+        if dy.ndim != 2:
+            dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
         dx, dw, db = backward(
             dy, None, ctx.saved_tensors, ctx.call,
             needs=needs, shape=shape, dtypes=ctx.dtypes,
         )  # fmt: skip
-        return None if dx is None else dx.reshape(x_shape), dw, db, None
+        if dx is not None and len(x_shape) != 2:
+            dx = dx.reshape(x_shape)
+        return dx, dw, db, None

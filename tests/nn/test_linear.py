@@ -62,6 +62,19 @@ def exact(module, x, dy):
     return y.detach(), x.grad, {n: p.grad for n, p in reference.named_parameters()}
 
 
+@pytest.mark.parametrize("leading", [(32,), (33,), (2, 16), (3, 11)], ids=str)
+@pytest.mark.parametrize("features", [48, 40])
+def test_an_output_is_no_view_and_may_be_written(leading, features):
+    layer = float8lab.Linear(32, features, device="cpu")
+    x = torch.randn(*leading, 32, requires_grad=True)
+    with float8lab.autocast(recipe=RECIPES["current"]):
+        y = layer(x)
+    assert y.shape == (*leading, features)
+    assert not y._is_view()
+    y.add_(1.0).sum().backward()
+    assert x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sqnr_of_output_and_gradients(name, dtype, device):
