@@ -23,7 +23,7 @@ from float8lab.arguments import check_group, check_lengths, check_size, check_te
 from float8lab.distributed.ranks import all_gathered, exchanged
 from float8lab.tensor.differentiation import Float8Function
 
-__all__ = ["ContextParallel", "check_chunks", "join_sequence", "positions", "shard_sequence"]
+__all__ = ["ContextParallel", "join_sequence", "places_of", "positions", "shard_sequence"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class ContextParallel:
     def __reduce__(self) -> Any:
         return ContextParallel, (None, self.size, self.rank)  # nor is it another process's
 
-    def heads(self, heads: int, groups: int) -> tuple[int, int]:
-        """How many query heads, and key/value heads, a rank attends for.
+    def check_heads(self, heads: int, groups: int) -> None:
+        """Check that the ranks can share so many query heads, and key/value heads.
 
         Raises:
             RuntimeError: the module was pickled, and has no group any more.
-            ValueError: the ranks cannot share them equally.
+            ValueError: they cannot do so equally.
         """
         if self.group is None:
             raise RuntimeError(
@@ -64,21 +64,8 @@ class ContextParallel:
                 f"{groups} of keys and values; got {self.size}. Use a number that divides both, or "
                 "one that divides the first and is a multiple of the second."
             )
-        return heads // self.size, max(1, groups // self.size)
 
-    def places(self, name: str, tokens: int, starts: Tensor | None, device: torch.device) -> Tensor:
-        """``positions`` of the tokens of a call.
-
-        Args:
-            name: of the tensor that has them.
-            tokens: of this rank.
-            starts: where packed sequences start; None is one sequence.
-            device: of the tensor.
-        """
-        check_chunks(name if starts is None else "cu_seqlens", starts, tokens, self.size)
-        return positions(_starts(starts, tokens * self.size, device), tokens, self.size)
-
-    def like_whole(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
+    def like_whole(self, x: Tensor, dim: int) -> Tensor:
         """A tensor without values, like that of ``whole_sequence``."""
         shape = list(x.shape)
         shape[dim], shape[-2] = shape[dim] * self.size, max(1, shape[-2] // self.size)
@@ -103,6 +90,11 @@ class ContextParallel:
         """The other way: what each rank computed of this rank's tokens."""
         found: Tensor = _Exchanged.run(x, self, dim, places, False)
         return found
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """``[R, ...]``: part r goes to rank r, and from rank r comes part r of the result."""
+        each = [1] * self.size
+        return exchanged(parts, each, each, self.group)
 
     def own_heads(self, x: Any, dim: int) -> Any:
         """This rank's part of what has an entry for each head, unless it has one for all."""
@@ -130,17 +122,14 @@ class _Exchanged(Float8Function):
 
 def _to_heads(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
     parts = x.movedim(dim, 0).unflatten(-2, (ranks.size, -1)).movedim(-3, 0)
-    each = [1] * ranks.size
-    rows = exchanged(parts, each, each, ranks.group).flatten(0, 1)
+    rows = ranks.exchange(parts).flatten(0, 1)
     whole = torch.empty_like(rows).index_copy_(0, places.flatten(), rows)
     return whole.movedim(0, dim)
 
 
 def _to_tokens(x: Tensor, ranks: ContextParallel, dim: int, places: Tensor) -> Tensor:
     parts = x.movedim(dim, 0).index_select(0, places.flatten()).unflatten(0, places.shape)
-    each = [1] * ranks.size
-    heads = exchanged(parts, each, each, ranks.group).movedim(0, -3).flatten(-3, -2)
-    return heads.movedim(0, dim)
+    return ranks.exchange(parts).movedim(0, -3).flatten(-3, -2).movedim(0, dim)
 
 
 def positions(starts: Tensor, tokens: int, size: int) -> Tensor:
@@ -168,26 +157,33 @@ def positions(starts: Tensor, tokens: int, size: int) -> Tensor:
     return start + which * chunk + within - is_second * chunk
 
 
-def check_chunks(name: str, starts: Tensor | None, tokens: int, size: int) -> None:
-    """Raise unless sequences have chunks for all ranks.
+def places_of(
+    name: str, starts: Tensor | None, tokens: int, size: int, device: torch.device
+) -> Tensor:
+    """``positions``, of sequences that have chunks for all ranks.
 
     Args:
-        name: of the argument.
+        name: of the tensor that has the tokens.
         starts: as for ``positions``; None is one sequence of all tokens.
         tokens: of a rank.
         size: R.
+        device: of the result.
+
+    Raises:
+        ValueError: they have not; lengths that lie on a GPU are not looked at.
     """
-    lengths = [tokens * size]
-    if starts is not None:
-        if not has_values(starts):
-            return
-        bounds = [*starts.tolist(), tokens * size]
+    lengths: list[int] = []
+    if starts is None:
+        lengths, starts = [tokens * size], torch.arange(2, device=device) * (tokens * size)
+    elif has_values(starts):
+        name, bounds = "cu_seqlens", [*starts.tolist(), tokens * size]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if any(length < 0 or length % (2 * size) for length in lengths):
         raise ValueError(
             f"{name} must have sequences whose lengths are multiples of {2 * size}, two chunks for "
             f"each of the {size} context-parallel ranks; got {lengths}, of all ranks. Pad them."
         )
+    return positions(starts, tokens, size)
 
 
 def shard_sequence(
@@ -212,7 +208,7 @@ def shard_sequence(
     >>> float8lab.distributed.shard_sequence(torch.arange(4), None)
     tensor([0, 1, 2, 3])
     """
-    places = _places_of(x, cp_group, dim, cu_seqlens, whole=True)
+    places = _checked_places(x, cp_group, dim, cu_seqlens, whole=True)
     return x if places is None else x.index_select(dim, places[dist.get_rank(cp_group)])
 
 
@@ -231,7 +227,7 @@ def join_sequence(
         TypeError: not a tensor, or not a process group.
         ValueError: lengths that are no multiples of 2 R.
     """
-    places = _places_of(x, cp_group, dim, cu_seqlens, whole=False)
+    places = _checked_places(x, cp_group, dim, cu_seqlens, whole=False)
     if places is None:
         return x
     rows = x.detach().movedim(dim, 0).contiguous()
@@ -241,7 +237,7 @@ def join_sequence(
     return torch.empty_like(every).index_copy_(0, places.flatten(), every).movedim(0, dim)
 
 
-def _places_of(
+def _checked_places(
     x: Tensor, group: Any, dim: int, cu_seqlens: Tensor | None, *, whole: bool
 ) -> Tensor | None:
     check_tensor("x", x)
@@ -258,9 +254,4 @@ def _places_of(
     if size == 1:
         return None
     tokens = x.shape[dim] // (size if whole else 1)
-    check_chunks("x" if cu_seqlens is None else "cu_seqlens", cu_seqlens, tokens, size)
-    return positions(_starts(cu_seqlens, tokens * size, x.device), tokens, size)
-
-
-def _starts(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Tensor:
-    return torch.tensor([0, total], device=device) if cu_seqlens is None else cu_seqlens
+    return places_of("x", cu_seqlens, tokens, size, x.device)

@@ -6,7 +6,8 @@ B batch, H query heads, Sq queries, Sk keys.
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Request(NamedTuple):
     packed: Packed | None
     qkv_format: str
     tokens: int
-    leave: Any = None
+    leave: Callable[[Tensor], Tensor] | None = None
     """From results for this rank's heads to those of its tokens, where ranks share sequences."""
 
 

@@ -21,7 +21,7 @@ from float8lab.arguments import (
     check_number,
     check_size,
 )
-from float8lab.distributed.context_parallel import ContextParallel
+from float8lab.distributed.context_parallel import ContextParallel, places_of
 from float8lab.distributed.tensor_parallel import TensorParallel
 from float8lab.nn.attention.arguments import (
     Request,
@@ -204,7 +204,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
 
     def _check_context(self, context: ContextParallel | None) -> None:
         if context is not None:
-            context.heads(self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition)
+            heads = self.num_attention_heads_per_partition
+            context.check_heads(heads, self.num_gqa_groups_per_partition)
 
     def _spread_context(self) -> None:
         if self.tp_size == 1:
@@ -305,7 +306,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             out = request.packed.pack(out, request.tokens)
         else:
             out = from_heads_first(out, request.qkv_format)
-        return out if self.context_parallel is None else request.leave(out)
+        return out if request.leave is None else request.leave(out)
 
     def explain(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **kwargs: Any
@@ -446,12 +447,12 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         packed = leave = None
         context = self.context_parallel
         if context is not None:
-            places: tuple[Tensor | None, Tensor | None] = (None, None)
+            sequences: tuple[Tensor | None, Tensor | None] = (None, None)
             if qkv_format == "thd":
                 padded = cu_seqlens_q_padded, cu_seqlens_kv_padded
-                places = _starts_of_packed(padded, (cu_seqlens_q, cu_seqlens_kv))
+                sequences = _starts_of_packed(padded, (cu_seqlens_q, cu_seqlens_kv))
             query, key, value, leave = self._exchange(
-                (query, key, value), qkv_format, places, inference_params, asks
+                (query, key, value), qkv_format, sequences, inference_params, asks
             )
             core_attention_bias = context.own_heads(core_attention_bias, -3)
             if mask_type == "arbitrary":
@@ -509,17 +510,20 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
                 "set_context_parallel_group(None) for inference."
             )
         query, key, value = qkv
-        context.heads(query.shape[-2], key.shape[-2])
-        places = [
-            context.places(name, x.shape[dim], its, x.device)
+        context.check_heads(query.shape[-2], key.shape[-2])
+        queries, keys = (
+            places_of(name, its, x.shape[dim], context.size, x.device)
             for name, x, its in zip(("query_layer", "key_layer"), (query, key), starts, strict=True)
-        ]
-        whole = context.like_whole if asks else context.whole_sequence
-        query, key, value = (whole(x, dim, places[i]) for x, i in zip(qkv, (0, 1, 1), strict=True))
+        )
+        if asks:
+            query, key, value = (context.like_whole(x, dim) for x in qkv)
+        else:
+            pairs = zip(qkv, (queries, keys, keys), strict=True)
+            query, key, value = (context.whole_sequence(x, dim, where) for x, where in pairs)
 
         def leave(out: Tensor) -> Tensor:
             heads = out.unflatten(-1, (-1, self.v_channels))
-            return context.own_tokens(heads, dim, places[0]).flatten(-2)
+            return context.own_tokens(heads, dim, queries).flatten(-2)
 
         return query, key, value, leave
 

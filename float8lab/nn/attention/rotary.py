@@ -18,7 +18,7 @@ from float8lab.arguments import (
     has_values,
     shown,
 )
-from float8lab.distributed.context_parallel import check_chunks, positions
+from float8lab.distributed.context_parallel import places_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.linear import default_device
@@ -246,23 +246,20 @@ def turn(
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
     if tensor_format == "thd":
         assert cu_seqlens is not None, "checked by the callers"
-        token = _tokens_of_rank("cu_seqlens", cu_seqlens, t.shape[0], ranks)
+        token = _tokens_of_rank(cu_seqlens, t.shape[0], ranks, cu_seqlens.device)
         index = _positions_in_sequences(token, cu_seqlens, start_positions)
         if has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
         angles = table[index][:, None]
     else:
         S = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
-        token = None
-        if ranks[0] > 1:
-            whole = torch.tensor([0, S * ranks[0]], device=t.device)
-            token = _tokens_of_rank("t", whole, S, ranks)
         if start_positions is None:
             check_positions(name, freqs, S * ranks[0])
-            table = table[:S] if token is None else table[token]
+            several = ranks[0] > 1
+            table = table[_tokens_of_rank(None, S, ranks, t.device)] if several else table[:S]
             angles = table[:, None, None] if tensor_format == "sbhd" else table[None, :, None]
         else:
-            token = torch.arange(S, device=t.device) if token is None else token
+            token = _tokens_of_rank(None, S, ranks, t.device)
             index = start_positions.view(-1, 1) + token
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
             angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
@@ -305,13 +302,14 @@ class _Rotate(torch.autograd.Function):
         return rotate(dy, *how), None, None, None, None
 
 
-def _tokens_of_rank(name: str, starts: Tensor, tokens: int, ranks: tuple[int, int]) -> Tensor:
+def _tokens_of_rank(
+    starts: Tensor | None, tokens: int, ranks: tuple[int, int], device: torch.device
+) -> Tensor:
     """Which tokens of the whole a rank has."""
     size, rank = ranks
     if size == 1:
-        return torch.arange(tokens, device=starts.device)
-    check_chunks(name, starts, tokens, size)
-    return positions(starts, tokens, size)[rank]
+        return torch.arange(tokens, device=device)
+    return places_of("t", starts, tokens, size, device)[rank]
 
 
 def _positions_in_sequences(
