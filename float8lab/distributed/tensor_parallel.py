@@ -20,9 +20,10 @@ and NCCL, eager mode and compiled graphs take one path.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from float8lab.recipes.region import PROCESS
 from float8lab.tensor.differentiation import Float8Function
 
 __all__ = [
+    "CallOrder",
     "NoGroup",
     "Rows",
     "SharedScales",
@@ -78,6 +80,55 @@ class Rows(NamedTuple):
         runs = self.outer > 1 and self.lead * self.inner % size != 0
         cut = runs or self.chunk * self.inner % size != 0
         return size == -1 or (self.chunk < self.lead and cut)
+
+
+class CallOrder:
+    """The order in which this rank has called the layers that the ranks of a group share.
+
+    A rank that leaves a layer out meets the next one's collectives, which only shapes could tell
+    from its own. So ranks compare the order from time to time.
+    """
+
+    EVERY = 256
+    """After so many calls ranks compare it."""
+    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, CallOrder]] = weakref.WeakKeyDictionary()
+    """That of each process group that is alive."""
+
+    def __init__(self) -> None:
+        self._layers = self._calls = self._order = 0
+
+    @classmethod
+    def of(cls, group: Any) -> CallOrder:
+        """That of a group."""
+        found = cls.of_groups.get(group)
+        if found is None:
+            found = cls.of_groups[group] = cls()
+        return found
+
+    def called(self, layer: TensorParallel) -> None:
+        """Take in a call of a layer, whose place is that of its first call.
+
+        Raises:
+            RuntimeError: on all ranks, if they have run others.
+        """
+        if not layer.place:
+            self._layers += 1
+            layer.place.append(self._layers)
+        self._calls += 1
+        self._order = hash((self._order, layer.place[0]))
+        if self._calls % self.EVERY:
+            return
+        # No sizes of shards begin with -1, should another rank be waiting for those.
+        mine = torch.tensor([[-1, self._layers, self._order]])
+        host = channel(layer.group).host_name(layer.group)
+        every = all_gathered(mine, layer.size, host).tolist()
+        if any(one != every[0] for one in every):
+            raise RuntimeError(
+                "tensor-parallel ranks must run the same layers in the same order; got others on "
+                f"some of the {layer.size} ranks within the last {self.EVERY} calls. Find what "
+                "makes a rank leave a layer out, or call one more, and go on from a checkpoint "
+                "before."
+            )
 
 
 @dataclass(frozen=True)
@@ -181,7 +232,7 @@ class TensorParallel:
             ValueError: on all ranks, if the shards do not fit together.
         """
         if not torch.compiler.is_compiling():
-            channel(self.group).called(self.group, self.place)
+            CallOrder.of(self.group).called(self)
         if not self.sequence_parallel:
             return None
         if x.ndim < 2:

@@ -52,8 +52,6 @@ class AmaxChannel:
         within: by the name of another group, whether it has all ranks of this one.
     """
 
-    EVERY = 256
-    """After so many calls ranks compare which layers they have run."""
     of_groups: ClassVar[weakref.WeakKeyDictionary[Any, AmaxChannel]] = weakref.WeakKeyDictionary()
     """The channel of each process group that is alive."""
 
@@ -68,37 +66,6 @@ class AmaxChannel:
         self._news_arrived: Any = None  # CUDA event
         self._plan: tuple[Any, list[tuple[ScalePack, Any, Any]]] | None = None
         self._host: Any = None
-        self._layers = self._calls = self._order = 0
-
-    def called(self, group: Any, place: list[int]) -> None:
-        """A layer that the ranks of a group share runs: on all of them, or they add up others.
-
-        A rank that leaves a layer out meets the next one's collectives, which only shapes could
-        tell from its own. So ranks compare the order of their layers from time to time.
-
-        Args:
-            group: the process group.
-            place: of the layer, its number in the order of first calls; empty before.
-
-        Raises:
-            RuntimeError: on all ranks, if they ran others.
-        """
-        if not place:
-            self._layers += 1
-            place.append(self._layers)
-        self._calls += 1
-        self._order = hash((self._order, place[0]))
-        if self._calls % self.EVERY:
-            return
-        ops, mine = torch.ops._c10d_functional, torch.tensor([[-1, self._layers, self._order]])
-        size, host = dist.get_world_size(group), self.host_name(group)
-        every = ops.wait_tensor(ops.all_gather_into_tensor(mine, size, host)).tolist()
-        if any(one != every[0] for one in every):
-            raise RuntimeError(
-                "tensor-parallel ranks must run the same layers in the same order; got others on "
-                f"some of the {size} ranks within the last {self.EVERY} calls. Find what makes a "
-                "rank leave a layer out, or call one more, and go on from a checkpoint before."
-            )
 
     def host_name(self, group: Any) -> str:
         """Name of a process group of the same ranks that exchanges tensors of the CPU.

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import float8lab
+from float8lab.distributed.tensor_parallel import CallOrder
 from float8lab.recipes import Float8CurrentScaling
-from float8lab.recipes.reduction import AmaxChannel
 from float8lab.recipes.region import PROCESS
 
 WORLD = 4
@@ -85,7 +85,7 @@ def skip_a_layer_whose_sums_are_as_large(rank: int) -> None:
     layers = [made(group, sequence_parallel=False) for _ in range(3)]
     x = torch.ones(4, 2, 16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AmaxChannel, "EVERY", 4)
+        patch.setattr(CallOrder, "EVERY", 4)
         call(4 * layers, x)
         with pytest.raises(RuntimeError, match="ranks must run the same layers in the same order"):
             call([layers[0], *layers] if rank == 1 else [*layers, layers[0]], x)
