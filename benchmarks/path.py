@@ -21,6 +21,7 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -190,16 +191,23 @@ TIME_GOALS = {"forward": 0.8, "forward + backward": 3.2}
 ROUNDS = 5
 
 
-def _in_turns(calls: dict[str, Callable[[], object]], count: int = 40) -> dict[str, float]:
+def _in_turns(calls: dict[str, Callable[[], object]], count: int = 20) -> dict[str, float]:
     """CPU time of a call of each, us: medians of rounds in which all take turns.
 
-    A shared host is slower in some seconds than in others, for all of them alike.
+    A shared host is slower in some seconds than in others, for all of them alike. ``count`` calls
+    wait for nothing, so together they must not launch more than the GPU's queue holds, 1024.
     """
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            timed = common.time_wall(call, warm_up=3, samples=1, calls=count)
-            found[name].append(1e3 * timed.median)
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(count):
+                call()
+            found[name].append(1e6 * (time.perf_counter() - began) / count)
+            torch.cuda.synchronize()
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -258,11 +266,15 @@ def _layer_times(name: str, sizes: tuple[int, int, int]) -> Iterator[tuple[str, 
     )  # fmt: skip
     float8lab.graphed(replayed)
     h = torch.randn(128, 1, sizes[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(h)
+    leaves = {layer: [h, *layer.parameters()] for layer in (block, replayed, plain)}
 
     def step(layer: nn.Module, recipe: Recipe | None) -> None:
         with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
             y = layer(h)
-        y.sum().backward()
+        y.backward(dy)
+        for tensor in leaves[layer]:  # as an optimizer's zero_grad does
+            tensor.grad = None
 
     times = _in_turns(
         {
@@ -270,7 +282,7 @@ def _layer_times(name: str, sizes: tuple[int, int, int]) -> Iterator[tuple[str, 
             "eager": partial(step, block, RECIPES[name]()),
             "graphed": partial(step, replayed, RECIPES[name]()),
         },
-        count=10,
+        count=4,
     )
     for way, value in times.items():
         which = f"TransformerLayer of {sizes[0]}, {name}: {way}, time to issue a step, us"

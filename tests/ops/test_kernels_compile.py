@@ -472,6 +472,7 @@ def product_of_groups(
 
 PRODUCTS: dict[str, Callable[[], Any]] = {
     "groups-fast-bias": product_of_groups("fast", bias=True),
+    "groups-precise": product_of_groups("precise"),
     "groups-precise-bias": product_of_groups("precise", bias=True, a_dtype=E5M2),
     "groups-precise-contraction-float32": product_of_groups(
         "precise", torch.float32, contracts=True
@@ -652,6 +653,28 @@ def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
     # Four to a product of 128; where the tensor cores sum, a wait after the last step as well.
     products = 2 if "fast" in name else 4
     assert assembly.count("QGMMA") == products * assembly.count("WARPGROUP.DEPBAR")
+    assert len(steps_of_tiles(compiled.asm["ttgir"], of_each="groups" in name)) == 3
+
+
+def steps_of_tiles(program: str, *, of_each: bool) -> list[str]:
+    """The bounds of the loops over steps, which are in loops over tiles, of the three roles.
+
+    Where there are groups, each tile has to have its own. Triton 3.6 drops a value that a loop
+    carries and that is nothing but the bound of a loop inside it: all tiles had as many steps as
+    the first, and the loading warp waited for ever.
+    """
+    loop = r"scf\.for %\w+ = %\w+ to (%\w+) step %\w+ iter_args\(([^)]*)\)"
+    bounds = []
+    for tiles in re.finditer(loop, program):
+        steps = re.compile(loop).search(program, tiles.end())
+        if steps is None or "scf.yield" in program[tiles.end() : steps.start()]:
+            continue  # not one inside the other
+        bound = steps[1]
+        carried = re.findall(r"(%\w+) =", tiles[2])
+        inside = f"{bound} = " in program[tiles.end() : steps.start()]
+        assert not of_each or bound in carried or inside, f"{bound} is that of the first tile"
+        bounds.append(bound)
+    return bounds
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

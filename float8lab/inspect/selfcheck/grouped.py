@@ -25,6 +25,8 @@ _SIZES = {
     "all rows in the second": (0, 200, 0),
     "nobody": (0, 0),
 }
+_MANY = tuple(97 * i % 400 for i in range(48))
+"""Rows of groups that, with 60 tiles of nobody, are more tiles than a GPU multiplies at a time."""
 _CASTS: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
     "per tensor": ((-1, -1), (-1, -1), "fp32"),
     "per row": ((1, -1), (1, -1), "fp32"),
@@ -35,9 +37,11 @@ _CASTS: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
 _WANTED = {"both": (True, True), "rows": (True, False), "transpose": (False, True)}
 
 
-def _rows(cases: Cases, sizes: tuple[int, ...], columns: int, dtype: torch.dtype) -> Tensor:
+def _rows(
+    cases: Cases, sizes: tuple[int, ...], columns: int, dtype: torch.dtype, beyond: int = 9
+) -> Tensor:
     """Rows in groups, and rows of NaN that belong to nobody."""
-    x = cases.matrix((sum(sizes) + 9, columns), dtype)
+    x = cases.matrix((sum(sizes) + beyond, columns), dtype)
     x[sum(sizes) :] = torch.nan
     return x
 
@@ -139,10 +143,12 @@ def _check_plan_groups(cases: Cases) -> None:
 
 @checks("products", GEMM_BOUND, "grouped_mm_op")
 def _check_grouped_mm(cases: Cases) -> None:
+    many = {"many groups": _MANY} if cases.device.type == "cuda" else {}
     for how, (block, w_block, rule) in _CASTS.items():
-        for turn, (name, sizes) in enumerate(_SIZES.items()):
+        for turn, (name, sizes) in enumerate({**_SIZES, **many}.items()):
             offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
-            x, dy = (_rows(cases, sizes, columns, FP32) for columns in (144, 272))
+            beyond = 60 * SPAN if name in many else 9
+            x, dy = (_rows(cases, sizes, columns, FP32, beyond) for columns in (144, 272))
             w = cases.normal(len(sizes), 272, 144)
             operands = {
                 "x": reference.cast_groups("", [x], FP32, offs, E4M3, block, rule, 0.0, True, True),

@@ -392,7 +392,8 @@ def _multiply_parts(  # noqa: PLR0915
             sums0 = _add_part(sums0, part, scale0, b_scale, B_BY_ROW, BLOCK)
             part = _product(a_tiles.index(stage), b_tiles.index(stage), part, 1, number, B_BY_ROW)
             part = warpgroup_mma_wait(0, (part,))
-            mbarrier.arrive(empty.index(stage), count=1)
+            # Always true. Triton forgets what is carried from tile to tile if it is a bound alone.
+            mbarrier.arrive(empty.index(stage), count=1, pred=step < steps)
             sums1 = _add_part(sums1, part, scale1, b_scale, B_BY_ROW, BLOCK)
             count += 1
         if GROUPS != DENSE:  # the next tile's place arrives while this one is stored
