@@ -36,6 +36,7 @@ SUBJECTS = (
     "permute",
     "linear",
     "grouped",
+    "experts",
     "norm_linear",
     "mlp",
     "attention",

@@ -260,6 +260,7 @@ UNPREDICTED = {
     "CPU, blocks of `TransformerLayer`, a GPT and a Llama": "a CPU's",
     "H200, the `124m` preset": "no time or memory",
     "grouped": "products of experts, whose rates the model does not have",
+    "experts": "experts with their permutation, whose rates the model does not have",
     "permute": "what a mixture of experts adds, which the model does not have",
     "overhead": "CPU time, which differs by tens of per cent between hosts",
     "Products beside communication": "single products beside copies",
