@@ -96,7 +96,12 @@ def plain(layer, x, encoder=None, *, mask=CAUSAL, rms=False, act="gelu"):
 
 
 def close(actual, expected):
-    return torch.allclose(actual.double(), expected, atol=1e-5, rtol=1e-5)
+    """To 32 roundings of the largest value, or, where summands of about 1 cancel, to 1e-5.
+
+    How often float32 rounds, and in which order it sums, differs between CPUs.
+    """
+    error = (actual.double() - expected).abs().max().item()
+    return error <= max(1e-5, 32 * 2.0**-24 * expected.abs().max().item())
 
 
 VARIANTS = {
