@@ -34,7 +34,11 @@ from float8lab.nn.precision import Call
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.differentiation import (
+    Float8Function,
+    once_differentiable,
+    wanted_gradients,
+)
 
 __all__ = ["Spread"]
 
@@ -281,7 +285,7 @@ class _Linear(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
-        call, layout, needs = ctx.call, ctx.layout, ctx.needs_input_grad[:3]
+        call, layout, needs = ctx.call, ctx.layout, wanted_gradients(ctx)[:3]
         # A partial output was summed, so each rank wants all of the gradient.
         wanted = tuple(Replicate() if p.is_partial() else p for p in layout.y)
         if tuple(dy.placements) != wanted:

@@ -19,7 +19,11 @@ from float8lab.nn.gemm import PARTS, Gradient, backward, forward, output_dtype
 from float8lab.nn.grouped_function import is_memory_of_parameter
 from float8lab.nn.precision import Call
 from float8lab.ops import Ends, Source, gather_rows_op, scatter_rows_op
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.differentiation import (
+    Float8Function,
+    once_differentiable,
+    wanted_gradients,
+)
 
 __all__ = ["Layer", "expert_mlp"]
 
@@ -122,7 +126,7 @@ class _ExpertMlp(Float8Function):
         offs, plan, row_map, x, token, h, *rest = ctx.saved_tensors
         ends = Ends(offs, plan)
         saved1, saved2 = tuple(rest[:PARTS]), tuple(rest[PARTS:])
-        how, needs = ctx.how, ctx.needs_input_grad
+        how, needs = ctx.how, wanted_gradients(ctx)
         wanted = (any(needs[:3]), needs[3], needs[4])
         da, dw2, db2 = backward(
             dy, Source(how.activation, [] if h is None else [h], ctx.dtype), saved2, how.fc2,

@@ -26,7 +26,11 @@ from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_nor
 from float8lab.nn.precision import Call, X
 from float8lab.nn.spread_gemm import on_all_ranks
 from float8lab.ops import Source, as_matrix, cast_op, dequantize_op
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.differentiation import (
+    Float8Function,
+    once_differentiable,
+    wanted_gradients,
+)
 
 __all__ = ["MlpCall", "NormLinearCall", "norm_linear", "norm_mlp"]
 
@@ -171,7 +175,7 @@ class _NormLinear(Float8Function):
         how: NormLinearCall = ctx.how
         x_shape, shape = ctx.meta
         norm_bias_dtype, dtypes = ctx.dtypes
-        needs = ctx.needs_input_grad
+        needs = wanted_gradients(ctx)
         of_norm = norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
         source = _no_source(dy) if x2 is None else source_of_norm(x2, *of_norm)[0]
         wanted = (any(needs[:3]), needs[3], needs[4])
@@ -267,7 +271,7 @@ class _NormMlp(Float8Function):
         how: MlpCall = ctx.how
         x_shape, shape1, shape2 = ctx.meta
         norm_bias_dtype, dtypes1, dtypes2 = ctx.dtypes
-        needs = ctx.needs_input_grad
+        needs = wanted_gradients(ctx)
         of_norm = norm_weight, norm_bias, how.norm, ctx.dtype, (mean, rstd)
         normed = _no_source(dy) if x2 is None else source_of_norm(x2, *of_norm)[0]
         if h_scale is not None:

@@ -67,7 +67,11 @@ from float8lab.recipes.delayed import Factors
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float4Tensor, Float8Tensor
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.differentiation import (
+    Float8Function,
+    once_differentiable,
+    wanted_gradients,
+)
 
 __all__ = [
     "PARTS",
@@ -695,7 +699,7 @@ class LinearFunction(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, (x_shape, shape) = ctx.needs_input_grad[:3], ctx.shapes
+        needs, (x_shape, shape) = wanted_gradients(ctx)[:3], ctx.shapes
         if dy.ndim != 2:
             dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
         dx, dw, db = backward(

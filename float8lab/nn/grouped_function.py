@@ -21,7 +21,11 @@ from float8lab.nn.precision import Call
 from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.differentiation import Float8Function, once_differentiable
+from float8lab.tensor.differentiation import (
+    Float8Function,
+    once_differentiable,
+    wanted_gradients,
+)
 
 __all__ = [
     "GroupedFunction",
@@ -70,26 +74,22 @@ class GroupedFunction(Float8Function):
     ) -> Tensor:
         ends = Ends(offs, None) if call is None else Ends.of(offs, x.shape[0])
         call = call or _IN_HIGH_PRECISION
-        needs_dx, needs_dw, needs_db, *rest = ctx.needs_input_grad
-        if parts:
-            of_parts = rest[-len(parts) :]
-            needs_dw |= any(of_parts[:count])
-            needs_db |= any(of_parts[count:])
+        ctx.parts = count, len(parts) - count
         y, saved = forward(
-            x, weight, bias, call, needs=(needs_dx, needs_dw), dtype=output_dtype(x), ends=ends,
+            x, weight, bias, call, needs=_joined(ctx.needs_input_grad, ctx.parts)[:2],
+            dtype=output_dtype(x), ends=ends,
             lean=lean and is_memory_of_parameter(weight), inp=x if lean else None,
         )  # fmt: skip
         ctx.save_for_backward(*ends, *saved)
-        ctx.call, ctx.needs = call, (needs_dx, needs_dw, needs_db)
+        ctx.call = call
         ctx.shape = x.shape[0], *weight.shape[1:]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.parts = count, len(parts) - count
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, (offs, plan, *saved) = ctx.needs, ctx.saved_tensors
+        needs, (offs, plan, *saved) = _joined(wanted_gradients(ctx), ctx.parts), ctx.saved_tensors
         dx, *of_experts = backward(
             dy, None, tuple(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, ends=Ends(offs, plan),
@@ -98,6 +98,14 @@ class GroupedFunction(Float8Function):
         for whole, count in zip(of_experts, ctx.parts, strict=True):
             parts += [None] * count if whole is None else whole.unbind()[:count]
         return dx, *of_experts, None, None, None, None, *parts
+
+
+def _joined(needs: tuple[bool, ...], parts: tuple[int, int]) -> tuple[bool, bool, bool]:
+    """Whether input, weights and biases need gradients, of which the last two may be in parts."""
+    weights, biases = parts
+    of_parts = needs[len(needs) - weights - biases :]
+    dx, dw, db = needs[:3]
+    return dx, dw or any(of_parts[:weights]), db or any(of_parts[weights:])
 
 
 def is_memory_of_parameter(weight: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from float8lab.recipes.region import STATE
 
-__all__ = ["Float8Function", "once_differentiable", "version_of"]
+__all__ = ["Float8Function", "once_differentiable", "version_of", "wanted_gradients"]
 
 _INSTEAD = (
     "Compute this part with torch's own layers and tensors: float8lab.to_high_precision(model), "
@@ -64,6 +64,27 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return wrapper
+
+
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """For each input of a function, whether this pass of its backward wants the gradient.
+
+    ``needs_input_grad`` says which could be wanted. ``torch.autograd.grad`` of some tensors, and
+    pipelines that compute the gradients of weights later, want a part of them in each pass.
+    """
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():  # nothing runs now
+        return needs
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    wanted = []
+    for need in needs:
+        if need:
+            try:
+                need = torch._C._will_engine_execute_node(next(nodes))
+            except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+                need = True
+        wanted.append(need)
+    return tuple(wanted)
 
 
 def version_of(x: Tensor) -> int:

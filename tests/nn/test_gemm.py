@@ -85,3 +85,71 @@ def test_a_plan_gives_memory_back_as_its_functions_do(recipe, monkeypatch):
     repeated = peak()
     monkeypatch.setattr(launching, "ENABLED", False)
     assert repeated - peak() < M * N, "not so much more as an operand in FP8 takes"
+
+
+def _modules(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    """A module, its arguments beside the input, and how many linear layers it has."""
+    torch.manual_seed(1)
+    if kind == "Linear":
+        return float8lab.Linear(64, 48, bias=False, device="cpu"), (), 1
+    if kind == "LayerNormLinear":
+        return float8lab.LayerNormLinear(64, 48, bias=False, device="cpu"), (), 1
+    if kind == "LayerNormMLP":
+        mlp = float8lab.LayerNormMLP(64, 48, bias=False, activation="swiglu", device="cpu")
+        return mlp, (), 2
+    if kind.startswith("GroupedLinear"):
+        whole = kind.endswith("whole")
+        layer = float8lab.GroupedLinear(
+            2, 64, 48, bias=False, device="cpu", single_grouped_weight=whole
+        )
+        return layer, (torch.tensor([20, 12]),), 1
+    experts = float8lab.ExpertMLP(2, 64, 48, device="cpu")
+    index = torch.arange(32)[:, None] % 2
+    return experts, (torch.rand(32, 1), index), 2
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "GroupedLinear, whole", "Mlp"],
+)
+def test_a_backward_multiplies_for_the_gradients_that_it_is_for(kind, recipe):
+    """``torch.autograd.grad`` of inputs or of parameters, and pipelines, ask for a part of them."""
+    module, others, layers = _modules(kind)
+    x, parameters = torch.randn(32, 64, requires_grad=True), list(module.parameters())
+    with float8lab.autocast(recipe=recipe), float8lab.count_gemms() as forward:
+        y = module(x * 1.0, *others)
+    products = forward.fp8 + forward.high_precision
+    dy = torch.randn_like(y)
+
+    def gradients(of: list[Tensor]) -> tuple[tuple[Tensor, ...], float]:
+        """With the number of products, of which the forward has one a layer."""
+        with float8lab.count_gemms() as counts:
+            found = torch.autograd.grad(y, of, dy, retain_graph=True)
+        return found, (counts.fp8 + counts.high_precision) * layers / products
+
+    every, of_all = gradients([x, *parameters])
+    of_x, for_x = gradients([x])
+    of_weights, for_weights = gradients(parameters[-1:] if layers > 1 else parameters)
+    assert of_all == 2 * layers
+    assert for_x == layers  # dgrads alone
+    # The last layer's wgrad alone; a norm's parameters need its output's gradient.
+    assert for_weights == (2 if kind == "LayerNormLinear" else 1)
+    wanted = [every[0], *every[len(every) - len(of_weights) :]]
+    for got, want in zip((*of_x, *of_weights), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_backward_for_the_input_leaves_main_grad_alone():
+    layer = float8lab.Linear(64, 48, bias=False, fuse_wgrad_accumulation=True, device="cpu")
+    layer.weight.main_grad = torch.zeros(48, 64)
+    x = torch.randn(32, 64, requires_grad=True)
+    with float8lab.autocast(recipe=RECIPES["block"]):
+        y = layer(x * 1.0)
+    torch.autograd.grad(y.sum(), [x], retain_graph=True)
+    assert not layer.weight.main_grad.any()
+    y.sum().backward()
+    once = layer.weight.main_grad.clone()
+    assert once.any()
+    torch.autograd.grad(layer(x).sum(), [x])
+    assert torch.equal(layer.weight.main_grad, once)
