@@ -480,6 +480,8 @@ def test_its_gemms_and_casts_are_seen():
         ([0.5] * 5, TypeError, "m_splits must be integers"),
         (torch.ones(5), TypeError, "m_splits must be integers"),
         (torch.ones(4, dtype=torch.int32), ValueError, "m_splits must be 5 numbers"),
+        (torch.tensor([80, 0, 0, 0, 0]), ValueError, "of at most 73 rows; got .80, 0, 0, 0, 0."),
+        (torch.tensor([1, 2, 3, -1, 2]), ValueError, "none negative"),
         (3, TypeError, "m_splits must be integers"),
     ],
 )
