@@ -444,8 +444,8 @@ def _check_that_they_compute(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.shape[0], generator=generator).to(weight)
     for index, (expert, (fc1, fc2)) in enumerate(zip(experts, values, strict=True)):
-        want = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)
-        with autocast(enabled=False):
+        with torch.autocast(x.device.type, enabled=False), autocast(enabled=False):
+            want = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)
             got = expert(x)
         alike = isinstance(got, Tensor) and got.shape == want.shape
         error = float((got - want).float().norm()) if alike else torch.inf

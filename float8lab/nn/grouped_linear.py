@@ -18,6 +18,7 @@ from float8lab.arguments import (
     check_input,
     check_size,
     check_tensor,
+    has_values,
     shown,
 )
 from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
@@ -254,7 +255,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         Args:
             inp: ``[..., in_features]``.
             m_splits: the number of rows of each expert; a list, or a tensor of integers on the
-                input's device, whose values the host does not read.
+                input's device, whose values the host does not read, and checks only on a CPU.
             is_first_microbatch: True casts the weights and keeps the casts, False uses the kept
                 ones: say so only if the weights did not change in between. True also makes
                 ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
@@ -268,7 +269,8 @@ class GroupedLinear(Shardable, TensorParallelGroup):
 
         Raises:
             TypeError: ``m_splits`` are no integers.
-            ValueError: ``m_splits`` are not ``num_gemms`` numbers, or a list's sum is too large.
+            ValueError: ``m_splits`` are not ``num_gemms`` numbers, one is negative, or their sum is
+                too large.
         """
         check_input("inp", inp, (self.in_features,), "in_features")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
@@ -468,6 +470,8 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
                 f"m_splits must be {E} numbers ({argument}); got {shown(m_splits)}. Pass the "
                 "number of rows of each expert."
             )
+        if type(m_splits) is Tensor and has_values(m_splits):
+            _check_sizes(m_splits.tolist(), rows, E, argument)
         # int32 stays so: torch's default would convert the numbers first.
         dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
         return m_splits.to(x.device).cumsum(0, dtype=dtype)
@@ -478,10 +482,13 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
             f"m_splits must be integers; got {shown(m_splits)}. Pass the number of rows of "
             "each expert, as a list or a tensor."
         ) from None
-    ends = list(itertools.accumulate(sizes))
-    if len(sizes) != E or min(sizes) < 0 or ends[-1] > rows:
+    _check_sizes(sizes, rows, E, argument)
+    return torch.tensor([*itertools.accumulate(sizes)], dtype=torch.int32, device=x.device)
+
+
+def _check_sizes(sizes: list[int], rows: int, experts: int, argument: str) -> None:
+    if len(sizes) != experts or min(sizes) < 0 or sum(sizes) > rows:
         raise ValueError(
-            f"m_splits must be {E} numbers ({argument}), none negative, of at most {rows} rows; "
-            f"got {shown(m_splits)}. Pass the number of rows of each expert."
+            f"m_splits must be {experts} numbers ({argument}), none negative, of at most {rows} "
+            f"rows; got {sizes}. Pass the number of rows of each expert."
         )
-    return torch.tensor(ends, dtype=torch.int32, device=x.device)

@@ -129,8 +129,9 @@ def declare(
         given = dict(zip(parameters, args, strict=False))
         return _filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
 
+    reference = function if cuda is None else _exact(function)
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
-    whole = _untraced(_complete(function))
+    whole = _untraced(_complete(reference))
     implementations = {"CompositeExplicitAutograd": whole}
     if cuda is not None:
         implementations = {"CPU": whole, "CUDA": _untraced(_complete(_lazy(cuda)))}
@@ -157,7 +158,7 @@ def declare(
         _DECLARED[overload] = _DECLARED[overload]._replace(flops=flops)
     if cuda is None:
         return overload
-    call = _direct(through, cuda, function)
+    call = _direct(through, cuda, reference)
     call.overload = overload
     return call
 
@@ -195,6 +196,24 @@ def _either(
         return overload(*args)
 
     return through
+
+
+def _exact(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference without torch.autocast, which would multiply its float32 in another dtype.
+
+    Products of FP8 codes overflow float16, and torch.stack raises for FP8 there.
+    """
+
+    def call(*args: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return reference(*args)
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            return reference(*args)
+        finally:
+            torch.set_autocast_enabled("cpu", True)
+
+    return call
 
 
 def _complete(function: Callable[..., Any]) -> Callable[..., Any]:

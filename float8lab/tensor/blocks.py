@@ -175,8 +175,10 @@ def _by_matrix(
         quantize_blocks(m, part, scale=s, amax_epsilon=amax_epsilon, known_amax=k)
         for m, s, k in zip(x.unbind(), given, known, strict=True)
     ]
-    q, scale, amax = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
-    return q, scale, amax
+    codes = [q.view(torch.uint8) for q, *_ in parts]  # torch.autocast stacks no FP8
+    scales, amaxes = ([part[index] for part in parts] for index in (1, 2))
+    q = torch.stack(codes).view(spec.fp8_dtype)
+    return q, torch.stack(scales), torch.stack(amaxes)
 
 
 def _by_arithmetic(

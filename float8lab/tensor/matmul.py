@@ -170,15 +170,17 @@ def _groups(a: Any, b: Any, offs: Tensor) -> Tensor | None:
     blocks = _gemm_blocks(a, b, True)
     if blocks is None:
         return None
-    right = _matrices(b, blocks[1], a, True)
+    (high, wide), of_experts = blocks
+    block = min(high, 1), wide  # an expert's rows may begin anywhere in a block of several
+    right = _matrices(b, of_experts, a, True)
     if isinstance(a, Float8Tensor):
-        left = _rows_by_k(a, blocks[0], b, False)
+        left = _rows_by_k(a, block, b, False)
     else:
         spec = b.spec
         q, scale, *_ = cast_groups_op(
-            "", (a,), a.dtype, offs, spec.fp8_dtype, blocks[0], spec.scale_rule
+            "", (a,), a.dtype, offs, spec.fp8_dtype, block, spec.scale_rule
         )
-        left = q[:, : a.shape[1]], scale, blocks[0]
+        left = q[:, : a.shape[1]], scale, block
     out: Tensor = grouped_mm_op(*left, *right, None, offs, a.dtype, False)
     return out
 

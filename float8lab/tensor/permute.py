@@ -325,6 +325,11 @@ def _sort_chunks(
             f"sorted_index must hold each number below {len(split_sizes)} once; got "
             f"{sorted_index.tolist()}. Number the chunks from 0."
         )
+    if has_values(split_sizes) and not _are_sizes(split_sizes.tolist(), inp.shape[0]):
+        raise ValueError(
+            f"split_sizes must hold sizes, none negative, of at most the {inp.shape[0]} tokens of "
+            f"inp; got {split_sizes.tolist()}. Pass the number of tokens of each chunk."
+        )
     if probs is not None:
         check_probs("probs", probs, (inp.shape[0],))
         probs = probs[:, None]
@@ -333,6 +338,10 @@ def _sort_chunks(
 
 
 # Checks.
+
+
+def _are_sizes(sizes: list[int], tokens: int) -> bool:
+    return min(sizes, default=0) >= 0 and sum(sizes) <= tokens
 
 
 def check_tokens(name: str, x: Any) -> None:

@@ -122,6 +122,41 @@ def test_every_expert_is_as_close_as_a_linear_layer(recipe):
             assert error(mine, exact) <= 1.5 * error(others, exact) + rounding
 
 
+@each_recipe
+def test_one_expert_is_a_linear_layer(recipe):
+    one, alone = (
+        float8lab.GroupedLinear(1, K, N, device="cpu"),
+        float8lab.Linear(K, N, device="cpu"),
+    )
+    with torch.no_grad():
+        alone.weight.copy_(one.weight0)
+        alone.bias.copy_(one.bias0.normal_())
+    dy = rows(N)
+    for _ in range(2):  # then delayed scales are those of the first
+        results = [step(one, rows(K), dy, recipe, [M])]
+        alone.zero_grad()
+        x = rows(K).requires_grad_()
+        with float8lab.autocast(recipe=recipe):
+            y = alone(x)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, alone.weight.grad, alone.bias.grad))
+        for mine, other in zip(*results, strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+@each_recipe
+def test_under_torch_autocast(recipe):
+    """The same bytes are multiplied, and rounded to its dtype at the end."""
+    layer, x, dy = experts(), rows(K), rows(N)
+    want, *_ = step(copy.deepcopy(layer), x, dy, recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dx, *_ = step(layer, x, dy.bfloat16(), recipe)
+    assert y.dtype == torch.bfloat16
+    if recipe.linear.fprop:
+        assert torch.equal(y, want.bfloat16())
+    assert dx.dtype == x.dtype
+
+
 def test_outside_autocast_it_is_exact():
     layer, x, dy = experts(params_dtype=torch.float64), rows(K), rows(N)
     got = step(layer, x.double(), dy.double())
@@ -445,6 +480,8 @@ def test_its_gemms_and_casts_are_seen():
         ([0.5] * 5, TypeError, "m_splits must be integers"),
         (torch.ones(5), TypeError, "m_splits must be integers"),
         (torch.ones(4, dtype=torch.int32), ValueError, "m_splits must be 5 numbers"),
+        (torch.tensor([80, 0, 0, 0, 0]), ValueError, "of at most 73 rows; got .80, 0, 0, 0, 0."),
+        (torch.tensor([1, 2, 3, -1, 2]), ValueError, "none negative"),
         (3, TypeError, "m_splits must be integers"),
     ],
 )

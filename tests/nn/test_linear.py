@@ -253,6 +253,18 @@ def test_under_torch_autocast_the_output_has_its_dtype(recipe):
     assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each_recipe
+def test_under_torch_autocast_the_product_is_the_same(recipe, dtype):
+    """Rounded once, at the end; products of codes are larger than float16 holds."""
+    layer, x = float8lab.Linear(256, 16, device="cpu"), torch.randn(8, 256)
+    want = copy.deepcopy(layer)
+    with float8lab.autocast(recipe=recipe):
+        expected = want(x)
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(layer(x), expected.to(dtype))
+
+
 # --- parameters of the constructor ---------------------------------------------------------------
 
 

@@ -519,6 +519,28 @@ def test_classes_that_torch_asks_beside_a_float8tensor():
         assert F.linear(*args) == "mine"
 
 
+def test_groups_begin_anywhere_in_blocks_of_rows():
+    """Tokens in 128x128 blocks, several experts' rows in one of them, or an expert's in two."""
+    offs = torch.tensor([1, 5, 200], dtype=torch.int32)
+    x = quantize(torch.randn(200, 256) * torch.logspace(-1, 1, 200)[:, None], block=(128, 128))
+    w = quantize(torch.randn(3, 48, 256), block=(1, 128, 128))
+    with float8lab.fallback("error"):
+        products = [torch._grouped_mm(x, y, offs=offs) for y in (w.mT, torch.randn(3, 256, 48))]
+    x, w, starts = x.dequantize().double(), w.dequantize().double(), (0, *offs)
+    want = torch.cat([x[a:b] @ e.t() for a, b, e in zip(starts, offs, w, strict=False)])
+    errors = (products[0] - want).norm(dim=1)
+    assert bool((errors <= 1e-5 * want.norm(dim=1)).all())
+    assert products[1].isfinite().all()
+
+
+@pytest.mark.parametrize("block", GROUPED, ids=str)
+def test_a_batch_is_quantized_the_same_under_torch_autocast(block):
+    w = torch.randn(3, 48, 160)
+    with torch.autocast("cpu", torch.bfloat16):
+        t = quantize(w, block=block)
+    assert torch.equal(t.qdata.view(torch.uint8), quantize(w, block=block).qdata.view(torch.uint8))
+
+
 def test_a_product_at_once_is_the_one_that_torch_splits():
     x, w, b = make((8, 16), (1, -1)), make((4, 16), (-1, -1), 1), torch.randn(4)
     for bias in (None, b):

@@ -281,6 +281,20 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "sorted_index",
     ),
+    "chunk-sizes": (
+        lambda x, m: float8lab.moe_sort_chunks_by_index(
+            x, torch.tensor([3, 2]), torch.tensor([1, 0])
+        ),
+        ValueError,
+        "split_sizes",
+    ),
+    "chunk-below-0": (
+        lambda x, m: float8lab.moe_sort_chunks_by_index(
+            x, torch.tensor([5, -1]), torch.tensor([1, 0])
+        ),
+        ValueError,
+        "split_sizes",
+    ),
 }
 
 

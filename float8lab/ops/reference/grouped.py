@@ -195,7 +195,7 @@ def _cast_batch(
 ) -> Any:
     E, N, K = x.shape
     if slot is not None and x.numel():
-        slot.copy_(torch.maximum(slot, x.abs().amax((1, 2)).float()))
+        slot.copy_(torch.maximum(slot, x.abs().amax((1, 2)).float().view_as(slot)))
     matrices = F.pad(x, (0, -K % ALIGN, 0, -N % ALIGN)).unbind() or [x.new_zeros(N, K)]
     known = [None] * len(matrices) if given is None else given.reshape(len(matrices), -1).unbind()
 
