@@ -129,9 +129,9 @@ def declare(
         given = dict(zip(parameters, args, strict=False))
         return _filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
 
-    reference = function if cuda is None else _exact(function)
+    exact = function if cuda is None else _exact(function)
     # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
-    whole = _untraced(_complete(reference))
+    whole = _untraced(_complete(exact))
     implementations = {"CompositeExplicitAutograd": whole}
     if cuda is not None:
         implementations = {"CPU": whole, "CUDA": _untraced(_complete(_lazy(cuda)))}
@@ -158,7 +158,7 @@ def declare(
         _DECLARED[overload] = _DECLARED[overload]._replace(flops=flops)
     if cuda is None:
         return overload
-    call = _direct(through, cuda, reference)
+    call = _direct(through, cuda, function)
     call.overload = overload
     return call
 
@@ -355,7 +355,9 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
             if type(launcher) is str:
                 launcher = _load(launcher)
             return launcher(*args)
-        return reference(*args) if x.is_cpu else overload(*args)
+        if x.is_cpu and not torch.is_autocast_enabled("cpu"):
+            return reference(*args)
+        return overload(*args)
 
     return call
 
