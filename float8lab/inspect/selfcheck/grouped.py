@@ -146,6 +146,8 @@ def _check_grouped_mm(cases: Cases) -> None:
     many = {"many groups": _MANY} if cases.device.type == "cuda" else {}
     for how, (block, w_block, rule) in _CASTS.items():
         for turn, (name, sizes) in enumerate({**_SIZES, **many}.items()):
+            if name in many and how == "1x32":
+                continue  # emulated
             offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
             beyond = 60 * SPAN if name in many else 9
             x, dy = (_rows(cases, sizes, columns, FP32, beyond) for columns in (144, 272))
@@ -160,7 +162,8 @@ def _check_grouped_mm(cases: Cases) -> None:
                 ),
             }
             bias = cases.normal(len(sizes), 272)
-            for out_dtype, fast in ((BF16, False), (BF16, True), (FP32, False)):
+            kinds = (BF16, False), (BF16, True), (FP32, False)
+            for out_dtype, fast in kinds[:1] if name in many else kinds:
                 kind = f"{name} {how} {name_of(out_dtype)}{' fast_accum' * fast}"
                 formats = {key: one[0].dtype for key, one in operands.items()}  # type: ignore[union-attr]
                 for left, right, blocks, added in (
