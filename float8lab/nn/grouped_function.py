@@ -36,6 +36,8 @@ __all__ = [
     "is_of",
 ]
 
+_WRITES = operator.attrgetter("_version")
+
 _IN_HIGH_PRECISION = Call(
     Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
 )
@@ -84,12 +86,20 @@ class GroupedFunction(Float8Function):
         ctx.call = call
         ctx.shape = x.shape[0], *weight.shape[1:]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        # Their memory, which is saved, has the counter of writes of the first alone.
+        ctx.weights = parts[:count] if any(one is weight for one in saved) else ()
+        ctx.versions = [*map(_WRITES, ctx.weights)]
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (offs, plan, *saved) = _joined(wanted_gradients(ctx), ctx.parts), ctx.saved_tensors
+        if [*map(_WRITES, ctx.weights)] != ctx.versions:
+            raise RuntimeError(
+                "weights must stay as they are from forward to backward; got one that has been "
+                "modified by an inplace operation. Call backward before the optimizer's step."
+            )
         dx, *of_experts = backward(
             dy, None, tuple(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, ends=Ends(offs, plan),

@@ -59,6 +59,8 @@ from float8lab.tensor.differentiation import version_of
 
 __all__ = ["GroupedLinear", "ends_of"]
 
+_is_transformed = torch._C._are_functorch_transforms_active
+
 
 class GroupedLinear(Shardable, TensorParallelGroup):
     """``y = x @ weight[e].T + bias[e]`` for the rows of each expert e, in FP8 inside ``autocast``.
@@ -218,7 +220,11 @@ class GroupedLinear(Shardable, TensorParallelGroup):
 
     def _parameters_of(self, kind: str) -> list[Tensor]:
         found: dict[str, Any] = self._parameters
-        return [found[name] for name in self._names[kind]]
+        names = self._names[kind]
+        try:
+            return [found[name] for name in names]
+        except KeyError:  # torch.nn.utils.parametrize has taken one, and computes it
+            return [getattr(self, name) for name in names]
 
     def reset_parameters(self) -> None:
         """Initialise each weight by ``init_method``, and the biases to 0.
@@ -350,7 +356,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         if self._names[kind] == (kind,):
             return parts[0], ()
-        if torch.compiler.is_compiling() or STATE.onnx:
+        if torch.compiler.is_compiling() or STATE.onnx or _is_transformed():
             return torch.stack(list(parts)), ()
         version = sum(map(version_of, parts)) if kept else -1
         whole, known = self._wholes.get(kind, (None, -1))

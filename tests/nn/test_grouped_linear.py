@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import float8lab
@@ -317,6 +318,53 @@ def test_weights_lie_together_wherever_they_move():
     whole, theirs = layer._whole("weight", weights)
     assert torch.equal(whole, torch.stack(weights))
     assert not theirs
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=str)
+@pytest.mark.parametrize("name", ["weight0", "weight3"])
+def test_a_weight_that_is_written_before_backward_is_seen(name, recipe):
+    """Also after a move, when parameters in one memory have counters of writes of their own."""
+    for layer in (experts(), experts().double().float(), copy.deepcopy(experts())):
+        x = rows(K).requires_grad_()
+        with float8lab.autocast(recipe is not None, recipe=recipe):
+            y = layer(x, SIZES)
+        with torch.no_grad():
+            getattr(layer, name).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        layer(x, SIZES).sum().backward()
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=str)
+def test_a_weight_that_is_computed(single, recipe):
+    """By ``torch.nn.utils.parametrize``, as PEFT does for adapters of parameters."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    layer, name = experts(single_grouped_weight=single), "weight" if single else "weight3"
+    want, x, dy = copy.deepcopy(layer), rows(K), rows(N)
+    with torch.no_grad():
+        getattr(want, name).mul_(2)
+    parametrize.register_parametrization(layer, name, Doubled())
+    got, expected = step(layer, x, dy, recipe), step(want, x, dy, recipe)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    original = layer.parametrizations[name].original
+    torch.testing.assert_close(original.grad, 2 * getattr(want, name).grad)
+    layer.double().float()
+    assert torch.equal(step(layer, x, dy, recipe)[0], expected[0])
+    with torch.no_grad():
+        parametrize.remove_parametrizations(layer, name)
+    assert torch.equal(step(layer, x, dy, recipe)[0], expected[0])
+
+
+def test_transforms_of_torch_func_are_refused():
+    layer, x = experts(), rows(K)
+    with pytest.raises(NotImplementedError, match="outside the transforms"):
+        torch.func.grad(lambda x: layer(x, SIZES).sum())(x)
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
