@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.formats import FLOAT32_MAX, scale_shape
+from float8lab.formats import FLOAT32_MAX
 from float8lab.ops.reference.prologue import value_of
 
 __all__ = [
@@ -27,11 +28,11 @@ __all__ = [
     "cast",
     "cast_many_",
     "dequantize",
-    "encode",
     "encode_from_amax",
     "expand_scale",
     "factors_from_amax",
     "has_amax",
+    "in_blocks",
     "quantize",
     "round_up",
     "scale_from_amax",
@@ -75,18 +76,29 @@ def scales_by_column(block: Sequence[int]) -> bool:
 # Scales.
 
 
+def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
+    """A matrix as ``[blocks, rows of one, blocks, columns of one]``.
+
+    Zeros fill up blocks that an edge cuts, and a block that spans a dimension without elements.
+
+    >>> in_blocks(torch.ones(300, 256), (128, -1)).shape
+    torch.Size([3, 128, 1, 256])
+    """
+    M, K = x.shape
+    rows = max(M, 1) if block[0] == -1 else block[0]
+    columns = max(K, 1) if block[1] == -1 else block[1]
+    below = rows - M if block[0] == -1 else -M % rows
+    right = columns - K if block[1] == -1 else -K % columns
+    if below or right:
+        x = F.pad(x, (0, right, 0, below))
+    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
-    if x.numel() == 0:
-        return x.new_zeros(scale_shape(tuple(x.shape), tuple(block)), dtype=torch.float32)
-    if block[0] == block[1] == -1:
+    if block[0] == block[1] == -1 and x.numel():
         return x.abs().amax().float().view(1, 1)
-    M, K = x.shape
-    rows, columns = (M if block[0] == -1 else block[0]), (K if block[1] == -1 else block[1])
-    size = x.abs()
-    if M % rows or K % columns:
-        size = F.pad(size, (0, -K % columns, 0, -M % rows))
-    return size.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3)).float()
+    return in_blocks(x, block).abs().amax((1, 3)).float()
 
 
 def amax_of(
@@ -154,26 +166,6 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 # Casts.
 
 
-def encode(
-    x: Tensor,
-    factor: Tensor,
-    fp8_dtype: torch.dtype,
-    block: Sequence[int],
-    align: int = 1,
-    divide: bool = False,
-) -> Tensor:
-    """FP8 data of a matrix by factors, or by scales that ``divide``: one, or one per block."""
-    if x.shape[0] % align or x.shape[1] % align:
-        x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
-    if factor.numel() == 1:
-        factor = factor.view(1, 1)
-    elif block[0] > 1 or block[1] > 1:
-        factor = expand_scale(factor, block, x.shape)
-    wide = x.float() / factor if divide else x.float() * factor
-    limit = torch.finfo(fp8_dtype).max
-    return wide.clamp(-limit, limit).to(fp8_dtype).contiguous()
-
-
 def quantize(
     x: Tensor,
     fp8_dtype: torch.dtype,
@@ -181,16 +173,32 @@ def quantize(
     rule: str,
     eps: float = 0.0,
     align: int = 1,
-    known_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes."""
+    given: Tensor | None = None,
+) -> tuple[Tensor, Any, Any]:
+    """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes.
+
+    ``rule`` and ``given`` are those of ``cast``. Where factors or scales are given, none are found,
+    and both are None.
+    """
     if x.shape[0] % align or x.shape[1] % align:
         x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
-    found = amax(x, block) if known_amax is None else known_amax
-    if block[0] == 1 and block[1] > 1:  # scales_by_column
-        found = found.t().contiguous().t()
-    scale, factor = factors_from_amax(found, fp8_dtype, rule, eps)
-    return encode(x, factor, fp8_dtype, block), scale, found
+    (M, K), x = x.shape, x.float()
+    if given is not None and given.numel() == 1:
+        x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
+    else:
+        x = in_blocks(x, block)
+    scale, factor, found = None, given, None
+    if rule not in ("encode", "decode"):
+        found = x.abs().amax((1, 3)) if given is None else given
+        if block[0] == 1 and block[1] > 1:  # scales_by_column
+            found = found.t().contiguous().t()
+        scale, factor = factors_from_amax(found, fp8_dtype, rule, eps)
+    assert factor is not None, "given by a rule that finds none"
+    factor = factor[:, None, :, None]
+    x = x / factor if rule == "decode" else x * factor
+    limit = torch.finfo(fp8_dtype).max
+    q = x.clamp(-limit, limit).to(fp8_dtype).flatten(2).flatten(0, 1)[:M, :K]
+    return q.clone(memory_format=torch.contiguous_format), scale, found
 
 
 def cast(
@@ -243,20 +251,14 @@ def cast(
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().max().float()))
     total = x.float().sum(0) if column_sum else None
-    both = straight and transposed
-    rows, found = x if straight else x.t(), None
-    q: Tensor
-    scale: Tensor | None
-    if rule in ("encode", "decode"):
-        assert given is not None, "the rule says so"
-        q, scale = encode(rows, given, fp8_dtype, block, align, rule == "decode"), None
-    else:
-        q, scale, found = quantize(rows, fp8_dtype, block, rule, eps, align, given)
-    if both and block[0] != block[1] and scale is not None:
-        return q, scale, None, *quantize(x.t(), fp8_dtype, block, rule, eps, align)[:2], total
-    if both:
-        scale_t = None if scale is None else _transposed(scale)
-        return q, scale, None, _transposed(q), scale_t, total
+    how = (fp8_dtype, block, rule, eps, align)
+    q, scale, found = quantize(x if straight else x.t(), *how, given)
+    if straight and transposed:
+        if block[0] != block[1] and scale is not None:
+            q_t, scale_t, _ = quantize(x.t(), *how)
+        else:
+            q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
+        return q, scale, None, q_t, scale_t, total
     if found is not None and not has_amax(prologue, block, given):
         found = None
     if transposed:
@@ -290,11 +292,10 @@ def cast_many_(
     amaxes into the ``scale`` and ``amax`` that are there.
     """
     for index, (one, data) in enumerate(zip(x, q, strict=True)):
-        if given:
-            data.copy_(encode(one, given[index], data.dtype, block))
-            continue
-        results = quantize(one, data.dtype, block, rule, eps)
-        for output, result in zip((data, scale[index], amax[index]), results, strict=True):
+        own = given[index] if given else None
+        results = quantize(one, data.dtype, block, rule, eps, given=own)
+        outputs = (data,) if given else (data, scale[index], amax[index])
+        for output, result in zip(outputs, results, strict=False):
             output.copy_(result)
 
 

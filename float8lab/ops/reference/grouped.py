@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8lab.ops.reference.cast import ALIGN, encode, quantize, round_up
+from float8lab.ops.reference.cast import ALIGN, quantize, round_up
 from float8lab.ops.reference.gemm import scaled_mm
 from float8lab.ops.reference.prologue import value_of
 
@@ -164,13 +164,9 @@ def _cast_one(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Data and scales of one orientation that needs no padding; its amax, found for the whole."""
     fp8_dtype, block, rule, eps = how
-    if rule == "encode":
-        assert given is not None, "the rule says so"
-        return encode(x, given, fp8_dtype, block), None, None
     whole = block == (-1, -1)
-    known = given.view(1, 1) if whole and given is not None else None
-    q, scale, found = quantize(x, fp8_dtype, block, rule, eps, 1, known)
-    return q, scale, found if whole and known is None else None
+    q, scale, found = quantize(x, fp8_dtype, block, rule, eps, given=given if whole else None)
+    return q, scale, found if whole and given is None else None
 
 
 def _cast_rows_of_groups(
