@@ -259,7 +259,8 @@ def cast(
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return q, scale, None, q_t, scale_t, total
-    if found is not None and not has_amax(prologue, block, given):
+    asks = found is not None and (prologue or given is not None)
+    if asks and not has_amax(prologue, block, given):
         found = None
     if transposed:
         return None, None, found, q, scale, total
