@@ -47,6 +47,7 @@ from float8lab.tensor.differentiation import version_of
 
 __all__ = [
     "By",
+    "KnownWeight",
     "Matrix",
     "Operand",
     "Specs",
@@ -585,11 +586,11 @@ def _stored(weight: Float8Tensor) -> Operand:
 
 WeightOperand = tuple[Tensor, Tensor, Tensor | None]
 """FP8 data, scales, and by what they are cast again beside these."""
+KnownWeight = tuple[Tensor | None, By, WeightOperand | None]
+"""A weight in high precision, and by what it is cast; or the weight in FP8."""
 
 
-def known_weight(
-    weight: Tensor, call: Call, amax: Tensor | None = None
-) -> tuple[Tensor | None, By, WeightOperand | None]:
+def known_weight(weight: Tensor, call: Call, amax: Tensor | None = None) -> KnownWeight:
     """The weight that is to be cast, and by what; else the weight in FP8.
 
     That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from float8lab.distributed.tensor_parallel import noted
 from float8lab.nn.casts import (
     By,
+    KnownWeight,
     Matrix,
     Operand,
     Specs,
@@ -149,7 +150,7 @@ def forward(
     plans = first.is_cuda and spread is None and not call.watched
     multiply: Any = _planned_product if plans else _product
     y, *x_now, w8, w_scale, w_factor = multiply(
-        value, specs, x_by, x_cast, *known, bias, weight.shape[-2], call.recipe, dtype, spread, once
+        value, specs, x_by, x_cast, known, bias, weight.shape[-2], call.recipe, dtype, spread, once
     )  # fmt: skip
     q, scale, factor, q_t, scale_t = x_now
     if key is not None:
@@ -192,9 +193,7 @@ def _product(
     specs: Specs,
     x_by: By,
     x_cast: Any,
-    weight: Tensor | None,
-    w_by: By,
-    w_cast: Any,
+    weight: KnownWeight,
     bias: Tensor | None,
     features: int,
     recipe: Recipe,
@@ -209,9 +208,7 @@ def _product(
         specs: how x, and its transpose, are cast.
         x_by: by what they are cast.
         x_cast: x in FP8, the first five results of ``cast``, where that is known.
-        weight: the weight in high precision, unless it is known or not wanted in FP8.
-        w_by: by what it is cast.
-        w_cast: the weight in FP8, where that is known.
+        weight: of ``known_weight``; all None if the weight is not wanted in FP8.
         bias: ``[N]`` or None.
         features: N.
         recipe: how to cast.
@@ -223,10 +220,10 @@ def _product(
     if x_cast is None:
         wanted = straight or transposed
         x_cast = cast_by(x, straight, transposed, plan, x_by)[:5] if wanted else (None,) * 5
-    if w_cast is None:
-        w_cast = (None,) * 3
-        if weight is not None:
-            w_cast = cast_by(weight, plan.w, None, plan, w_by)[:3]
+    high, w_by, known = weight
+    w_cast: Any = known or (None,) * 3
+    if high is not None:
+        w_cast = cast_by(high, plan.w, None, plan, w_by)[:3]
     y = None
     if plan.fprop:
         left, right, fast_accum = plan.fprop
@@ -291,17 +288,15 @@ def forward_again(
             show_gemm("fprop", call, None, None)
         return _in_high_precision(x, weight, bias, x.dtype, call)
     x_q = cast_by(x, plan.fprop.left, None, plan, (Factors(scale, factor), None))[:5]
-    known: Any = w8, w_scale, None
-    high: Tensor | None = None
-    by: By = None
+    known: KnownWeight = None, None, (w8, w_scale, None)
     if w8 is None:
         assert weight is not None, "kept for this"
         if w_scale is None:
-            high, by, known = known_weight(weight, call)
+            known = known_weight(weight, call)
         else:
-            high, by, known = plain(weight), (Factors(w_scale, w_factor), None), None
+            known = plain(weight), (Factors(w_scale, w_factor), None), None
     y, *_, w8, w_scale, _ = _product(
-        x, (None, None), None, x_q, high, by, known, bias, features, call.recipe, x.dtype,
+        x, (None, None), None, x_q, known, bias, features, call.recipe, x.dtype,
         None if call.parallel is None else call,
     )  # fmt: skip
     if call.watched and call.parallel is None:
