@@ -192,7 +192,9 @@ if hasattr(aten, "_grouped_mm"):  # not every torch has it
         op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
     ) -> Any:
         by_rows = (a.ndim, b.ndim) == (2, 3) and offs is not None and bias is None
-        out = _groups(a, b, offs) if by_rows and out_dtype in (None, a.dtype) else None
+        # Torch has messages for sizes that do not fit.
+        fits = by_rows and (a.shape[1], offs.shape) == (b.shape[1], b.shape[:1])
+        out = _groups(a, b, offs) if fits and out_dtype in (None, a.dtype) else None
         if out is None:
             kwargs = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
             return run_fallback(Float8Tensor, op, (a, b), kwargs)

@@ -519,6 +519,14 @@ def test_classes_that_torch_asks_beside_a_float8tensor():
         assert F.linear(*args) == "mine"
 
 
+@pytest.mark.parametrize("ends", [[4, 12], [4, 4, 4, 12]], ids=["fewer", "more"])
+def test_other_groups_than_experts_are_refused(ends):
+    x, w = torch.randn(12, 32), quantize(torch.randn(3, 64, 32), block=(1, -1, -1))
+    offs = torch.tensor(ends, dtype=torch.int32)
+    with float8lab.fallback("silent"), pytest.raises(RuntimeError, match="batch sizes have to"):
+        torch._grouped_mm(x, w.mT, offs=offs)
+
+
 def test_groups_begin_anywhere_in_blocks_of_rows():
     """Tokens in 128x128 blocks, several experts' rows in one of them, or an expert's in two."""
     offs = torch.tensor([1, 5, 200], dtype=torch.int32)
