@@ -267,7 +267,9 @@ def _layer_times(name: str, sizes: tuple[int, int, int]) -> Iterator[tuple[str, 
     float8lab.graphed(replayed)
     h = torch.randn(128, 1, sizes[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(h)
-    leaves = {layer: [h, *layer.parameters()] for layer in (block, replayed, plain)}
+    leaves: dict[nn.Module, list[Tensor]] = {
+        layer: [h, *layer.parameters()] for layer in (block, replayed, plain)
+    }
 
     def step(layer: nn.Module, recipe: Recipe | None) -> None:
         with float8lab.autocast(enabled=recipe is not None, recipe=recipe):

@@ -66,13 +66,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+def wanted_gradients(ctx: Any) -> Any:
     """For each input of a function, whether this pass of its backward wants the gradient.
 
     ``needs_input_grad`` says which could be wanted. ``torch.autograd.grad`` of some tensors, and
-    pipelines that compute the gradients of weights later, want a part of them in each pass.
+    pipelines that compute the gradients of weights later, want a part of them in each pass. Both
+    are tuples of bools.
     """
-    needs: tuple[bool, ...] = ctx.needs_input_grad
+    needs = ctx.needs_input_grad
     if torch.compiler.is_compiling():  # nothing runs now
         return needs
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
