@@ -24,6 +24,7 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import (
     Float8Function,
     once_differentiable,
+    version_of,
     wanted_gradients,
 )
 
@@ -35,8 +36,6 @@ __all__ = [
     "is_memory_of_parameter",
     "is_of",
 ]
-
-_WRITES = operator.attrgetter("_version")
 
 _IN_HIGH_PRECISION = Call(
     Float8CurrentScaling(override_linear_precision=(True, True, True)), None, record=False
@@ -88,14 +87,14 @@ class GroupedFunction(Float8Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Their memory, which is saved, has the counter of writes of the first alone.
         ctx.weights = parts[:count] if any(one is weight for one in saved) else ()
-        ctx.versions = [*map(_WRITES, ctx.weights)]
+        ctx.versions = [*map(version_of, ctx.weights)]
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (offs, plan, *saved) = _joined(wanted_gradients(ctx), ctx.parts), ctx.saved_tensors
-        if [*map(_WRITES, ctx.weights)] != ctx.versions:
+        if [*map(version_of, ctx.weights)] != ctx.versions:
             raise RuntimeError(
                 "weights must stay as they are from forward to backward; got one that has been "
                 "modified by an inplace operation. Call backward before the optimizer's step."

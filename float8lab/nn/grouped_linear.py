@@ -56,10 +56,9 @@ from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import version_of
+from float8lab.tensor.permute import are_sizes
 
 __all__ = ["GroupedLinear", "ends_of"]
-
-_is_transformed = torch._C._are_functorch_transforms_active
 
 
 class GroupedLinear(Shardable, TensorParallelGroup):
@@ -356,7 +355,11 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         if self._names[kind] == (kind,):
             return parts[0], ()
-        if torch.compiler.is_compiling() or STATE.onnx or _is_transformed():
+        if (
+            torch.compiler.is_compiling()
+            or STATE.onnx
+            or torch._C._are_functorch_transforms_active()
+        ):
             return torch.stack(list(parts)), ()
         version = sum(map(version_of, parts)) if kept else -1
         whole, known = self._wholes.get(kind, (None, -1))
@@ -493,8 +496,8 @@ def ends_of(m_splits: Any, x: Tensor, experts: int, argument: str) -> Tensor:
 
 
 def _check_sizes(sizes: list[int], rows: int, experts: int, argument: str) -> None:
-    if len(sizes) != experts or min(sizes) < 0 or sum(sizes) > rows:
+    if len(sizes) != experts or not are_sizes(sizes, rows):
         raise ValueError(
             f"m_splits must be {experts} numbers ({argument}), none negative, of at most {rows} "
-            f"rows; got {sizes}. Pass the number of rows of each expert."
+            f"rows; got {shown(sizes)}. Pass the number of rows of each expert."
         )

@@ -29,6 +29,7 @@ from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 
 __all__ = [
+    "are_sizes",
     "check_integers",
     "check_probs",
     "check_tokens",
@@ -325,7 +326,7 @@ def _sort_chunks(
             f"sorted_index must hold each number below {len(split_sizes)} once; got "
             f"{sorted_index.tolist()}. Number the chunks from 0."
         )
-    if has_values(split_sizes) and not _are_sizes(split_sizes.tolist(), inp.shape[0]):
+    if has_values(split_sizes) and not are_sizes(split_sizes.tolist(), inp.shape[0]):
         raise ValueError(
             f"split_sizes must hold sizes, none negative, of at most the {inp.shape[0]} tokens of "
             f"inp; got {split_sizes.tolist()}. Pass the number of tokens of each chunk."
@@ -340,7 +341,8 @@ def _sort_chunks(
 # Checks.
 
 
-def _are_sizes(sizes: list[int], tokens: int) -> bool:
+def are_sizes(sizes: list[int], tokens: int) -> bool:
+    """Whether so many tokens can be cut into parts of these sizes."""
     return min(sizes, default=0) >= 0 and sum(sizes) <= tokens
 
 

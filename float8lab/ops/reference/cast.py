@@ -296,7 +296,7 @@ def cast_many_(
         own = given[index] if given else None
         results = quantize(one, data.dtype, block, rule, eps, given=own)
         outputs = (data,) if given else (data, scale[index], amax[index])
-        for output, result in zip(outputs, results, strict=False):
+        for output, result in zip(outputs, results[: len(outputs)], strict=True):
             output.copy_(result)
 
 
