@@ -564,3 +564,28 @@ def test_update_scales(
         all_same([*on_gpu, got], [*state, want])
         state[1].uniform_()
         on_gpu[1].copy_(state[1])
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=["tensor", "row", "1x128"])
+@pytest.mark.parametrize(
+    "sizes", [[300, 0, 1500, 130, 1400, 7], [256] * 6], ids=["jagged", "balanced"]
+)
+def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int, int]) -> None:
+    """More than four rounds of tiles of all multiprocessors, the largest group's first."""
+    columns = (2048 + 16, 1536)
+    torch.manual_seed(0)
+    x, dy = (torch.randn(sum(sizes), n, device="cuda").bfloat16() for n in columns)
+
+    amax = torch.full((1, 1), 6.0, device="cuda") if block == (-1, -1) else None
+
+    def multiply(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
+        offs = torch.tensor(sizes, device="cuda").cumsum(0).int()
+        how = (offs, E4M3, block, "fp32", 0.0, False, True, False, amax)
+        turned = [ops.cast_groups_op("", [part], part.dtype, *how)[3:5] for part in (x, dy)]
+        return ops.grouped_mm_op(
+            *turned[0], block, *turned[1], block, None, offs, torch.float32, False
+        )
+
+    product = multiply(x, dy, sizes)
+    for group, (one, other) in enumerate(zip(x.split(sizes), dy.split(sizes), strict=True)):
+        assert torch.equal(product[group], multiply(one, other, [len(one)])[0]), group

@@ -91,7 +91,7 @@ def _plan_kernel(
     M, E,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Each group's first tile and how many it has, how many there are; each tile's place."""
+    """The groups from the largest on, and their tiles; how many tiles there are; where each is."""
     index = tl.program_id(0)
     offsets = tl.arange(0, COUNT)
     ends = tl.load(offs_ptr + offsets, mask=offsets < E, other=0).to(tl.int32)
@@ -108,11 +108,14 @@ def _plan_kernel(
         tl.store(plan_ptr + 1, tl.where(is_one, row.to(tl.int32), 0))
         tl.store(plan_ptr + 2, tl.where(is_one, end.to(tl.int32), 0))
     else:
-        here = tl.where(offsets == index, of_group, 0)
-        before = tl.where((offsets < index) | (index == E), of_group, 0)
-        tl.store(plan_ptr, tl.sum(before, 0))
-        tl.store(plan_ptr + 1, tl.sum(here, 0))
-        tl.store(plan_ptr + 2, 0)
+        here = tl.sum(tl.where(offsets == index, of_group, 0), 0)
+        before = tl.sum(tl.where((offsets < index) | (index == E), of_group, 0), 0)
+        is_ahead = (of_group > here) | ((of_group == here) & (offsets < index))
+        place = tl.sum(((offsets < E) & is_ahead).to(tl.int32), 0)
+        plan_ptr += 4 * (tl.where(index == E, E, place) - index)
+        tl.store(plan_ptr, before)
+        tl.store(plan_ptr + 1, here)
+        tl.store(plan_ptr + 2, tl.where(index == E, 0, index))
     tl.store(plan_ptr + 3, 0)
 
 

@@ -101,13 +101,26 @@ def place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
 
 
 @gluon.jit
+def _in_turn(turn, programs, tiles):
+    """The tile that is multiplied at a turn, in every other round by the programs in reverse order.
+
+    Groups come from the largest on, so that the same programs would have the longest of each round.
+    """
+    begin = turn // programs * programs
+    last = gl.minimum(begin + programs, tiles) - 1
+    return gl.where(begin // programs % 2 == 0, turn, begin + last - turn)
+
+
+@gluon.jit
 def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
     """Where a tile's operands and its part of y are.
 
-    Returns its group; row and first step of a; row and column of b; its steps; its row in y, how
-    many rows of the group are left there, and its column.
+    Returns its group; row and first step of a; row and column of b; its steps; how many rows of the
+    group are left there, and its column in y.
     """
-    tiles_m, tiles_n, steps, _, _, E, M, _, b_rows, b_columns = where
+    tiles_m, tiles_n, steps, _, programs, E, M, _, b_rows, b_columns = where
+    if GROUPS == GROUPED_SUMS:
+        tile = _in_turn(tile, programs, tiles_m * tiles_n)
     m, n = place(tile, tiles_m, tiles_n, BAND)
     column = n * 2 * PART
     if GROUPS == DENSE:
@@ -116,17 +129,17 @@ def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
         first = group
         b_row = column
         b_column = group
-        y_row = row
         left = M - row
     elif GROUPS == GROUPED_SUMS:
         down = gl.cdiv(M, 2 * HALF)
-        group = m // down
-        row = (m - group * down) * 2 * HALF
-        first = gl.load(plan_ptr + 4 * group)
-        steps = gl.load(plan_ptr + 4 * group + 1)
+        place_of_group = m // down
+        row = (m - place_of_group * down) * 2 * HALF
+        at = plan_ptr + 4 * place_of_group
+        first = gl.load(at)
+        steps = gl.load(at + 1)
+        group = gl.load(at + 2)
         b_row = column
         b_column = first * STEP
-        y_row = group * M + row
         left = M - row
     else:
         at = plan_ptr + 4 * (E + 1 + m)
@@ -138,8 +151,15 @@ def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
         first = group * 0
         b_row = group * b_rows + column
         b_column = group * b_columns
-        y_row = row
-    return group, row, first, b_row, b_column, steps, y_row, left, column
+    return group, row, first, b_row, b_column, steps, left, column
+
+
+@gluon.jit
+def _row_in_y(group, row, M, GROUPS: gl.constexpr):
+    """Of a row of a: products of groups of the sum are below each other."""
+    if GROUPS == GROUPED_SUMS:
+        row += group * M
+    return row
 
 
 # The roles.
@@ -213,7 +233,7 @@ def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.
     tiles_m, tiles_n, _, first_tile, programs, _, _, _, _, _ = where
     count = 0
     for tile in range(first_tile, tiles_m * tiles_n, programs):
-        _group, row, first, b_row, b_column, steps, _y_row, _left, _column = _find(
+        _group, row, first, b_row, b_column, steps, _left, _column = _find(
             tile, where, plan_ptr, BAND, GROUPS
         )
         for step in range(steps):
@@ -275,7 +295,7 @@ def _multiply_fast(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 32])
     count = 0
     last = tiles_m * tiles_n - 1
-    group, row, _first, _b_row, _b_column, steps, y_row, left, column = _find(
+    group, row, _first, _b_row, _b_column, steps, left, column = _find(
         gl.minimum(first_tile, last), where, plan_ptr, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
@@ -292,6 +312,7 @@ def _multiply_fast(
         sums = warpgroup_mma_wait(0, (sums,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
         below = HALF * number
+        y_row = _row_in_y(group, row, M, GROUPS)
         sums = _scale(sums, scales, group, row + below, column, M, N)
         ahead = gl.minimum(tile + programs, last)
         if BIAS:
@@ -311,7 +332,7 @@ def _multiply_fast(
         )
         if BIAS:
             following = _find(ahead, where, plan_ptr, BAND, GROUPS)
-        group, row, _first, _b_row, _b_column, steps, y_row, left, column = following
+        group, row, _first, _b_row, _b_column, steps, left, column = following
     tma.store_wait(0)
 
 
@@ -337,12 +358,12 @@ def _multiply_parts(  # noqa: PLR0915
     part = gl.zeros([HALF, PART], gl.float32, LAYOUT)
     count = 0
     last = tiles_m * tiles_n - 1
-    group, row, first, _b_row, _b_column, steps, y_row, left, column = _find(
+    group, row, first, _b_row, _b_column, steps, left, column = _find(
         gl.minimum(first_tile, last), where, plan_ptr, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
         if GROUPS == DENSE:  # nothing to read, and fewer values from tile to tile
-            group, row, first, _b_row, _b_column, steps, y_row, left, column = _find(
+            group, row, first, _b_row, _b_column, steps, left, column = _find(
                 tile, where, plan_ptr, BAND, GROUPS
             )
         sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
@@ -405,10 +426,11 @@ def _multiply_parts(  # noqa: PLR0915
             sums0 = _add_bias(sums0, scales, group, column + column0, steps, N)
             sums1 = _add_bias(sums1, scales, group, column + column1, steps, N)
         y_tile = y_tiles.index(number)
+        y_row = _row_in_y(group, row, M, GROUPS)  # not carried along, for want of registers
         _store(sums0, y_desc, y_ptr, y_tile, y_row + row0, column + column0, left - row0, N, GROUPS)
         _store(sums1, y_desc, y_ptr, y_tile, y_row + row1, column + column1, left - row1, N, GROUPS)
         if GROUPS != DENSE:
-            group, row, first, _b_row, _b_column, steps, y_row, left, column = following
+            group, row, first, _b_row, _b_column, steps, left, column = following
     tma.store_wait(0)
 
 

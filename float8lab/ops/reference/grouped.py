@@ -62,19 +62,21 @@ def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
         rows: of the matrix; those beyond the last end are group E.
 
     Returns:
-        ``[E + 1 + padded_rows // SPAN, 4]`` int32: of each group its first tile and how many it
-        has; how many there are, and how many group E has; then of each tile its group, its first
-        row and the group's end. All else is 0.
+        ``[E + 1 + padded_rows // SPAN, 4]`` int32: of each group, from the largest on, its first
+        tile, how many it has and which group it is; how many tiles there are, and how many group E
+        has; then of each tile its group, its first row and the group's end. All else is 0.
     """
     starts, ends = [0, *offs.tolist()], [*offs.tolist(), int(rows)]
     groups: list[list[int]] = []
     tiles: list[list[int]] = []
     for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        groups.append([len(tiles), -(-max(end - start, 0) // SPAN), 0, 0])
+        groups.append([len(tiles), -(-max(end - start, 0) // SPAN), group, 0])
         tiles += [[group, row, end, 0] for row in range(start, end, SPAN)]
-    groups[-1][0] = len(tiles)
+    *groups, (_, beyond, _, _) = groups
+    groups.sort(key=lambda group: -group[1])
     unused = padded_rows(int(rows), len(offs)) // SPAN - len(tiles)
-    return torch.tensor([*groups, *tiles, *[[0] * 4] * unused], dtype=torch.int32).to(offs.device)
+    plan = [*groups, [len(tiles), beyond, 0, 0], *tiles, *[[0] * 4] * unused]
+    return torch.tensor(plan, dtype=torch.int32).to(offs.device)
 
 
 def cast_groups(
