@@ -134,7 +134,8 @@ def declare(
     whole = _untraced(_complete(exact))
     implementations = {"CompositeExplicitAutograd": whole}
     if cuda is not None:
-        implementations = {"CPU": whole, "CUDA": _untraced(_complete(_lazy(cuda)))}
+        on_gpu = _exact(_lazy(cuda), "cuda")
+        implementations = {"CPU": whole, "CUDA": _untraced(_complete(on_gpu))}
 
     def define(name: str, schema: str) -> Any:
         tags = [torch.Tag.pt2_compliant_tag, *[torch.Tag.flexible_layout] * any_strides]
@@ -198,20 +199,20 @@ def _either(
     return through
 
 
-def _exact(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A reference without torch.autocast, which would multiply its float32 in another dtype.
+def _exact(function: Callable[..., Any], device: str = "cpu") -> Callable[..., Any]:
+    """An implementation without torch.autocast, which would multiply in another dtype than it says.
 
-    Products of FP8 codes overflow float16, and torch.stack raises for FP8 there.
+    Products of FP8 codes overflow float16, and torch.stack raises for FP8 on a CPU there.
     """
 
     def call(*args: Any) -> Any:
-        if not torch.is_autocast_enabled("cpu"):
-            return reference(*args)
-        torch.set_autocast_enabled("cpu", False)
+        if not torch.is_autocast_enabled(device):
+            return function(*args)
+        torch.set_autocast_enabled(device, False)
         try:
-            return reference(*args)
+            return function(*args)
         finally:
-            torch.set_autocast_enabled("cpu", True)
+            torch.set_autocast_enabled(device, True)
 
     return call
 
@@ -354,6 +355,8 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
         if x.is_cuda:
             if type(launcher) is str:
                 launcher = _load(launcher)
+            if torch.is_autocast_enabled("cuda"):
+                return _exact(launcher, "cuda")(*args)
             return launcher(*args)
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             return reference(*args)
@@ -388,6 +391,8 @@ def planned(body: Callable[..., Any]) -> Callable[..., Any]:
             return body(*args)
         if repeat is None:
             repeat = _load("_replay:replayed")(body)
+        if torch.is_autocast_enabled("cuda"):
+            return _exact(repeat, "cuda")(*args)
         return repeat(*args)
 
     return call

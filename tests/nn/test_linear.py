@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -263,6 +264,26 @@ def test_under_torch_autocast_the_product_is_the_same(recipe, dtype):
         expected = want(x)
         with torch.autocast("cpu", dtype):
             assert torch.equal(layer(x), expected.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@each_recipe
+def test_under_torch_autocast_the_product_is_the_same_on_a_gpu(recipe, kind, dtype):
+    x, splits = torch.randn(48, 256, device="cuda"), ()
+    if kind == "linear":
+        layer: Any = float8lab.Linear(256, 32, device="cuda")
+    else:
+        layer, splits = float8lab.GroupedLinear(2, 256, 32, device="cuda"), ([20, 28],)
+    with float8lab.autocast(recipe=recipe):
+        expected = layer(x, *splits)
+        for _ in range(3):  # recorded and repeated
+            with torch.autocast("cuda", dtype):
+                y = layer(x, *splits)
+                assert torch.is_autocast_enabled("cuda")
+            near = torch.finfo(dtype).eps * float(expected.abs().max())
+            torch.testing.assert_close(y, expected.to(dtype), rtol=0, atol=near)
 
 
 # --- parameters of the constructor ---------------------------------------------------------------

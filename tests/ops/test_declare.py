@@ -251,3 +251,26 @@ def test_selective_checkpointing_computes_no_listed_op_again(recipe: recipes.Rec
 
     assert _flops(selective) == once
     assert _flops(lambda x: checkpoint(model, x, use_reentrant=False)) > once
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_torch_autocast_does_not_reach_an_implementation(device):
+    """Of either device, and it is as it was afterwards, also where the implementation raises."""
+    seen = []
+
+    def implementation(fails: bool) -> None:
+        seen.append(torch.is_autocast_enabled(device))
+        if fails:
+            raise ValueError("asked for")
+
+    exact = declare._exact(implementation, device)
+    exact(False)
+    torch.set_autocast_enabled(device, True)
+    try:
+        exact(False)
+        with pytest.raises(ValueError, match="asked for"):
+            exact(True)
+        assert torch.is_autocast_enabled(device)
+    finally:
+        torch.set_autocast_enabled(device, False)
+    assert seen == [False] * 3
