@@ -363,6 +363,8 @@ def test_overhead(few):
     auto, plain = gpt["auto, eager"], gpt["bfloat16, eager"]
     assert auto.values["x bf16 in the same mode"] == plain.median / auto.median
     assert auto.values["one thread ms"] > 0
+    assert "bfloat16, graphed" in gpt
+    assert "auto, graphed" not in gpt
     assert layer["both, one thread us"] > 0
     assert torch.autograd.is_multithreading_enabled()
     assert [target.bound for target in auto.targets] == [0.97]

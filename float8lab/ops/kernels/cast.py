@@ -699,7 +699,7 @@ def cast(
     if prologue and (column_sum or (transposed and not turns)):
         first = value_of(*matrix)
         matrix = "", [first], dtype
-    total = first.float().sum(0) if column_sum else None
+    total = first.sum(0, dtype=torch.float32) if column_sum else None
     other = "", [first.t()], first.dtype
     q, scale, amax = _cast_straight(matrix if straight else other, how, given, slot)
     if turns:
