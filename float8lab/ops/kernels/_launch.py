@@ -163,7 +163,7 @@ _MOST_MAPS = 64
 
 
 def mapped(run: Callable[..., None], kernel: Any) -> tuple[Callable[..., None], list[Any]]:
-    """What launches a kernel whose copy engine's maps are there, and what makes each of them.
+    """The launcher of a kernel whose copy engine's maps are there, and the makers of these.
 
     Triton 3.6 makes a map of every descriptor in Python at each launch, which takes as long as all
     else. Here a map is made of a tensor's address once. What launches then takes, in the place of a
@@ -180,7 +180,7 @@ def mapped(run: Callable[..., None], kernel: Any) -> tuple[Callable[..., None], 
 
 
 def _made_by(meta: dict[str, Any], descriptor: Any) -> Callable[[Tensor], Any]:
-    """What makes the copy engine's map of a tensor like the descriptor's."""
+    """A maker of the copy engine's maps, of tensors like the descriptor's."""
     driver = importlib.import_module("triton.backends.nvidia.driver")
     fill = triton.runtime.driver.active.utils.fill_tma_descriptor
     how = (

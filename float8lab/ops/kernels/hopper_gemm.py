@@ -156,7 +156,7 @@ def _find(tile, where, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _row_in_y(group, row, M, GROUPS: gl.constexpr):
-    """Of a row of a: products of groups of the sum are below each other."""
+    """The row in y of a row of a: products of groups of the sum are below each other."""
     if GROUPS == GROUPED_SUMS:
         row += group * M
     return row
