@@ -173,8 +173,10 @@ def mapped(run: Callable[..., None], kernel: Any) -> tuple[Callable[..., None], 
     meta = getattr(getattr(kernel, "metadata", None), "tensordesc_meta", None)
     if not triton.__version__.startswith("3.6.") or not meta or None in meta:
         return run, []
+    if not inspect.isfunction(run) or any(each["fp4_padded"] for each in meta):
+        return run, []  # the object that allocates memory to work in, say
     launch = inspect.getclosurevars(run).nonlocals.get("launcher")
-    if launch is None or any(each["fp4_padded"] for each in meta):
+    if launch is None:
         return run, []
     return launch, [partial(_made_by, each) for each in meta]
 
