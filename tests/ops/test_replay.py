@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from float8lab.ops import declare
@@ -538,48 +536,3 @@ def test_a_descriptor_is_made_anew_of_each_call_s_tensors():
     assert len(held) == 2
     del x
     assert held[1]() is None, "a plan keeps no tensor"
-
-
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="others make maps in C")
-def test_the_copy_engines_maps_are_made_once_of_an_address(monkeypatch):
-    made, launched = [], []
-
-    def fill(address: int, *how: Any) -> tuple[Any, ...]:
-        made.append((address, *how))
-        return "map", address
-
-    utils = types.SimpleNamespace(fill_tma_descriptor=fill)
-    monkeypatch.setattr(triton.runtime.driver, "_active", types.SimpleNamespace(utils=utils))
-    each = {
-        "swizzle": 3, "elem_size": 1, "elem_type": 0, "block_size": [2, 16], "fp4_padded": False
-    }  # fmt: skip
-    metadata = types.SimpleNamespace(tensordesc_meta=[each, each])
-
-    def around(launcher: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: launcher(*args)
-
-    run = around(lambda *args: launched.append(args))
-
-    @replayed
-    def launcher(x: Tensor, y: Tensor, factor: float) -> Tensor:
-        args = TensorDescriptor.from_tensor(x, [2, 16]), TensorDescriptor.from_tensor(y, [2, 16])
-        known = run, ("handle",), ("constant",), types.SimpleNamespace(metadata=metadata)
-        out = x.new_empty(1)
-        launch = _launch.RECORDING.launch if hasattr(_launch.RECORDING, "launch") else None
-        if launch is not None:
-            launch((5,), (*args, out, factor), known)
-        return out
-
-    x, y, other = (torch.randn(6, 16) for _ in range(3))
-    launcher(x, y, 0.5)
-    launcher(x, y, 0.5)
-    assert not launched
-    for pair in ((x, y), (x, y), (x, other), (other, y)):
-        out = launcher(*pair, 0.5)
-        maps = [("map", part.data_ptr()) for part in pair]
-        *before, got, factor, constant = launched.pop()
-        assert before == [5, 1, 1, 7, "handle", maps[0], 6, 16, 16, 1, maps[1], 6, 16, 16, 1]
-        assert (got.data_ptr(), factor, constant) == (out.data_ptr(), 0.5, "constant")
-    assert len(made) == 4, "of each argument's addresses one"
-    for _, *how in made:
-        assert how == [3, 1, 0, [2, 16], x.shape, x.stride(), 0]

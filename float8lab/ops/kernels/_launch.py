@@ -7,8 +7,6 @@ Triton chose is remembered under all that the choice depends on.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +26,6 @@ __all__ = [
     "has_hooks",
     "is_on_current_device",
     "launched",
-    "mapped",
 ]
 
 ENABLED = True
@@ -156,51 +153,6 @@ def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     if run.global_scratch_size or run.profile_scratch_size:
         return run, (handle, *after)
     return below, (handle, run.launch_cooperative_grid, run.launch_pdl, None, None, *after)
-
-
-_MOST_MAPS = 64
-"""The most that are remembered of one argument. It has few addresses: memory is used again."""
-
-
-def mapped(run: Callable[..., None], kernel: Any) -> tuple[Callable[..., None], list[Any]]:
-    """The launcher of a kernel whose copy engine's maps are there, and the makers of these.
-
-    Triton 3.6 makes a map of every descriptor in Python at each launch, which takes as long as all
-    else. Here a map is made of a tensor's address once. What launches then takes, in the place of a
-    descriptor, its map, sizes and strides. Of other versions the list is empty: ``run`` takes
-    descriptors.
-    """
-    meta = getattr(getattr(kernel, "metadata", None), "tensordesc_meta", None)
-    if not triton.__version__.startswith("3.6.") or not meta or None in meta:
-        return run, []
-    if not inspect.isfunction(run) or any(each["fp4_padded"] for each in meta):
-        return run, []  # the object that allocates memory to work in, say
-    launch = inspect.getclosurevars(run).nonlocals.get("launcher")
-    if launch is None:
-        return run, []
-    return launch, [partial(_made_by, each) for each in meta]
-
-
-def _made_by(meta: dict[str, Any], descriptor: Any) -> Callable[[Tensor], Any]:
-    """A maker of the copy engine's maps, of tensors like the descriptor's."""
-    driver = importlib.import_module("triton.backends.nvidia.driver")
-    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
-    how = (
-        meta["swizzle"], meta["elem_size"], driver.TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
-        meta["block_size"], descriptor.shape, descriptor.strides, int(descriptor.padding == "nan"),
-    )  # fmt: skip
-    maps: dict[int, Any] = {}
-
-    def make(base: Tensor) -> Any:
-        address = base.data_ptr()
-        found = maps.get(address)
-        if found is None:
-            if len(maps) >= _MOST_MAPS:
-                maps.clear()
-            found = maps[address] = fill(address, *how)
-        return found
-
-    return make
 
 
 def has_hooks() -> bool:

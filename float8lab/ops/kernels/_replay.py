@@ -27,7 +27,6 @@ from float8lab.ops.kernels._launch import (
     current_stream,
     has_hooks,
     is_on_current_device,
-    mapped,
 )
 
 __all__ = ["replayed"]
@@ -296,45 +295,37 @@ class _Recording(TorchDispatchMode):
         func, args, kwargs = self.views.pop(id(tensor))
         return self._take(_VIEWS[func], args, kwargs, tensor)
 
-    def _describe(self, descriptor: Any, map_of: Any) -> tuple[Any, ...]:
-        """A step that makes a descriptor for the copy engine anew, or its map; what is launched."""
+    def _describe(self, descriptor: Any) -> int:
+        """A step that makes a descriptor for the copy engine anew, and its number."""
         base = _Number(self._number(descriptor.base, as_it_is=False))
         self.fits &= base != -1
-        if map_of is None:
-            made, rest = functools.partial(_described_as, _described_as(descriptor, None)), ()
-        else:
-            made, rest = map_of(descriptor), (*descriptor.shape, *descriptor.strides)
+        made = functools.partial(_described_as, _described_as(descriptor, None))
         self.steps.append(_Step(made, (base,), {}, len(self.tensors)))
         self.tensors.append(descriptor)
-        return (_Number(len(self.tensors) - 1), *rest)
+        return len(self.tensors) - 1
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], known: Any) -> None:
         """A launch of the kernel that is ``known``, with run-time arguments ``args``."""
         if known is None:
             self.fits = False
             return
-        run, first, values, kernel = known
-        run, maps = mapped(run, kernel)
+        run, first, values, _ = known
         x, y, z = (*grid, 1, 1)[:3]
-        args = self._numbered(args, as_they_are=False, maps=maps)
+        args = self._numbered(args, as_they_are=False)
         self.steps.append(
             _Step(run, (x, y, z, _STREAM, *first, *args, *values), {}, None, is_launch=True)
         )
 
-    def _numbered(
-        self, args: tuple[Any, ...], *, as_they_are: bool = True, maps: Sequence[Any] = ()
-    ) -> tuple[Any, ...]:
-        """Arguments, with its number in the place of each tensor; ``maps`` of the descriptors."""
+    def _numbered(self, args: tuple[Any, ...], *, as_they_are: bool = True) -> tuple[Any, ...]:
+        """Arguments, with its number in the place of each tensor."""
         numbered: list[Any] = []
-        left = iter(maps)
         for arg in args:
             if isinstance(arg, Tensor):
                 arg = _Number(self._number(arg, as_it_is=as_they_are))
                 if arg == -1:  # not one that it is given, nor one that it allocates
                     self.fits = False
             elif hasattr(arg, "block_shape"):
-                numbered += self._describe(arg, next(left, None))
-                continue
+                arg = _Number(self._describe(arg))
             numbered.append(arg)
         return tuple(numbered)
 
