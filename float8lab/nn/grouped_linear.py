@@ -355,11 +355,10 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         if self._names[kind] == (kind,):
             return parts[0], ()
-        if (
-            torch.compiler.is_compiling()
-            or STATE.onnx
-            or torch._C._are_functorch_transforms_active()
-        ):
+        if torch.compiler.is_compiling():
+            # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
+            return torch.stack([plain(part) for part in parts]), ()
+        if STATE.onnx or torch._C._are_functorch_transforms_active():
             return torch.stack(list(parts)), ()
         version = sum(map(version_of, parts)) if kept else -1
         whole, known = self._wholes.get(kind, (None, -1))
