@@ -227,6 +227,28 @@ def test_gradients_go_into_main_grad(single, recipe):
         torch.testing.assert_close(weight.main_grad, 3 * grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"], RECIPES["block"]], ids=str)
+def test_some_gradients_go_into_main_grad(recipe, dtype):
+    layer, x, dy = experts(params_dtype=dtype), rows(K).to(dtype), rows(N).to(dtype)
+    want = step(layer, x, dy, recipe)
+    layer.fuse_wgrad_accumulation = True
+    layer.weight0.requires_grad_(False).main_grad = torch.ones(N, K)
+    layer.weight1.main_grad = torch.ones(N, K)
+    for first, added in ((False, 1), (True, 0)):
+        layer.zero_grad()
+        inp = x.clone().requires_grad_()
+        with float8lab.autocast(recipe is not None, recipe=recipe):
+            y = layer(inp, SIZES, is_first_microbatch=first)
+        y.backward(dy)
+        assert torch.equal(y, want[0])
+        assert torch.equal(inp.grad, want[1])
+        assert torch.equal(layer.weight0.main_grad, torch.ones(N, K))
+        torch.testing.assert_close((layer.weight1.main_grad - added).to(dtype), want[3])
+        assert layer.weight1.grad is None
+        torch.testing.assert_close(layer.weight2.grad, want[4])
+
+
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"], RECIPES["block"]], ids=str)
 def test_microbatches_and_checkpoints_give_the_same(recipe):
     layer, x, dy = experts(), rows(K), rows(N)
