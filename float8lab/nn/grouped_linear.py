@@ -454,7 +454,8 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         whole = f"{prefix}{kind}"
         each = [f"{whole}{index}" for index in range(self.num_gemms)]
         if self._names[kind] == (kind,):
-            if whole not in state and all(key in state for key in each):
+            shapes = {getattr(state.get(key), "shape", None) for key in each}
+            if whole not in state and len(shapes) == 1 and None not in shapes:
                 state[whole] = torch.stack([state.pop(key) for key in each])
         elif whole in state and not any(key in state for key in each):
             value = state[whole]

@@ -573,6 +573,16 @@ def test_splits_that_are_none(splits, kind, message):
         layer(x, splits)
 
 
+def test_checkpoints_that_do_not_fit_are_named():
+    single = experts(single_grouped_weight=True)
+    before = copy.deepcopy(single.state_dict())
+    state = experts().state_dict()
+    for value in (torch.zeros(3, 3), None):
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"weight0", "weight1"'):
+            single.load_state_dict({**state, "weight1": value})
+        assert all(torch.equal(p, before[name]) for name, p in single.named_parameters())
+
+
 def test_buffers_of_another_shape():
     layer, x = experts(), rows(K)
     with pytest.raises(ValueError, match="out must be a floating-point tensor of shape"):
