@@ -291,9 +291,10 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if dgrad_out is not None:
             self._check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
             x = into_buffer(x, dgrad_out.view_as(x))
+        fused = self._fused(weights)
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
-            fused_weight=self._fused(weights),
+            fused_weight=fused if len(fused) == len(weights) else None,
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
@@ -302,6 +303,8 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         as_it_is = type(weights[0]) in (nn.Parameter, Float8Tensor)
         if call is None and (self.fuse_wgrad_accumulation or not as_it_is):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
+        elif 0 < len(fused) < len(weights):
+            weights = [plain_weight(self, w, is_first_microbatch, as_main=True) for w in weights]
         weight, parts = self._whole("weight", weights, kept=is_first_microbatch is not None)
         count = len(parts)
         if call is None:
@@ -355,11 +358,10 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         """
         if self._names[kind] == (kind,):
             return parts[0], ()
-        if (
-            torch.compiler.is_compiling()
-            or STATE.onnx
-            or torch._C._are_functorch_transforms_active()
-        ):
+        if torch.compiler.is_compiling():
+            # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
+            return torch.stack([plain(part) for part in parts]), ()
+        if STATE.onnx or torch._C._are_functorch_transforms_active():
             return torch.stack(list(parts)), ()
         version = sum(map(version_of, parts)) if kept else -1
         whole, known = self._wholes.get(kind, (None, -1))
@@ -390,12 +392,11 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
         return parallel.cropped(y, 1, length, edge).contiguous() if column else y
 
-    def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """The weights, if their gradients are to go into ``main_grad``."""
+    def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The weights whose gradients are to go into their ``main_grad``."""
         if not self.fuse_wgrad_accumulation:
-            return None
-        found = tuple(w for w in weights if fused_weight(self, w) is not None)
-        return found if len(found) == len(weights) else None
+            return ()
+        return tuple(w for w in weights if w.requires_grad and fused_weight(self, w) is not None)
 
     def _check_buffer(self, name: str, buffer: Any, shape: tuple[int, ...]) -> None:
         check_tensor(name, buffer, optional=True)
@@ -453,7 +454,8 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         whole = f"{prefix}{kind}"
         each = [f"{whole}{index}" for index in range(self.num_gemms)]
         if self._names[kind] == (kind,):
-            if whole not in state and all(key in state for key in each):
+            shapes = {getattr(state.get(key), "shape", None) for key in each}
+            if whole not in state and len(shapes) == 1 and None not in shapes:
                 state[whole] = torch.stack([state.pop(key) for key in each])
         elif whole in state and not any(key in state for key in each):
             value = state[whole]

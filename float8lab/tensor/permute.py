@@ -435,16 +435,21 @@ def routed(
         each expert end.
     """
     _check_routing_map(routing_map, tokens, "index" if experts else "mask")
-    row_map, ends = row_map_op(routing_map, experts or 0)
+    row_map, ends = row_map_op(_with_room(routing_map) if experts else routing_map, experts or 0)
     if experts:
         return row_map, routing_map.numel(), ends
     rows = _rows_of(row_map, num_out_tokens)
     return row_map, rows, ends.clamp(max=rows)
 
 
+def _with_room(index: Tensor) -> Tensor:
+    """Numbers of experts in a dtype with a number beyond them, which 8 bits may not have."""
+    return index.to(torch.promote_types(index.dtype, torch.int32))
+
+
 def _map_of_index(index: Tensor) -> Tensor:
     T, K = index.shape
-    experts = index.reshape(-1)
+    experts = _with_room(index).reshape(-1)
     goes = experts >= 0
     last = torch.iinfo(experts.dtype).max
     order = torch.where(goes, experts, last).argsort(stable=True)

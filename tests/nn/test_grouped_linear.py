@@ -227,6 +227,28 @@ def test_gradients_go_into_main_grad(single, recipe):
         torch.testing.assert_close(weight.main_grad, 3 * grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"], RECIPES["block"]], ids=str)
+def test_some_gradients_go_into_main_grad(recipe, dtype):
+    layer, x, dy = experts(params_dtype=dtype), rows(K).to(dtype), rows(N).to(dtype)
+    want = step(layer, x, dy, recipe)
+    layer.fuse_wgrad_accumulation = True
+    layer.weight0.requires_grad_(False).main_grad = torch.ones(N, K)
+    layer.weight1.main_grad = torch.ones(N, K)
+    for first, added in ((False, 1), (True, 0)):
+        layer.zero_grad()
+        inp = x.clone().requires_grad_()
+        with float8lab.autocast(recipe is not None, recipe=recipe):
+            y = layer(inp, SIZES, is_first_microbatch=first)
+        y.backward(dy)
+        assert torch.equal(y, want[0])
+        assert torch.equal(inp.grad, want[1])
+        assert torch.equal(layer.weight0.main_grad, torch.ones(N, K))
+        torch.testing.assert_close((layer.weight1.main_grad - added).to(dtype), want[3])
+        assert layer.weight1.grad is None
+        torch.testing.assert_close(layer.weight2.grad, want[4])
+
+
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["row"], RECIPES["block"]], ids=str)
 def test_microbatches_and_checkpoints_give_the_same(recipe):
     layer, x, dy = experts(), rows(K), rows(N)
@@ -259,6 +281,18 @@ def test_compiles_whole(recipe):
         got, want = (step(one, x, dy, recipe, splits) for one in (compiled, layer))
     for mine, other in zip(got, want, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
+@pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
+def test_stored_weights_compile_whole(recipe, single):
+    with float8lab.fp8_model_init(True, recipe):
+        layer = experts(single_grouped_weight=single)
+    x, dy, splits = rows(K), rows(N), torch.tensor(SIZES)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+    got, want = (step(one, x, dy, recipe, splits) for one in (compiled, layer))
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other)  # a weight that is cast again may lose a bit
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
@@ -537,6 +571,16 @@ def test_splits_that_are_none(splits, kind, message):
     layer, x = experts(), rows(K)
     with pytest.raises(kind, match=message):
         layer(x, splits)
+
+
+def test_checkpoints_that_do_not_fit_are_named():
+    single = experts(single_grouped_weight=True)
+    before = copy.deepcopy(single.state_dict())
+    state = experts().state_dict()
+    for value in (torch.zeros(3, 3), None):
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"weight0", "weight1"'):
+            single.load_state_dict({**state, "weight1": value})
+        assert all(torch.equal(p, before[name]) for name, p in single.named_parameters())
 
 
 def test_buffers_of_another_shape():

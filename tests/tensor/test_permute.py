@@ -66,6 +66,23 @@ def test_rows_are_ordered_by_expert_and_token(shape: tuple[int, ...], device: to
     assert torch.equal(permuted, probs.t()[mask.t()])
 
 
+@pytest.mark.parametrize(("dtype", "E"), [(torch.int8, 128), (torch.uint8, 256)], ids=str)
+def test_experts_are_numbered_in_8_bits(dtype: torch.dtype, E: int, device: torch.device) -> None:
+    experts = torch.tensor([[0, E - 1], [E - 1, 3], [2, 0]], device=device)
+    if dtype.is_signed:
+        experts[0, 0] = experts[2, 1] = -1
+    x = torch.randn(3, 8, device=device)
+    want, row_map = float8lab.moe_permute(x, experts, map_type="index")
+    y, found = float8lab.moe_permute(x, experts.to(dtype), map_type="index")
+    assert torch.equal(found, row_map)
+    assert torch.equal(y, want)
+    (found, _, ends), (row_map, _, want) = (
+        routed(numbers, 3, E) for numbers in (experts.to(dtype), experts)
+    )
+    assert torch.equal(found, row_map)
+    assert torch.equal(ends, want)
+
+
 def test_rows_are_dropped_and_left_over(device: torch.device) -> None:
     experts, mask = routing(9, 5, 2, device)
     x, probs = torch.randn(9, 70, device=device), torch.rand(9, 5, device=device)
