@@ -150,6 +150,18 @@ def test_a_checkpoint_in_fp8_runs_with_its_bytes(tmp_path) -> None:
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_an_export_says_whose_experts_transformers_does_not_find(tmp_path, family) -> None:
+    model, _ = build(family, hidden_size=128, intermediate_size=128, head_dim=32)
+    float8lab.convert_to_float8(model, BLOCK)
+    for name, exclude in {"all": ["lm_head"], "linear": ["lm_head", "experts"]}.items():
+        path = tmp_path / name
+        notes = float8lab.integrations.export(model, path, exclude=exclude).notes
+        _, found = type(model).from_pretrained(path, output_loading_info=True)
+        assert any("Transformers does not" in note for note in notes) == bool(found["missing_keys"])
+        assert bool(found["missing_keys"]) == (family == "mixtral" and name == "all")
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_on_parameters_of_experts() -> None:
     """PEFT adds its product to the stacked weights while the experts run."""
