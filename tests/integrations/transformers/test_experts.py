@@ -162,6 +162,24 @@ def test_an_export_says_whose_experts_transformers_does_not_find(tmp_path, famil
         assert bool(found["missing_keys"]) == (family == "mixtral" and name == "all")
 
 
+def test_loading_says_which_experts_keep_their_own_forward() -> None:
+    """With one scale each for gate and up, no recipe has the blocks of the two joined."""
+    model, _ = build("olmoe")
+    prefix = "model.layers.0.mlp.experts"
+    state = {n: v for n, v in model.state_dict().items() if not n.startswith(prefix)}
+    for name, value in model.get_submodule(prefix).named_parameters():
+        for e, parts in enumerate(value.detach().unbind()):
+            kinds = ("gate", "up") if "gate" in name else ("down",)
+            for kind, part in zip(kinds, parts.chunk(len(kinds)), strict=True):
+                stored = float8lab.quantize(part)
+                state[f"{prefix}.{e}.{kind}_proj.weight"] = stored.qdata
+                state[f"{prefix}.{e}.{kind}_proj.weight_scale"] = stored.scale
+    report = float8lab.integrations.load_fp8(state, model)
+    assert report.fp8[f"{prefix}.gate_up_proj"] == "e4m3 1x80xall fp32"
+    (note,) = report.notes
+    assert note == f"{prefix} runs without a recipe: none has the blocks of all its experts"
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_on_parameters_of_experts() -> None:
     """PEFT adds its product to the stacked weights while the experts run."""
