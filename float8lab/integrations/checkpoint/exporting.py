@@ -194,7 +194,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         fp8={name: weight.spec.describe() for weight in weights for name in weight.sources},
         high_precision=tuple(others),
         nonfinite=nonfinite,
-        notes=(*_packed_notes(state), *_notes(weights, found)),
+        notes=(*_packed_notes(state), *_notes(weights, found), *_notes_of_experts(model, weights)),
     )
 
 
@@ -331,4 +331,30 @@ def _notes(weights: Sequence[Weight], format: Format) -> list[str]:
     return [
         f"{cut[0]}{more}: sizes that are no multiple of 128; Transformers does not dequantize them "
         "correctly, as it takes all blocks to be of one size"
+    ]
+
+
+_OTHER_NAMES = {
+    "aria_text", "deepseek_v4", "granitemoe", "granitemoehybrid", "granitemoeshared", "kimi_linear",
+    "lfm2_moe", "minimax", "minimax_m2", "minimax_m3_vl", "mistral_large4_text", "mixtral",
+    "phimoe", "qwen3_vl_moe", "step3p7",
+}  # fmt: skip
+"""Types of models whose checkpoints have no ``gate_proj`` of each expert.
+
+Source: Transformers 5.23, ``conversion_mapping.py``.
+"""
+
+
+def _notes_of_experts(model: nn.Module, weights: Sequence[Weight]) -> list[str]:
+    """A sentence about experts that Transformers would not find under the names they have."""
+    names = [weight.names[0] for weight in weights if weight.parameters]
+    kinds = {getattr(getattr(m, "config", None), "model_type", None) for m in model.modules()}
+    kind = next(iter(sorted(_OTHER_NAMES.intersection(map(str, kinds)))), None)
+    if not names or kind is None:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"{names[0]}{more}: checkpoints of {kind} have other names for the matrices of experts; "
+        "load_fp8 finds these, but Transformers does not, and would start with random experts. "
+        "Exclude the experts"
     ]

@@ -436,7 +436,7 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
             static = any(_stem(name) in plan.input_scales for name in names)
             fits = static and recipe == Float8CurrentScaling()
             chosen[product.name] = _STATIC if fits else recipe
-    chosen |= _recipes_of_experts(model, by_name)
+    chosen |= _recipes_of_experts(model, by_name, notes)
     for recipe in dict.fromkeys(chosen.values()):
         meant = {name for name, found in chosen.items() if found == recipe}
         notes += _convert(model, recipe, meant)
@@ -457,8 +457,13 @@ def _run_in_fp8(model: nn.Module, plan: _Plan) -> list[str]:
     return notes
 
 
-def _recipes_of_experts(model: nn.Module, by_name: Mapping[str, Item]) -> dict[str, Recipe]:
-    """The recipes of modules whose experts are all stored so that one uses them as they are."""
+def _recipes_of_experts(
+    model: nn.Module, by_name: Mapping[str, Item], notes: list[str]
+) -> dict[str, Recipe]:
+    """The recipes of modules whose experts are all stored so that one uses them as they are.
+
+    Of others in FP8 a note is added: their own forward runs, with products in FP8 expert by expert.
+    """
     chosen = {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertsBase) or experts_class(module) is None:
@@ -473,6 +478,8 @@ def _recipes_of_experts(model: nn.Module, by_name: Mapping[str, Item]) -> dict[s
         )
         if None not in items and len(specs) == 1 and recipe is not None:
             chosen[name] = recipe
+        elif any(isinstance(spec, Float8Spec) for spec in specs):
+            notes.append(f"{name} runs without a recipe: none has the blocks of all its experts")
     return chosen
 
 

@@ -378,7 +378,8 @@ def _number_of_experts(module: Any) -> int | None:
 def routers(model: nn.Module) -> set[nn.Module]:
     """The modules that choose experts, and those below them.
 
-    They are called ``router``, or ``gate`` beside ``experts``, as many of which the gate scores.
+    They are called ``router``, or ``gate`` beside ``experts``, all of which the gate scores, and in
+    some models (Zaya's) that none of them is to have the token.
     """
     found: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -388,6 +389,7 @@ def routers(model: nn.Module) -> set[nn.Module]:
         if gate is None or experts is None:
             continue
         scores = {p.shape[0] for p in gate.parameters() if p.ndim == 2}
-        if _number_of_experts(experts) in scores:
+        count = _number_of_experts(experts)
+        if count is not None and not scores.isdisjoint((count, count + 1)):
             found.update(gate.modules())
     return found

@@ -150,6 +150,36 @@ def test_a_checkpoint_in_fp8_runs_with_its_bytes(tmp_path) -> None:
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_an_export_says_whose_experts_transformers_does_not_find(tmp_path, family) -> None:
+    model, _ = build(family, hidden_size=128, intermediate_size=128, head_dim=32)
+    float8lab.convert_to_float8(model, BLOCK)
+    for name, exclude in {"all": ["lm_head"], "linear": ["lm_head", "experts"]}.items():
+        path = tmp_path / name
+        notes = float8lab.integrations.export(model, path, exclude=exclude).notes
+        _, found = type(model).from_pretrained(path, output_loading_info=True)
+        assert any("Transformers does not" in note for note in notes) == bool(found["missing_keys"])
+        assert bool(found["missing_keys"]) == (family == "mixtral" and name == "all")
+
+
+def test_loading_says_which_experts_keep_their_own_forward() -> None:
+    """With one scale each for gate and up, no recipe has the blocks of the two joined."""
+    model, _ = build("olmoe")
+    prefix = "model.layers.0.mlp.experts"
+    state = {n: v for n, v in model.state_dict().items() if not n.startswith(prefix)}
+    for name, value in model.get_submodule(prefix).named_parameters():
+        for e, parts in enumerate(value.detach().unbind()):
+            kinds = ("gate", "up") if "gate" in name else ("down",)
+            for kind, part in zip(kinds, parts.chunk(len(kinds)), strict=True):
+                stored = float8lab.quantize(part)
+                state[f"{prefix}.{e}.{kind}_proj.weight"] = stored.qdata
+                state[f"{prefix}.{e}.{kind}_proj.weight_scale"] = stored.scale
+    report = float8lab.integrations.load_fp8(state, model)
+    assert report.fp8[f"{prefix}.gate_up_proj"] == "e4m3 1x80xall fp32"
+    (note,) = report.notes
+    assert note == f"{prefix} runs without a recipe: none has the blocks of all its experts"
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_on_parameters_of_experts() -> None:
     """PEFT adds its product to the stacked weights while the experts run."""

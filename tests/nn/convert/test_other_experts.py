@@ -164,6 +164,7 @@ def test_routers_stay_in_high_precision():
     model = nn.ModuleDict(
         {
             "moe": Mixture(),
+            "skipping": Mixture(scores=E + 1),  # the last score is of no expert, as Zaya has it
             "mlp": Mixture(scores=2 * D),  # no router: its gate has as many outputs as an MLP's
             "router": nn.Sequential(nn.Linear(D, E)),
             "gate": nn.Linear(D, E),
@@ -172,7 +173,7 @@ def test_routers_stay_in_high_precision():
     report = float8lab.conversion_report(float8lab.convert_to_float8(model, strict=True))
     note = "a router, which stays in high precision; name it in overrides to convert"
     assert {layer.name: layer.note for layer in report.skipped} == {
-        "moe.gate": note, "router.0": note
+        "moe.gate": note, "skipping.gate": note, "router.0": note
     }  # fmt: skip
     with float8lab.count_gemms() as counts:
         model["moe"](torch.randn(9, D))
