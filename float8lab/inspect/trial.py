@@ -193,7 +193,8 @@ def _keep_scaling(model: nn.Module) -> _Restore:
 def _keep_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Restore:
     """Keep gradients and, as an optimizer changes them, parameters and its own state."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    changed = [p.main_grad for p, _ in gradients if hasattr(p, "main_grad")]
+    mains = (getattr(p, "main_grad", None) for p, _ in gradients)
+    changed = [main for main in mains if main is not None]
     values = _keep_values(changed if optimizer is None else [*changed, *model.parameters()])
     state = None if optimizer is None else deepcopy(optimizer.state_dict())
 

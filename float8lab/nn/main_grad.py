@@ -43,7 +43,17 @@ def accumulate(weight: Any, dw: Tensor, *, overwrite: bool) -> Tensor | None:
 
 def fused_weight(module: Any, weight: Tensor) -> Tensor | None:
     """The weight, if the module's argument and its ``main_grad`` ask for gradients there."""
-    return weight if module.fuse_wgrad_accumulation and hasattr(weight, "main_grad") else None
+    main: Any = getattr(weight, "main_grad", None) if module.fuse_wgrad_accumulation else None
+    if main is None:
+        return None
+    if not (isinstance(main, Tensor) and main.is_floating_point()):
+        got = f"a tensor of {main.dtype}" if isinstance(main, Tensor) else type(main).__name__
+        raise TypeError(
+            "main_grad of the weight must be a floating-point tensor of its shape, to which "
+            f"fuse_wgrad_accumulation adds the gradient; got {got}. Set None to have the gradient "
+            "in weight.grad."
+        )
+    return weight
 
 
 def plain_weight(

@@ -432,6 +432,24 @@ def test_fuse_wgrad_accumulation(recipe):
     assert all(torch.equal(m.weight.main_grad, plain.weight.grad) for m in runs[2:])
 
 
+@pytest.mark.parametrize(
+    ("main_grad", "got"), [(torch.zeros(4, 8, dtype=torch.int32), "torch.int32"), (3.0, "float")]
+)
+def test_a_main_grad_that_holds_no_gradient(main_grad, got):
+    layer, x = float8lab.Linear(8, 4, device="cpu", fuse_wgrad_accumulation=True), torch.randn(2, 8)
+    layer.weight.main_grad = main_grad
+    for enabled in (True, False):
+        with (
+            float8lab.autocast(enabled=enabled),
+            pytest.raises(TypeError, match=f"main_grad of the weight must be .* got .*{got}"),
+        ):
+            layer(x)
+    layer.weight.main_grad = None  # there is none
+    with float8lab.autocast():
+        layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
 def test_wrong_input_is_refused_with_the_sizes():
     layer = float8lab.Linear(16, 8, device="cpu")
     with pytest.raises(ValueError, match=r"16 as its last dimension .* got shape \(2, 15\)"):
