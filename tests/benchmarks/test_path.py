@@ -30,7 +30,8 @@ CALLS = {
 }
 FILES = 18
 # Experts have seven of these: casts of groups and their products, which take the ends of the groups
-# from the device; the rows of a permutation, both ways, and their map; routing, both ways.
+# from the device; the rows of a permutation, both ways, and their map; routing, both ways. Tensor
+# parallelism has three: products beside what they gather and scatter, and those into given memory.
 OPS, CASTS = 25, 5
 
 
