@@ -349,7 +349,7 @@ def _notes_of_experts(model: nn.Module, weights: Sequence[Weight]) -> list[str]:
     """A sentence about experts that Transformers would not find under the names they have."""
     names = [weight.names[0] for weight in weights if weight.parameters]
     kinds = {getattr(getattr(m, "config", None), "model_type", None) for m in model.modules()}
-    kind = next(iter(sorted(_OTHER_NAMES.intersection(map(str, kinds)))), None)
+    kind = min(_OTHER_NAMES.intersection(map(str, kinds)), default=None)
     if not names or kind is None:
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
