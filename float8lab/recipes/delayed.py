@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,8 +111,9 @@ class ScalePack:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
         self.parts: list[int] = []  # that ``live`` cuts the slots' factors into, by their size
-        self.amaxes: Sequence[Tensor] = self.amax.unbind()
-        self.scale, self.encode = self.factors.unbind()
+        with torch.inference_mode(False):  # training uses these views, too
+            self.amaxes: Sequence[Tensor] = self.amax.unbind()
+            self.scale, self.encode = self.factors.unbind()
         self.advanced = False  # since the last forward of a compiled graph
         self.keeps_previous = False  # casts in compiled graphs may recompute with it
         # Slots that were given a first scale since the last update.
@@ -191,7 +192,7 @@ class ScalePack:
         if by_callables:
             seen = (self.amax >= 0) & (self.amax < torch.inf)
             due, old = seen & (self.steps % recipe.interval == 0), self.factors.clone()
-        self._copy = update_scales_op(
+        copies = update_scales_op(
             self.history,
             self.amax,
             self.factors,
@@ -202,8 +203,10 @@ class ScalePack:
             recipe.amax_compute_algo == "most_recent",
             recipe.power_of_2_scale,
         )
+        # Casts of compiled graphs copy the factors themselves. A copy that outlives an update in
+        # such a graph would lie in the memory of a CUDA graph, where torch allows outputs alone.
+        self._copy = None if by_callables or self.keeps_previous else copies
         if by_callables:
-            self._copy = None
             self._choose(due, old)
 
     def _choose(self, due: Tensor, old: Tensor) -> None:
@@ -279,23 +282,30 @@ _NO_TASK = -1
 """Torch's number of the graph task where no backward pass runs."""
 
 
-@contextmanager
-def _lasting(device: torch.device) -> Iterator[None]:
-    """Allocate state that outlives what is going on.
+_Made = TypeVar("_Made")
+
+
+def _lasting(device: torch.device, make: Callable[[], _Made]) -> _Made:
+    """Call ``make``, which allocates state that outlives what is going on.
 
     In inference mode it would be inference tensors, which training may not write or save. While
-    ``torch.compile`` prepares a CUDA graph, what is allocated on the stream of that graph, then or
-    when it is recorded, would belong to it.
+    ``torch.compile`` prepares a CUDA graph, whatever the thread allocates would belong to that
+    graph, and be lost: hence a thread, and a stream, of the state's own.
     """
     with torch.inference_mode(False):
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        here, apart = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        apart.wait_stream(here)
-        with torch.cuda.stream(apart):
-            yield
-        here.wait_stream(apart)
+            return make()
+        stream, state_stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+
+        def make_on_stream() -> _Made:
+            with torch.cuda.device(device), torch.cuda.stream(state_stream):
+                return make()
+
+        state_stream.wait_stream(stream)
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(make_on_stream).result()
+        stream.wait_stream(state_stream)
+        return made
 
 
 class DelayedSlots:
@@ -328,8 +338,9 @@ class DelayedSlots:
         limits = self._by_column([torch.finfo(dtype).max for dtype in fp8_dtypes])
         # What is known of the pack's ``seeded`` without asking the device.
         self.seeded = [False] * len(fp8_dtypes)
-        with _lasting(device):
-            tensors = {
+
+        def new_tensors() -> dict[str, Tensor]:
+            return {
                 "history": torch.zeros(
                     recipe.amax_history_len, count, dtype=torch.float32, device=device
                 ),
@@ -341,15 +352,18 @@ class DelayedSlots:
                 "fp8_max": torch.tensor(limits, dtype=torch.float32, device=device),
                 "forward": torch.tensor(self._by_column(forward), device=device),
             }
-            self._adopt(ScalePack(recipe, group, tensors, parallel), 0)
+
+        self._adopt(ScalePack(recipe, group, _lasting(device, new_tensors), parallel), 0)
 
     def spread(self, parallel: Any) -> None:
         """Have a pack of ``parallel``, a TensorParallel or None."""
         pack = self.pack
         if pack.parallel != parallel:
-            with _lasting(pack.factors.device):
-                tensors = {k: t.clone() for k, t in self.tensors().items() if k in _TENSORS}
-                self._adopt(ScalePack(pack.recipe, pack.group, tensors, parallel), 0)
+            views = {k: t for k, t in self.tensors().items() if k in _TENSORS}
+            tensors = _lasting(
+                pack.factors.device, lambda: {k: t.clone() for k, t in views.items()}
+            )
+            self._adopt(ScalePack(pack.recipe, pack.group, tensors, parallel), 0)
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
         self.pack, self.start = pack, start
@@ -426,9 +440,11 @@ class DelayedSlots:
             self.seeded = fresh.seeded
             self._adopt(ScalePack(pack.recipe, pack.group, fresh.tensors(), pack.parallel), 0)
         else:
-            with _lasting(device):
-                tensors = {k: t.to(device, copy=True) for k, t in self.tensors().items()}
-                self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
+            views = self.tensors()
+            tensors = _lasting(
+                device, lambda: {k: t.to(device, copy=True) for k, t in views.items()}
+            )
+            self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -446,11 +462,13 @@ class DelayedSlots:
         self.key = state["key"]
         self.seeded = state["seeded"]
         self._lay_out(state.get("widths") or (1,) * len(self.seeded))
-        tensors = state["tensors"]
-        with _lasting(tensors["factors"].device):
-            if tensors["factors"].is_inference():
-                tensors = {name: t.clone() for name, t in tensors.items()}
-            self._adopt(ScalePack(state["recipe"], None, tensors, None), 0)
+        tensors: dict[str, Tensor] = state["tensors"]
+        if tensors["factors"].is_inference():
+            saved = tensors
+            tensors = _lasting(
+                saved["factors"].device, lambda: {name: t.clone() for name, t in saved.items()}
+            )
+        self._adopt(ScalePack(state["recipe"], None, tensors, None), 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedSlots:
         copy = DelayedSlots.__new__(DelayedSlots)
@@ -572,9 +590,12 @@ def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
 def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]
-    with _lasting(packs[0].factors.device):
-        tensors = {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
-        merged = ScalePack(packs[0].recipe, packs[0].group, tensors, packs[0].parallel)
+
+    def joined() -> dict[str, Tensor]:
+        return {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS}
+
+    tensors = _lasting(packs[0].factors.device, joined)
+    merged = ScalePack(packs[0].recipe, packs[0].group, tensors, packs[0].parallel)
     merged.keeps_previous = any(pack.keeps_previous for pack in packs)
     start = 0
     for member in members:

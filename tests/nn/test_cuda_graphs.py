@@ -172,6 +172,37 @@ def test_reduce_overhead_equals_eager(recipe, moved):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("earlier", [(), ("eager",), ("eager", "compiled")], ids=str)
+def test_state_of_delayed_scaling_is_not_in_the_memory_of_a_graph(earlier):
+    """Torch gives that memory to the next graph, and raises where anything but outputs stays."""
+    torch._dynamo.reset()
+    model = make_mlp(RECIPES["delayed"])
+    calls = {
+        "eager": model,
+        "compiled": torch.compile(model),
+        "graph": torch.compile(model, mode="reduce-overhead"),
+    }
+    for name in (*earlier, "graph"):
+        for number in range(4):
+            model.zero_grad(set_to_none=True)
+            torch.compiler.cudagraph_mark_step_begin()
+            calls[name](batch(number)).float().square().mean().backward()
+    packs = [slots.pack for p in precisions_below(model) for slots in p.slots.values()]
+    assert packs
+    assert all(pack.is_recorded() and pack._copy is None for pack in packs)
+    graph_memory = [
+        range(segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["segment_pool_id"] != (0, 0)
+    ]
+    assert graph_memory
+    for pack in packs:
+        for tensor in (pack.history, pack.amax, pack.factors, pack.previous, pack.steps):
+            assert not any(tensor.data_ptr() in memory for memory in graph_memory)
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
 @each_recipe
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_graphed_callables_equal_eager(recipe, used):
