@@ -16,12 +16,10 @@ from float8lab.distributed.overlap import gather_mm, mm_scatter
 from float8lab.distributed.tensor_parallel import Rows, TensorParallel, joined, note, noted
 from float8lab.ops import scaled_mm_op
 from float8lab.ops.declare import planned
+from float8lab.ops.operand import Operand
 from float8lab.ops.reference import scales_by_column
 
-__all__ = ["Operand", "Product", "Shards", "multiply", "spread_mm"]
-
-Operand = tuple[Tensor, Tensor]
-"""FP8 data and decode scales."""
+__all__ = ["Product", "Shards", "multiply", "spread_mm"]
 
 
 class Product(NamedTuple):
@@ -56,7 +54,7 @@ class Shards:
         """The operand of all tokens."""
         if self.whole is None:
             (q, scale), rows = self.operand, self.rows
-            self.whole = self.parallel.gathered_operand(q, scale, self.block, rows, 1)
+            self.whole = Operand(*self.parallel.gathered_operand(q, scale, self.block, rows, 1))
             note(q, self.whole)
         return self.whole
 
@@ -73,7 +71,7 @@ class Shards:
         if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()
-        self.whole = raw, scale
+        self.whole = Operand(raw, scale)
         note(self.operand[0], self.whole)
 
 
@@ -125,8 +123,8 @@ def _gathered_mm(
         y, q, scale, *gathered = gather_mm(*args, product.keep)
         if beside is not None:
             beside.arrive(*gathered)
-        return _cropped(y, product.shape), (q, scale) if product.keep else a
-    whole = parallel.gathered_operand(*a, product.a_block, rows, 0)
+        return _cropped(y, product.shape), Operand(q, scale) if product.keep else a
+    whole = Operand(*parallel.gathered_operand(*a, product.a_block, rows, 0))
     return multiply((whole, b), product, bias), whole
 
 

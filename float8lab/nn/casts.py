@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.distributed.tensor_parallel import Rows
-from float8lab.distributed.tensor_parallel_mm import Operand
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
@@ -38,49 +37,41 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.ops.declare import planned
+from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN
-from float8lab.recipes.delayed import Factors, Known, own_amax
+from float8lab.recipes.delayed import Factors, QuantParams, own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import version_of
 
 __all__ = [
-    "By",
-    "KnownWeight",
+    "InputSource",
     "Matrix",
     "Operand",
-    "Specs",
-    "WeightOperand",
+    "Orientations",
+    "Quantized",
+    "WeightSource",
     "amaxes_of_shards",
     "cast",
     "cast_by",
-    "forget_cast",
+    "input_source",
     "kept_transpose",
-    "known_input",
-    "known_weight",
-    "lives_on",
     "note_weight",
+    "outlives_step",
     "plain",
     "recast",
+    "remember_input",
     "show_cast",
     "show_gemm",
     "show_input",
     "spec_of_experts",
     "stored_as",
+    "weight_source",
 ]
 
 Matrix = Tensor | Source | Groups
 """A matrix to be cast: written, computed on the way, or of experts' rows."""
-
-
-By = Known | None
-"""How a tensor is cast, as far as that is known before: its factors, and the slot for its amax.
-
-Where the scale is found by the cast, its amax stands in the place of the encode factor.
-"""
-Specs = tuple[Float8Spec | None, Float8Spec | None]
-"""How a tensor is cast, and its transpose; None where that is not wanted."""
 
 
 def cast(
@@ -89,11 +80,11 @@ def cast(
     index: int,
     call: Call,
     *,
-    transposed: Float8Spec | None = None,
-    column_sum: bool = False,
+    columnwise: Float8Spec | None = None,
+    dbias: bool = False,
     align: int = ALIGN,
     amax: Tensor | None = None,
-) -> tuple[Any, ...]:
+) -> Quantized:
     """x in FP8, in one orientation or both, from one read where both are cast alike.
 
     Args:
@@ -101,70 +92,68 @@ def cast(
         spec: how x is cast; None where it is not wanted.
         index: which of the layer's tensors it is.
         call: of the layer.
-        transposed: how the transpose is cast, in blocks of its own rows; or None.
-        column_sum: the sums over the rows of x are wanted, too.
+        columnwise: how the transpose is cast, in blocks of its own rows; or None.
+        dbias: the sums over the rows of x are wanted, too.
         align: the sizes of the result are multiples of it.
-        amax: of the whole of which x is a shard, ``[1, 1]``, if it is known.
+        amax: of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
 
     Returns:
-        FP8 data and scales of x; by what it is cast again, beside the scales; FP8 data and scales
-        of its transpose; the sums over its rows. What is not asked for is None, or empty.
+        The casts; what is not asked for is None, or empty.
     """
     plan = call.plan
-    by: By = None
+    params: QuantParams | None = None
     if call.shards is not None and not plan.delayed:
         dim = call.shards.sharded(index)
         if dim is not None:
-            return _cast_shard(
-                x, spec, transposed, index, call, amax, column_sum=column_sum, align=align
-            )
+            return _cast_shard(x, spec, columnwise, index, call, amax, dbias=dbias, align=align)
     if not torch.compiler.is_compiling():
         if plan.delayed:
-            by = call.known[index] or call.scale(index, x)
+            params = call.known[index] or call.scale(index, x)
     elif not plan.delayed:
-        per_tensor = (-1, -1) in (spec and spec.block, transposed and transposed.block)
+        per_tensor = (-1, -1) in (spec and spec.block, columnwise and columnwise.block)
         amax = _amax_in_graph(x, index) if per_tensor and isinstance(x, Tensor) else None
-        by = None if amax is None else (Factors(None, amax), None)  # type: ignore[arg-type]
-    elif spec is not None and transposed is not None and spec != transposed:
-        first = cast(x, spec, index, call, column_sum=column_sum, align=align)
-        second = cast(x, None, index, call, transposed=transposed, align=align)
-        return *first[:3], *second[3:5], first[5]
+        if amax is not None:
+            params = QuantParams(Factors(None, amax), None)  # type: ignore[arg-type]
+    elif spec is not None and columnwise is not None and spec != columnwise:
+        rowwise = cast(x, spec, index, call, dbias=dbias, align=align)
+        transpose = cast(x, None, index, call, columnwise=columnwise, align=align)
+        return Quantized(*rowwise[:3], *transpose[3:5], rowwise.dbias)
     else:
         matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
-        wanted = spec is not None, transposed is not None, column_sum
-        fp8_dtype = (spec or transposed).fp8_dtype  # type: ignore[union-attr]  # one of the two
+        wanted = spec is not None, columnwise is not None, dbias
+        fp8_dtype = (spec or columnwise).fp8_dtype  # type: ignore[union-attr]  # one of the two
         q, scale, encode, q_t, total = cast_in_graph(
             matrix, index, call, fp8_dtype, align, *wanted,
             offs=x.offs if isinstance(x, Groups) else None,
         )  # fmt: skip
         if isinstance(x, Tensor) and x.ndim == 3:
             scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
-        return q, scale, encode, q_t, scale, total
+        return Quantized(q, scale, encode, q_t, scale, total)
     if call.shards is not None:
-        return _cast_apart(x, spec, transposed, call, by, column_sum, align)
-    return cast_by(x, spec, transposed, plan, by, column_sum=column_sum, align=align)
+        return _cast_alone(x, spec, columnwise, call, params, dbias, align)
+    return cast_by(x, spec, columnwise, plan, params, dbias=dbias, align=align)
 
 
 def cast_by(
     x: Matrix,
     spec: Float8Spec | None,
-    transposed: Float8Spec | None,
+    columnwise: Float8Spec | None,
     plan: LinearPlan,
-    by: By = None,
+    params: QuantParams | None = None,
     *,
-    column_sum: bool = False,
+    dbias: bool = False,
     align: int = ALIGN,
-) -> tuple[Any, ...]:
+) -> Quantized:
     """``cast``, which here depends on nothing but the arguments.
 
-    In backward it gives again what the forward has cast, by what ``cast`` gave beside it. A scale
-    that was found does not tell the encode factor exactly, and an amax does.
+    In backward it requantizes what the forward has cast. A scale that a cast has made of an amax
+    does not tell the encode factor exactly, and the amax does.
     """
-    if spec is not None and transposed is not None and spec != transposed:
-        first = cast_by(x, spec, None, plan, by, column_sum=column_sum, align=align)
-        second = cast_by(x, None, transposed, plan, by, align=align)
-        return *first[:3], *second[3:5], first[5]
-    how = spec or transposed
+    if spec is not None and columnwise is not None and spec != columnwise:
+        rowwise = cast_by(x, spec, None, plan, params, dbias=dbias, align=align)
+        transpose = cast_by(x, None, columnwise, plan, params, align=align)
+        return Quantized(*rowwise[:3], *transpose[3:5], rowwise.dbias)
+    how = spec or columnwise
     assert how is not None, "one of the two"
     offs = given = own_scale = slot = tiles = None
     is_batch = isinstance(x, Tensor) and x.ndim == 3
@@ -175,13 +164,13 @@ def cast_by(
         prologue, inputs, dtype, given = x
     else:
         prologue, inputs, dtype, offs, tiles = x
-    if by is not None:
-        (own_scale, given, *_), slot = by
+    if params is not None:
+        (own_scale, given, *_), slot = params
     whole = how.block == (-1, -1)
     if not (whole or plan.delayed):
         given = None
     rule = "encode" if plan.delayed else how.scale_rule, float(plan.epsilon)
-    rest = spec is not None, transposed is not None, column_sum, given, slot
+    rest = spec is not None, columnwise is not None, dbias, given, slot
     if is_batch or offs is not None:
         results = cast_groups_op(
             prologue, inputs, dtype, offs, how.fp8_dtype, how.block, *rule, *rest, tiles
@@ -190,48 +179,46 @@ def cast_by(
         results = cast_op(prologue, inputs, dtype, how.fp8_dtype, how.block, *rule, align, *rest)
     q, scale, found, q_t, scale_t, total = results
     if plan.delayed:
-        return q, own_scale, given, q_t, own_scale, total
+        return Quantized(q, own_scale, given, q_t, own_scale, total)
     factor = (found if given is None else given) if whole else None
-    return q, scale, factor, q_t, scale_t, total
+    return Quantized(q, scale, factor, q_t, scale_t, total)
 
 
 def _cast(
     x: Matrix,
     spec: Float8Spec | None,
-    transposed: Float8Spec | None,
+    columnwise: Float8Spec | None,
     recipe: Recipe,
-    by: By,
-    column_sum: bool,
+    params: QuantParams | None,
+    dbias: bool,
     align: int,
-) -> tuple[Any, ...]:
-    return cast_by(x, spec, transposed, recipe.linear, by, column_sum=column_sum, align=align)
+) -> Quantized:
+    return cast_by(x, spec, columnwise, recipe.linear, params, dbias=dbias, align=align)
 
 
 _planned_cast = planned(_cast)
 
 
-def _cast_apart(
-    x: Matrix, spec: Float8Spec | None, transposed: Float8Spec | None, call: Call, *rest: Any
-) -> tuple[Any, ...]:
-    """``cast_by`` as a plan of its own, where what is sent to other ranks parts it from others."""
+def _cast_alone(
+    x: Matrix, spec: Float8Spec | None, columnwise: Float8Spec | None, call: Call, *rest: Any
+) -> Quantized:
+    """``cast_by`` as a plan of its own: a collective separates it from the GEMM."""
     on_gpu = (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
-    found: tuple[Any, ...] = (_planned_cast if on_gpu else _cast)(
-        x, spec, transposed, call.recipe, *rest
-    )
-    return found
+    made: Quantized = (_planned_cast if on_gpu else _cast)(x, spec, columnwise, call.recipe, *rest)
+    return made
 
 
 def _cast_shard(
     x: Matrix,
     spec: Float8Spec | None,
-    transposed: Float8Spec | None,
+    columnwise: Float8Spec | None,
     index: int,
     call: Call,
     amax: Tensor | None,
     *,
-    column_sum: bool,
+    dbias: bool,
     align: int,
-) -> tuple[Any, ...]:
+) -> Quantized:
     """``cast`` of a shard, with the bytes that the cast of the whole gives it.
 
     Blocks that lie on several ranks get their amaxes from all. Features that begin or end inside
@@ -242,23 +229,23 @@ def _cast_shard(
     assert parallel is not None, "of a layer that is spread"
     dim = parallel.sharded(index)
     assert dim is not None, "of a shard"
-    by: By = None
-    if (-1, -1) in (spec and spec.block, transposed and transposed.block):
+    params: QuantParams | None = None
+    if (-1, -1) in (spec and spec.block, columnwise and columnwise.block):
         amax = parallel.largest(own_amax(x)) if amax is None else amax
-        by = Factors(None, amax), None  # type: ignore[arg-type]
+        params = QuantParams(Factors(None, amax), None)  # type: ignore[arg-type]
     rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
     of_experts = isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3)
     length = parallel.pieces[0] if of_experts else _shape(x)[dim]  # type: ignore[arg-type]
     spaced, total = rows is None and parallel.are_cut(length, plan.edge), None
     if spaced and not of_experts:
         x = _value(x)
-        total, column_sum = x.float().sum(0) if column_sum else None, False
+        total, dbias = x.float().sum(0) if dbias else None, False
         x = parallel.spaced(x, dim, plan.edge)
-    ways = (spec, dim), (transposed, 1 - dim)  # of both orientations, with the shard's dimension
+    ways = (spec, dim), (columnwise, 1 - dim)  # of both orientations, with the shard's dimension
     if not any(how and _lies_on_several(how.block, axis, rows, spaced) for how, axis in ways):
-        *found, sums = _cast_apart(x, spec, transposed, call, by, column_sum, align)
-        return *found, sums if total is None else total
-    if column_sum:
+        made = _cast_alone(x, spec, columnwise, call, params, dbias, align)
+        return made if total is None else made._replace(dbias=total)
+    if dbias:
         total = _sums_of_groups(x) if isinstance(x, Groups) else _value(x).float().sum(0)
     results: list[tuple[Any, ...]] = []
     for (how, axis), flip in zip(ways, (False, True), strict=True):
@@ -266,14 +253,14 @@ def _cast_shard(
             results.append((None, None, None))
         elif not _lies_on_several(how.block, axis, rows, spaced):
             two = (None, how) if flip else (how, None)
-            one = _cast_apart(x, *two, call, by, False, align)
+            one = _cast_alone(x, *two, call, params, False, align)
             results.append((*(one[3:5] if flip else one[:2]), one[2]))
         else:
             cast_parts: Any = _cast_parts_of_experts if of_experts else _cast_parts
             parts = cast_parts(x, how, axis, length, rows, align, call, flip=flip)
             results.append((*parts, None))
     (q, scale, factor), (q_t, scale_t, _) = results
-    return q, scale, factor, q_t, scale_t, total
+    return Quantized(q, scale, factor, q_t, scale_t, total)
 
 
 def _value(x: Matrix) -> Tensor:
@@ -366,7 +353,7 @@ def _cast_parts(
         pad = (0, 0, 0, missing[0]) if axis else (0, missing[1], 0, 0)
         rule = how.fp8_dtype, how.scale_rule, call.plan.amax_epsilon
         scale = scale_from_amax(F.pad(everywhere, pad), *rule)
-    return q, scale
+    return Operand(q, scale)
 
 
 def _cast_parts_of_experts(
@@ -384,7 +371,7 @@ def _cast_parts_of_experts(
     if isinstance(x, Groups):  # rows of nobody are taken for zeros
         matrix = x.owned()
         q, scale = _cast_parts(matrix, how, axis, length, rows, align, call, flip=flip)
-        return q[: len(matrix)], scale[: len(matrix)]
+        return Operand(q[: len(matrix)], scale[: len(matrix)])
     each, high = x.mT if flip else x, how.block[0]
     E, tall, _ = each.shape
     below = F.pad(each, (0, 0, 0, round_up(tall, max(high, align)) - tall))
@@ -393,7 +380,7 @@ def _cast_parts_of_experts(
     )
     tall = round_up(tall, align)
     q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :tall].contiguous().view(q.dtype)
-    return q, scale.unflatten(0, (E, -1))[:, : -(-tall // high)].contiguous()
+    return Operand(q, scale.unflatten(0, (E, -1))[:, : -(-tall // high)].contiguous())
 
 
 def _sums_of_groups(x: Groups) -> Tensor:
@@ -423,47 +410,75 @@ _SHORT_ROWS = 1024
 """Inductor's reductions of up to so many are "persistent"."""
 
 
-def known_input(
-    x: Matrix, inp: Tensor | None, specs: Specs, call: Call, amax: Tensor | None = None
-) -> tuple[By, Any, Any]:
-    """By what a layer's input is cast; its cast, where another layer or a graph has made it.
+class InputSource(NamedTuple):
+    """A layer's input: its cast, where that is known, else its quantization parameters."""
 
-    The last result is None, or the key under which this cast may serve other layers with the same
-    input, ``inp``: q, k and v, or gate and up. The last input that was cast for training is
-    remembered, weakly, and what it was cast to for as long as it lives. Only a result of autograd
-    counts, by the node that made it: of other tensors it could not be told whether a kernel has
-    overwritten them since, as a replayed CUDA graph does with its outputs. Delayed scaling does not
-    share, for every layer has a scale of its own.
-    """
-    spec, transposed = specs
-    if spec is None and transposed is None:
-        return None, None, None
-    if torch.compiler.is_compiling():
-        return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], None
-    alone = transposed is None or spec is None or call.plan.delayed
+    params: QuantParams | None = None
+    quantized: Quantized | None = None
     key: tuple[Any, ...] | None = None
-    node = None if alone or inp is None else inp.grad_fn
-    if inp is not None and node is not None and not (inp.is_cuda and capturing()):
-        # While a CUDA graph is recorded nothing is shared: a replay needs all.
-        stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-        how: tuple[Any, ...] = spec, transposed, call.plan.epsilon, call.shards, call.rows
-        if isinstance(x, Groups):
-            offs: Any = x.offs  # of the same groups, too
-            ends = StorageWeakRef(offs.untyped_storage())
-            how = (*how, ends, offs.data_ptr(), version_of(offs))
-        key = (*how, inp._version, node._sequence_nr(), stream)
-        last = STATE.last_cast
-        if last is not None and last[0]() is inp and last[1] == key:
-            return None, last[2], None
+    """The key under which the cast may serve other layers with the same input."""
+
+
+def input_source(
+    x: Matrix,
+    inp: Tensor | None,
+    specs: Orientations,
+    call: Call,
+    amax: Tensor | None = None,
+) -> InputSource:
+    """The cast of a layer's input, where another layer or a graph has made it; or its parameters.
+
+    Layers with the same input, ``inp``, share its cast: q, k and v, or gate and up. The last input
+    that was cast for training is remembered, weakly, and its cast for as long as it lives. Only a
+    result of autograd counts, by the node that made it: of other tensors it could not be told
+    whether a kernel has overwritten them since, as a replayed CUDA graph does with its outputs.
+    Delayed scaling does not share, for every layer has a scale of its own.
+    """
+    if specs.is_empty:
+        return InputSource()
+    if torch.compiler.is_compiling():
+        return InputSource(quantized=_input_cast(x, specs, call, amax))
+    key = _input_key(x, inp, specs, call)
+    last = STATE.last_cast
+    if key is not None and last is not None and last[0]() is inp and last[1] == key:
+        return InputSource(quantized=last[2])
     if call.shards is not None:
-        return None, cast(x, spec, X, call, transposed=transposed, amax=amax)[:5], key
-    by = call.known[X] or call.scale(X, x) if call.plan.delayed else None
-    return by, None, key
+        return InputSource(quantized=_input_cast(x, specs, call, amax), key=key)
+    params = call.known[X] or call.scale(X, x) if call.plan.delayed else None
+    return InputSource(params, key=key)
 
 
-def forget_cast(x: weakref.ref[Tensor]) -> None:
+def _input_cast(x: Matrix, specs: Orientations, call: Call, amax: Tensor | None) -> Quantized:
+    return cast(x, specs.rowwise, X, call, columnwise=specs.columnwise, amax=amax)
+
+
+def _input_key(
+    x: Matrix, inp: Tensor | None, specs: Orientations, call: Call
+) -> tuple[Any, ...] | None:
+    """All that the cast of an input depends on; None if no other layer may have it."""
+    if inp is None or call.plan.delayed or not specs.has_both:
+        return None
+    node = inp.grad_fn
+    if node is None or (inp.is_cuda and capturing()):
+        return None  # while a CUDA graph is recorded nothing is shared: a replay needs all
+    stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
+    key: tuple[Any, ...] = *specs, call.plan.epsilon, call.shards, call.rows
+    if isinstance(x, Groups):
+        offs: Any = x.offs  # of the same groups, too
+        offs_storage = StorageWeakRef(offs.untyped_storage())
+        key = (*key, offs_storage, offs.data_ptr(), version_of(offs))
+    return (*key, inp._version, node._sequence_nr(), stream)
+
+
+def remember_input(inp: Tensor | None, key: tuple[Any, ...], quantized: Quantized) -> None:
+    """Keep the cast of a layer's input for other layers that have the same."""
+    assert inp is not None, "it has a key"
+    STATE.last_cast = weakref.ref(inp, _forget_input), key, quantized
+
+
+def _forget_input(inp: weakref.ref[Tensor]) -> None:
     """Forget the cast that was remembered of a layer's input, which is gone."""
-    if STATE.last_cast is not None and STATE.last_cast[0] is x:
+    if STATE.last_cast is not None and STATE.last_cast[0] is inp:
         STATE.last_cast = None
 
 
@@ -494,14 +509,12 @@ def show_cast(
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
 
 
-def show_input(x: Matrix, specs: Specs, operands: Sequence[Any], call: Call) -> None:
-    """A layer's input was cast as ``specs`` say, to the first results of ``cast``."""
-    straight, transposed = specs
-    q, scale, _, q_t, scale_t = operands
-    if straight:
-        show_cast(x, (q, scale), straight, X, call)
-    elif transposed and not isinstance(x, Groups):  # these are laid out in another way
-        show_cast(x.t(), (q_t, scale_t), transposed, X, call)  # type: ignore[union-attr]
+def show_input(x: Matrix, specs: Orientations, quantized: Quantized, call: Call) -> None:
+    """A layer's input was cast."""
+    if specs.rowwise:
+        show_cast(x, quantized.rowwise, specs.rowwise, X, call)
+    elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
+        show_cast(x.t(), quantized.columnwise, specs.columnwise, X, call)
 
 
 def _show_weights(weight: Tensor, operand: Operand, spec: Float8Spec, call: Call) -> None:
@@ -510,7 +523,7 @@ def _show_weights(weight: Tensor, operand: Operand, spec: Float8Spec, call: Call
     if isinstance(weight, Float8Tensor) or (high > 1 and N % high):
         return
     down = N if high == 1 else scale.shape[1]
-    rows = q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1)
+    rows = Operand(q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1))
     below = replace(spec, block=(N if high == -1 else high, wide))
     show_cast(weight.detach().reshape(E * N, K), rows, below, W, call)
 
@@ -581,49 +594,63 @@ def _stored(weight: Float8Tensor) -> Operand:
         q = F.pad(q.view(torch.uint8), pad).view(q.dtype)
         *_, high, wide = weight.spec.scale_shape(q.shape)
         scale = F.pad(scale, (0, wide - scale.shape[-1], 0, high - scale.shape[-2]), value=1.0)
-    return q, scale
+    return Operand(q, scale)
 
 
-WeightOperand = tuple[Tensor, Tensor, Tensor | None]
-"""FP8 data, scales, and by what they are cast again beside these."""
-KnownWeight = tuple[Tensor | None, By, WeightOperand | None]
-"""A weight in high precision, and by what it is cast; or the weight in FP8."""
+class WeightSource(NamedTuple):
+    """A weight: its FP8 data, where these are known, else the weight and its parameters."""
+
+    high_precision: Tensor | None = None
+    params: QuantParams | None = None
+    quantized: Quantized | None = None
 
 
-def known_weight(weight: Tensor, call: Call, amax: Tensor | None = None) -> KnownWeight:
-    """The weight that is to be cast, and by what; else the weight in FP8.
+def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> WeightSource:
+    """The weight that is to be cast, and its quantization parameters; else the weight in FP8.
 
     That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is
     cast in every forward unless the caller says that it did not change. Nothing about a tensor
     tells that reliably: fused optimizers and ``weight.data`` leave the version counter alone.
     ``is_first_microbatch`` does: True casts and keeps, False reuses.
     """
-    graph, spread = torch.compiler.is_compiling(), call.shards is not None
+    graph, is_sharded = torch.compiler.is_compiling(), call.shards is not None
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
-            return None, None, (*_stored(weight), None)
+            return WeightSource(quantized=Quantized(*_stored(weight)))
         if not graph:
             _warn_of_recast(weight, call)  # a graph holds no warnings
         weight = plain(weight)
-    if graph or (spread and call.first_microbatch is None):
-        found: Any = cast(weight, call.plan.w, W, call, amax=amax)
-        return None, None, found[:3]
+    if graph or (is_sharded and call.first_microbatch is None):
+        return WeightSource(quantized=cast(weight, call.plan.w, W, call, amax=amax))
     if call.first_microbatch is None or call.precision is None:
-        by = call.known[W] or call.scale(W, weight) if call.plan.delayed else None
-        return weight, by, None
-    return None, None, (*_kept_weight(weight, call), None)
+        params = call.known[W] or call.scale(W, weight) if call.plan.delayed else None
+        return WeightSource(weight, params)
+    return WeightSource(quantized=Quantized(*_kept_weight(weight, call)))
 
 
-def note_weight(weight: Tensor, operand: Any, call: Call) -> None:
+def outlives_step(weight: Tensor, call: Call) -> bool:
+    """Whether the FP8 data of a weight is kept in any case, saved for backward or not.
+
+    It is where the weight is stored in FP8, and where it is kept from one microbatch to the next.
+    """
+    graph = torch.compiler.is_compiling()
+    is_kept = not graph and call.first_microbatch is not None and call.precision is not None
+    if not isinstance(weight, Float8Tensor):
+        return is_kept
+    return is_kept or graph or call.shards is not None or stored_as(weight, call.plan.w)
+
+
+def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
     """Tell an observer, and CPU offload, of the FP8 data of a weight."""
-    q = operand[0]
+    q = quantized.data
+    assert q is not None, "cast"
     if call.watched and weight.ndim == 3:
-        _show_weights(weight, operand[:2], call.plan.w, call)
+        _show_weights(weight, quantized.rowwise, call.plan.w, call)
     elif call.watched:
-        show_cast(weight, operand[:2], call.plan.w, W, call)
+        show_cast(weight, quantized.rowwise, call.plan.w, W, call)
     if not torch.compiler.is_compiling() and STATE.weights is not None:
         key = StorageWeakRef(q.untyped_storage())
-        STATE.weights[key] = lives_on(q, weight, call)
+        STATE.weights[key] = isinstance(weight, Float8Tensor) or _kept_cast(q, call) is not None
 
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:
@@ -631,15 +658,16 @@ def _kept_weight(weight: Tensor, call: Call) -> Operand:
     precision, kept = call.precision, call.precision.weight_cast  # type: ignore[union-attr]
     if not call.first_microbatch and kept is not None and kept.fits(weight, call.recipe):
         if kept.factors is not None:
-            call.known[W] = kept.factors, None
-        return kept.q, kept.scale
+            call.known[W] = QuantParams(kept.factors, None)
+        return kept.operand
     with torch.inference_mode(False), torch.no_grad():  # training may use it next
-        q, scale, *_ = cast(weight, call.plan.w, W, call)
-    known = call.known[W]
+        operand: Operand = cast(weight, call.plan.w, W, call).rowwise
+    params = call.known[W]
     precision.weight_cast = _WeightCast(  # type: ignore[union-attr]
-        weakref.ref(weight), version_of(weight), call.recipe, q, scale, known and known[0], []
-    )
-    return q, scale
+        weakref.ref(weight), version_of(weight), call.recipe, operand,
+        None if params is None else params.factors, [],
+    )  # fmt: skip
+    return operand
 
 
 class _WeightCast(NamedTuple):
@@ -648,11 +676,10 @@ class _WeightCast(NamedTuple):
     weight: weakref.ref[Tensor]
     version: int
     recipe: Recipe
-    q: Tensor
-    scale: Tensor
+    operand: Operand
     factors: Factors | None
     """Under delayed scaling."""
-    turned: list[Operand]
+    transposes: list[Operand]
     """Its transpose, once a backward of experts has made it."""
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
@@ -660,22 +687,21 @@ class _WeightCast(NamedTuple):
         return same and self.version == version_of(weight)
 
 
-def kept_transpose(q: Tensor, scale: Tensor, call: Call) -> Operand | None:
+def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | None:
     """The transpose of a kept cast of experts' weights, kept with it; None of another cast.
 
     Of many small experts it takes a tenth of the time of a step. A CUDA graph makes its own.
     """
-    kept = None if call.precision is None else call.precision.weight_cast
-    if kept is None or kept.q is not q or (q.is_cuda and capturing()):
+    kept = _kept_cast(q, call)
+    if kept is None or scale is None or (q.is_cuda and capturing()):
         return None
-    if not kept.turned:
+    if not kept.transposes:
         with torch.inference_mode(False), torch.no_grad():
-            kept.turned.append((transpose_op(q, 1, None), scale.mT))
-    found: Operand = kept.turned[0]
-    return found
+            kept.transposes.append(Operand(transpose_op(q, 1, None), scale.mT))
+    return kept.transposes[0]
 
 
-def lives_on(q: Tensor, weight: Tensor, call: Call) -> bool:
-    """Whether the FP8 data of a weight is kept in any case, saved for backward or not."""
-    kept = None if call.precision is None else call.precision.weight_cast
-    return isinstance(weight, Float8Tensor) or (kept is not None and kept.q is q)
+def _kept_cast(q: Tensor, call: Call) -> _WeightCast | None:
+    """The cast that is kept from one microbatch to the next, if ``q`` are its FP8 data."""
+    kept: _WeightCast | None = None if call.precision is None else call.precision.weight_cast
+    return kept if kept is not None and kept.operand.data is q else None

@@ -28,7 +28,7 @@ from float8lab.distributed.fsdp.weight import local_of
 from float8lab.distributed.tensor_parallel import Rows, SharedScales, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float8Spec
 from float8lab.nn.casts import plain
-from float8lab.nn.gemm import backward, forward, output_dtype
+from float8lab.nn.gemm import Saved, backward, forward, output_dtype
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.precision import Call
 from float8lab.ops import as_matrix
@@ -291,7 +291,7 @@ class _Linear(Float8Function):
         if tuple(dy.placements) != wanted:
             dy = dy.redistribute(placements=wanted)
         dx, dw, db = backward(
-            as_matrix(dy.to_local()), None, ctx.saved_tensors, call,
+            as_matrix(dy.to_local()), None, Saved._make(ctx.saved_tensors), call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
         )  # fmt: skip
         dx = None if dx is None else dx.reshape(layout.shape_of_dx)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.nn.gemm import PARTS, Gradient, backward, forward, output_dtype
+from float8lab.nn.gemm import Gradient, backward, forward, output_dtype, unpack
 from float8lab.nn.grouped_function import is_memory_of_parameter
 from float8lab.nn.precision import Call
 from float8lab.ops import Ends, Source, gather_rows_op, scatter_rows_op
@@ -101,12 +101,12 @@ class _ExpertMlp(Float8Function):
             source = Source("permute", [x, token], dtype)
         h, saved1 = forward(
             source, fc1_weight, fc1_bias, how.fc1,
-            needs=needs[:2], dtype=dtype, ends=ends, lean=is_memory_of_parameter(fc1_weight),
+            needs=needs[:2], dtype=dtype, ends=ends, save_memory=is_memory_of_parameter(fc1_weight),
         )  # fmt: skip
         y, saved2 = forward(
             Source(how.activation, [h], dtype), fc2_weight, fc2_bias, how.fc2,
             needs=(needs_dh, needs_dw2), dtype=dtype, ends=ends,
-            lean=is_memory_of_parameter(fc2_weight),
+            save_memory=is_memory_of_parameter(fc2_weight),
         )  # fmt: skip
         tokens = (None, None) if row_map is None or not needs[1] else (x, token)
         ctx.save_for_backward(
@@ -125,7 +125,7 @@ class _ExpertMlp(Float8Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         offs, plan, row_map, x, token, h, *rest = ctx.saved_tensors
         ends = Ends(offs, plan)
-        saved1, saved2 = tuple(rest[:PARTS]), tuple(rest[PARTS:])
+        saved1, saved2 = unpack(rest)
         how, needs = ctx.how, wanted_gradients(ctx)
         wanted = (any(needs[:3]), needs[3], needs[4])
         da, dw2, db2 = backward(

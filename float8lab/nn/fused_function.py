@@ -15,12 +15,13 @@ from torch import Tensor
 
 from float8lab.formats import E4M3
 from float8lab.nn.gemm import (
-    PARTS,
     Gradient,
+    Saved,
     backward,
     forward,
-    forward_again,
     output_dtype,
+    recompute_forward,
+    unpack,
 )
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
@@ -180,7 +181,7 @@ class _NormLinear(Float8Function):
         source = _no_source(dy) if x2 is None else source_of_norm(x2, *of_norm)[0]
         wanted = (any(needs[:3]), needs[3], needs[4])
         dn, dw, db = backward(
-            dy.reshape(shape[:2]), source, saved, how.linear,
+            dy.reshape(shape[:2]), source, Saved._make(saved), how.linear,
             needs=wanted, shape=shape, dtypes=dtypes,
         )  # fmt: skip
         if dn is None:
@@ -235,7 +236,7 @@ class _NormMlp(Float8Function):
         normed = source.value() if how.return_norm else None
         h, saved1 = forward(
             source, fc1_weight, fc1_bias, how.fc1,
-            needs=(needs_dn, needs_dw1), dtype=dtype, inp=normed, again=again,
+            needs=(needs_dn, needs_dw1), dtype=dtype, inp=normed, recomputes=again,
         )  # fmt: skip
         activated = Source(how.activation, [h], dtype)
         y, saved2 = forward(
@@ -267,7 +268,7 @@ class _NormMlp(Float8Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dnorm: Tensor) -> tuple[Tensor | None, ...]:
         x2, norm_weight, norm_bias, mean, rstd, *rest, h, h_scale, fc1_bias = ctx.saved_tensors
-        saved1, saved2 = rest[:PARTS], rest[PARTS:]
+        saved1, saved2 = unpack(rest)
         how: MlpCall = ctx.how
         x_shape, shape1, shape2 = ctx.meta
         norm_bias_dtype, dtypes1, dtypes2 = ctx.dtypes
@@ -277,7 +278,7 @@ class _NormMlp(Float8Function):
         if h_scale is not None:
             h = dequantize_op(h, h_scale, _BLOCK_OF_SAVED, ctx.dtype)
         elif h is None and x2 is not None and how.checkpoint:
-            h = forward_again(normed, fc1_bias, saved1, how.fc1, shape1[1])
+            h = recompute_forward(normed, fc1_bias, saved1, how.fc1, shape1[1])
         activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
         wanted = (any(needs[:5]), needs[5], needs[6])
         dy = dy.reshape(shape2[:2]) if how.fc2.rows is None else as_matrix(dy)

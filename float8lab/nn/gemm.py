@@ -1,23 +1,30 @@
-"""The three GEMMs of a linear layer in FP8.  M tokens, N out features, K in features.
+"""The three GEMMs of a linear layer in FP8: fprop, dgrad and wgrad, and what is saved between them.
 
-What is cast, what is saved, what is computed again, fprop, dgrad and wgrad are here and nowhere
-else; the autograd functions of all modules are compositions of ``forward`` and ``backward``.
-Between the ops travel plain tensors.
+M tokens, N out features, K in features. The autograd functions of all modules are compositions of
+``forward`` and ``backward``.
 
-With ``ends``, the ends of experts' rows, it is the linear layers of a mixture of experts: each row
-is multiplied by its own expert's weight, ``[E, N, K]``.
+Note: the nouns of this room.
 
-The input of a GEMM is a matrix, or a ``Source``: a norm or an activation that is computed while it
-is cast and never written. Of a matrix the transpose is saved for backward, in FP8. A source is
-there in backward, too, and is cast again then, under the forward's scales. The FP8 weight is saved
-where its transpose has the same bytes (one scale per tensor or square blocks), unless memory is to
-be saved; else the weight itself, which is alive anyway.
+- *matrix*: what is cast. A tensor; a ``Source``, a prologue (a norm or an activation) that the cast
+  computes on the way; or ``Groups``, either of them with the offsets of experts' rows.
+- *operand*: FP8 data and decode scales, as a GEMM takes them. Its rows are the rows of the matrix
+  (*rowwise*), or the matrix's columns (*columnwise*).
+- *quantization parameters*: where a cast gets its scale from, as far as that is known before it.
+- *requantize*: to cast a matrix in backward to the bytes that it had in forward, by its scale and
+  the value beside it that tells the encode factor.
+- *save policy*: which form of each operand autograd saves, decided before anything runs.
+- *call*: how one forward of a layer runs, and its backward. Its *plan* is the recipe's specs.
+
+With ``ends``, the offsets of experts' rows, the three are grouped GEMMs: each row is multiplied by
+its own expert's weight, ``[E, N, K]``. A *sharded* layer has ranks that share its GEMMs
+(``spread_gemm.py``).
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,24 +32,24 @@ from torch import Tensor, nn
 
 from float8lab.distributed.tensor_parallel import noted
 from float8lab.nn.casts import (
-    By,
-    KnownWeight,
     Matrix,
     Operand,
-    Specs,
+    Orientations,
+    Quantized,
+    WeightSource,
     amaxes_of_shards,
     cast,
     cast_by,
-    forget_cast,
+    input_source,
     kept_transpose,
-    known_input,
-    known_weight,
-    lives_on,
     note_weight,
+    outlives_step,
     plain,
+    remember_input,
     show_cast,
     show_gemm,
     show_input,
+    weight_source,
 )
 from float8lab.nn.main_grad import accumulate
 from float8lab.nn.precision import DY, Call, W
@@ -64,8 +71,8 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.ops.declare import planned
-from float8lab.recipes.delayed import Factors
-from float8lab.recipes.recipe import Recipe
+from float8lab.recipes.delayed import Factors, QuantParams
+from float8lab.recipes.recipe import GemmPlan, LinearPlan, Recipe
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import (
@@ -75,28 +82,151 @@ from float8lab.tensor.differentiation import (
 )
 
 __all__ = [
-    "PARTS",
     "Gradient",
+    "Keep",
     "LinearFunction",
+    "SavePolicy",
     "Saved",
     "backward",
     "forward",
-    "forward_again",
     "output_dtype",
+    "recompute_forward",
+    "save_policy",
+    "unpack",
 ]
 
-# One GEMM with its two gradients.
 
-Saved = tuple[Tensor | None, ...]
-"""The tensors that backward needs beside the source:
+# What is saved for backward.
 
-- the matrix's transpose in FP8, or the matrix where wgrad runs in high precision;
-- the scale of that, or of a source, and by what a source is cast again;
-- the weight;
-- its FP8 data, unless they are cast again; their scale, and by what they are cast again.
-"""
-PARTS = 7
-"""How many tensors that is."""
+
+class Saved(NamedTuple):
+    """The tensors that backward needs of a GEMM's operands; None what it does not need.
+
+    Autograd saves them as they stand here, and ``Saved._make`` of what it saved is this again.
+    """
+
+    x: Tensor | None = None
+    """The columnwise FP8 data of a matrix, or the matrix, where wgrad runs in high precision."""
+    x_scale: Tensor | None = None
+    """The scale of that data, or the one that requantizes a prologue."""
+    x_requant: Tensor | None = None
+    """What requantizes a prologue, beside its scale."""
+    weight: Tensor | None = None
+    """The weight as the caller gave it."""
+    w: Tensor | None = None
+    """The rowwise FP8 data of the weight."""
+    w_scale: Tensor | None = None
+    w_requant: Tensor | None = None
+    """What requantizes the weight, beside its scale."""
+
+    @property
+    def x_factors(self) -> Factors:
+        """What requantizes a prologue."""
+        return Factors(self.x_scale, self.x_requant)  # type: ignore[arg-type]
+
+    @property
+    def w_params(self) -> QuantParams | None:
+        """What requantizes the weight, or the scale of its FP8 data; None without either."""
+        if self.w_scale is None:
+            return None
+        return QuantParams(Factors(self.w_scale, self.w_requant), None)  # type: ignore[arg-type]
+
+
+def unpack(tensors: Sequence[Tensor | None]) -> tuple[Saved, ...]:
+    """What was saved of several GEMMs, one after the other."""
+    width = len(Saved._fields)
+    starts = range(0, len(tensors), width)
+    return tuple(Saved._make(tensors[start : start + width]) for start in starts)
+
+
+class Keep(enum.Enum):
+    """The form in which an operand of fprop is saved for backward."""
+
+    NOTHING = enum.auto()
+    FP8_DATA = enum.auto()
+    REQUANTIZE = enum.auto()
+    """Its scale, and what requantizes it: the matrix itself is alive in backward, too."""
+    HIGH_PRECISION = enum.auto()
+    GATHERED = enum.auto()
+    """The FP8 data of all ranks' tokens, which fprop has gathered."""
+
+
+class SavePolicy(NamedTuple):
+    """What is saved of a GEMM's operands."""
+
+    x: Keep
+    w: Keep
+    weight: bool
+    """Whether the weight is saved as the caller gave it, beside ``w``."""
+
+
+def save_policy(
+    plan: LinearPlan,
+    needs: tuple[bool, bool],
+    *,
+    is_prologue: bool,
+    recomputes: bool = False,
+    requantizes_weight: bool = False,
+    keeps_gathered: bool = False,
+) -> SavePolicy:
+    """Decide what ``forward`` saves.
+
+    The FP8 data of a weight are saved where their transpose has the bytes that dgrad wants: with
+    one scale per tensor, or in square blocks.
+
+    Args:
+        plan: the specs of the three GEMMs.
+        needs: whether the gradient of x, and of the weight, is needed.
+        is_prologue: whether a prologue computes x; its inputs are alive in backward.
+        recomputes: whether backward recomputes the output, by ``recompute_forward``.
+        requantizes_weight: whether the weight is cast in backward again rather than kept in FP8.
+        keeps_gathered: whether x, gathered over ranks for fprop, serves wgrad, too.
+    """
+    needs_dx, needs_dw = needs
+    fp8_wgrad = needs_dw and plan.wgrad is not None
+    w = Keep.NOTHING
+    reuses_w = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
+    if plan.w.block[0] == plan.w.block[1] and (reuses_w or (recomputes and plan.fprop)):
+        w = Keep.REQUANTIZE if requantizes_weight else Keep.FP8_DATA
+    if keeps_gathered and fp8_wgrad:
+        x = Keep.GATHERED
+    elif is_prologue:
+        has_use = plan.x.block == (-1, -1) and (fp8_wgrad or (recomputes and plan.fprop))
+        x = Keep.REQUANTIZE if has_use else Keep.NOTHING
+    elif fp8_wgrad:
+        x = Keep.FP8_DATA
+    else:
+        x = Keep.HIGH_PRECISION if needs_dw else Keep.NOTHING
+    in_high_precision = (needs_dx and not plan.dgrad) or (recomputes and not plan.fprop)
+    has_data = w is Keep.FP8_DATA and not in_high_precision
+    return SavePolicy(x, w, (needs_dx or recomputes) and not has_data)
+
+
+def _input_specs(plan: LinearPlan, x: Keep, *, is_prologue: bool) -> Orientations:
+    """How forward casts x: rowwise for fprop, columnwise for wgrad if that is saved."""
+    if is_prologue:
+        return Orientations(plan.x if plan.fprop or x is Keep.REQUANTIZE else None, None)
+    columnwise = plan.wgrad.right if plan.wgrad is not None and x is Keep.FP8_DATA else None
+    return Orientations(None if plan.fprop is None else plan.fprop.left, columnwise)
+
+
+def _requantizes_weight(weight: Tensor, call: Call, *, save_memory: bool) -> bool:
+    """Whether backward casts the weight again: where that frees memory, and has the same bytes."""
+    if not save_memory or outlives_step(weight, call):
+        return False
+    # Of blocks that several ranks have, only an amax that is saved tells the bytes.
+    return call.parallel is None or call.plan.delayed or call.plan.w.block == (-1, -1)
+
+
+# fprop.
+
+
+class _Fprop(NamedTuple):
+    """What forward computes: the output, None in high precision, and both operands."""
+
+    y: Tensor | None
+    x: Quantized
+    w: Quantized
 
 
 def forward(
@@ -108,9 +238,9 @@ def forward(
     needs: tuple[bool, bool],
     dtype: torch.dtype,
     inp: Tensor | None = None,
-    again: bool = False,
+    recomputes: bool = False,
     ends: Ends | None = None,
-    lean: bool = False,
+    save_memory: bool = False,
 ) -> tuple[Tensor, Saved]:
     """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
 
@@ -121,154 +251,189 @@ def forward(
         call: how to cast.
         needs: whether the gradient of x, and of the weight, is needed.
         dtype: of the result.
-        inp: with a matrix, the layer's input that it is; with a source, its values if they are
+        inp: with a matrix, the layer's input that it is; with a prologue, its values if they are
             written anyway.
-        again: of a source: save what ``forward_again`` needs, too.
-        ends: of the experts' rows; then weight and bias are those of E experts, and
-            rows beyond the last end give zeros.
-        lean: cast the weight again in backward rather than keep its FP8 data; with a source,
-            parameters always are.
+        recomputes: with a prologue, save what ``recompute_forward`` needs, too.
+        ends: the offsets of experts' rows; then weight and bias are those of E experts, and rows
+            beyond the last offset give zeros.
+        save_memory: requantize the weight in backward rather than keep its FP8 data; with a
+            prologue, a parameter always is.
     """
-    (needs_dx, needs_dw), plan, parallel = needs, call.plan, call.parallel
-    source, wgrad = isinstance(x, Source), plan.wgrad if needs_dw else None
-    turns = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
-    keep_w = plan.w.block[0] == plan.w.block[1] and (turns or (again and plan.fprop is not None))
-    keep_x = plan.x.block == (-1, -1) and (wgrad or (again and plan.fprop))  # of a source
-    once = parallel is not None and wgrad is not None and is_gathered_once(call)
-    value: Matrix = inp if source and inp is not None else x
-    value = value if ends is None else Groups.of(x, ends)
-    specs: Specs = plan.x if plan.fprop or keep_x else None, None
-    if not source:
-        specs = plan.fprop and plan.fprop.left, None if once else wgrad and wgrad.right
-
-    # Whatever depends on the state of the module comes before the product, or after it.
-    spread = None if parallel is None else call
-    amaxes = (None, None) if spread is None else amaxes_of_shards(value, weight, call)
-    x_by, x_cast, key = known_input(value, None if source else inp, specs, call, amaxes[0])
-    known: Any = known_weight(weight, call, amaxes[1]) if plan.fprop or keep_w else (None,) * 3
-    first: Tensor = x.inputs[0] if source else x  # type: ignore[union-attr, assignment]
-    plans = first.is_cuda and spread is None and not call.watched
-    multiply: Any = _planned_product if plans else _product
-    y, *x_now, w8, w_scale, w_factor = multiply(
-        value, specs, x_by, x_cast, known, bias, weight.shape[-2], call.recipe, dtype, spread, once
+    plan, is_prologue = call.plan, isinstance(x, Source)
+    save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
+    policy = save_policy(
+        plan, needs, is_prologue=is_prologue, recomputes=recomputes,
+        requantizes_weight=_requantizes_weight(weight, call, save_memory=save_memory),
+        keeps_gathered=is_gathered_once(call),
     )  # fmt: skip
-    q, scale, factor, q_t, scale_t = x_now
-    if key is not None:
-        STATE.last_cast = weakref.ref(inp, forget_cast), key, x_now  # type: ignore[arg-type]
-    if call.watched:
-        show_input(value, specs, x_now, call)
-    if w8 is not None and (call.watched or STATE.weights is not None):
-        note_weight(weight, (w8, w_scale, w_factor), call)
-    if call.watched and (parallel is None or not plan.fprop):
-        show_gemm("fprop", call, *(((q, scale), (w8, w_scale)) if plan.fprop else (None, None)))
+    specs = _input_specs(plan, policy.x, is_prologue=is_prologue)
+    computed = inp if is_prologue and inp is not None else x
+    value: Matrix = computed if ends is None else Groups.of(computed, ends)
+
+    # Whatever depends on the state of the module comes before the GEMM, or after it.
+    amaxes = (None, None) if call.parallel is None else amaxes_of_shards(value, weight, call)
+    source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
+    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
+    w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
+    run: Any = _fprop
+    if call.parallel is None and not call.watched and _is_cuda(x):
+        run = _planned_fprop
+    done: _Fprop = run(
+        value, specs, source.params, source.quantized, w_source, bias, weight.shape[-2],
+        call.recipe, dtype, None if call.parallel is None else call, policy.x is Keep.GATHERED,
+    )  # fmt: skip
+    if source.key is not None:
+        remember_input(inp, source.key, done.x)
+    if call.watched or STATE.weights is not None:
+        _show_forward(value, specs, weight, done, call)
+    y = done.y
     if y is None:
         y = _in_high_precision(value, weight, bias, dtype, call)
-
-    saved_x: Saved = (None, None, None)
-    if once:
-        whole, whole_scale = noted(q)
-        saved_x = transpose_op(whole, 1, None), whole_scale, factor
-    elif source and keep_x:
-        saved_x = (None, scale, factor)
-    elif not source and wgrad:
-        # As e8m0 where that is exact: one byte each.
-        e8m0 = wgrad.right.scale_rule == "e8m0"
-        saved_x = (q_t, scale_t.to(torch.float8_e8m0fnu) if e8m0 else scale_t, None)
-    elif not source and needs_dw:
-        saved_x = (x, None, None)  # type: ignore[assignment]  # a matrix
-    saved_w: Saved = (None, None, None)
-    if keep_w:
-        lean = lean or (source and isinstance(weight, nn.Parameter))
-        # Without an amax, nothing tells the bytes of a block that lies on several ranks.
-        lean = lean and (spread is None or w_factor is not None)
-        lean = lean and (known[0] is not None or not lives_on(w8, weight, call))
-        saved_w = (None, w_scale, w_factor) if lean else (w8, w_scale, None)
-    in_high = (needs_dx and plan.dgrad is None) or (again and plan.fprop is None)  # in backward
-    keep_high = (needs_dx or again) and (saved_w[0] is None or in_high)
-    return y, (*saved_x, weight if keep_high else None, *saved_w)
+    return y, _saved(policy, x, weight, done, plan)
 
 
-def _product(
+def _is_cuda(x: Tensor | Source) -> bool:
+    return (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda
+
+
+def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
+    """Tell an observer, and CPU offload, of what forward has cast."""
+    if call.watched:
+        show_input(x, specs, done.x, call)
+    if done.w.data is not None:
+        note_weight(weight, done.w, call)
+    if call.watched and (call.parallel is None or not call.plan.fprop):
+        in_fp8 = call.plan.fprop is not None
+        show_gemm("fprop", call, *((done.x.rowwise, done.w.rowwise) if in_fp8 else (None, None)))
+
+
+def _saved(
+    policy: SavePolicy, x: Tensor | Source, weight: Tensor, done: _Fprop, plan: LinearPlan
+) -> Saved:
+    """The tensors that a policy names."""
+    data = scale = requant = w_data = w_scale = w_requant = None
+    if policy.x is Keep.GATHERED:
+        gathered = noted(done.x.rowwise.data)
+        data, scale, requant = transpose_op(gathered.data, 1, None), gathered.scale, done.x.requant
+    elif policy.x is Keep.REQUANTIZE:
+        scale, requant = done.x.scale, done.x.requant
+    elif policy.x is Keep.FP8_DATA:
+        data, scale = done.x.columnwise
+        if plan.wgrad is not None and plan.wgrad.right.scale_rule == "e8m0":
+            scale = scale.to(torch.float8_e8m0fnu)  # exact, and one byte each
+    elif policy.x is Keep.HIGH_PRECISION:
+        assert isinstance(x, Tensor), "a prologue is there in backward"
+        data = x
+    if policy.w is Keep.REQUANTIZE:
+        w_scale, w_requant = done.w.scale, done.w.requant
+    elif policy.w is Keep.FP8_DATA:
+        w_data, w_scale = done.w.rowwise
+    kept_weight = weight if policy.weight else None
+    return Saved(data, scale, requant, kept_weight, w_data, w_scale, w_requant)
+
+
+def _fprop(
     x: Matrix,
-    specs: Specs,
-    x_by: By,
-    x_cast: Any,
-    weight: KnownWeight,
+    specs: Orientations,
+    x_params: QuantParams | None,
+    x_quantized: Quantized | None,
+    weight: WeightSource,
     bias: Tensor | None,
     features: int,
     recipe: Recipe,
     dtype: torch.dtype,
-    spread: Call | None = None,
-    once: bool = False,
-) -> tuple[Tensor | None, ...]:
-    """``x @ weight.T + bias``, ``[M, features]``, None in high precision; x and weight in FP8.
+    sharded: Call | None = None,
+    keep_gathered: bool = False,
+) -> _Fprop:
+    """``x @ weight.T + bias``, ``[M, features]``, and the operands; it depends on nothing else.
 
     Args:
-        x: what is multiplied.
-        specs: how x, and its transpose, are cast.
-        x_by: by what they are cast.
-        x_cast: x in FP8, the first five results of ``cast``, where that is known.
-        weight: of ``known_weight``; all None if the weight is not wanted in FP8.
+        x: what is cast.
+        specs: how it is cast in each orientation.
+        x_params: its quantization parameters.
+        x_quantized: its cast, where that is known.
+        weight: the weight; empty if it is not wanted in FP8.
         bias: ``[N]`` or None.
         features: N.
         recipe: how to cast.
-        dtype: of the product.
-        spread: the call, if the layer is spread over ranks.
-        once: note what x is on all ranks at its codes, for wgrad.
+        dtype: of the output.
+        sharded: the call of a layer that is sharded over ranks.
+        keep_gathered: keep what x is on all ranks, for wgrad.
     """
-    plan, (straight, transposed) = recipe.linear, specs
-    if x_cast is None:
-        wanted = straight or transposed
-        x_cast = cast_by(x, straight, transposed, plan, x_by)[:5] if wanted else (None,) * 5
-    high, w_by, known = weight
-    w_cast: Any = known or (None,) * 3
-    if high is not None:
-        w_cast = cast_by(high, plan.w, None, plan, w_by)[:3]
-    y = None
-    if plan.fprop:
-        left, right, fast_accum = plan.fprop
-        (x8, x_scale, *_), (w8, w_scale, _) = x_cast, w_cast
-        if spread is not None:
-            shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
-            both = x_cast[:2], w_cast[:2]
-            y, whole = spread_product(*both, plan.fprop, shape, dtype, spread, bias, keep=once)
-            if spread.watched:
-                show_gemm("fprop", spread, whole, w_cast[:2])
-            return y, *x_cast, *w_cast
-        if bias is not None and bias.shape[-1] != w8.shape[-2]:
-            bias = F.pad(bias, (0, w8.shape[-2] - bias.shape[-1]))
-        operands = x8, x_scale, left.block, w8, w_scale, right.block, bias
-        if isinstance(x, Groups):
-            y = grouped_mm_op(*operands, x.offs, dtype, fast_accum, x.plan)
-            shape = y.shape[0], features
-        else:
-            y = scaled_mm_op(*operands, dtype, fast_accum)
-            shape = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0], features
-        # A compiled graph always crops: asking whether it must would fix the number of tokens.
-        if torch.compiler.is_compiling() or y.shape != shape:
-            y = y[: shape[0], : shape[1]]
-        y = y.contiguous()
-    return y, *x_cast, *w_cast
+    plan, (rowwise, columnwise) = recipe.linear, specs
+    if x_quantized is None:
+        x_quantized = Quantized()
+        if rowwise or columnwise:
+            x_quantized = cast_by(x, rowwise, columnwise, plan, x_params)
+    w_quantized = weight.quantized or Quantized()
+    if weight.high_precision is not None:
+        w_quantized = cast_by(weight.high_precision, plan.w, None, plan, weight.params)
+    if plan.fprop is None:
+        return _Fprop(None, x_quantized, w_quantized)
+    a, b = x_quantized.rowwise, w_quantized.rowwise
+    tokens = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0]
+    if sharded is not None:
+        y, gathered = spread_product(
+            a, b, plan.fprop, (tokens, features), dtype, sharded, bias, keep=keep_gathered
+        )
+        if sharded.watched:
+            show_gemm("fprop", sharded, gathered, b)
+        return _Fprop(y, x_quantized, w_quantized)
+    if bias is not None and bias.shape[-1] != b.data.shape[-2]:
+        bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
+    ends = None
+    if isinstance(x, Groups):
+        assert x.offs is not None, "rows in groups"
+        ends = Ends(x.offs, x.plan)
+    y = _mm(a, b, plan.fprop, dtype, ends, bias)
+    tokens = tokens if ends is None else y.shape[0]
+    return _Fprop(_cropped(y, (tokens, features)).contiguous(), x_quantized, w_quantized)
 
 
-_planned_product = planned(_product)
+_planned_fprop = planned(_fprop)
+
+
+def _mm(
+    a: Operand,
+    b: Operand,
+    gemm: GemmPlan,
+    dtype: torch.dtype,
+    ends: Ends | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``a @ b.T + bias`` of two operands, of each expert's if there are ``ends``."""
+    operands = *a, gemm.left.block, *b, gemm.right.block, bias
+    if ends is None:
+        y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum)
+    else:
+        y = grouped_mm_op(*operands, ends.offs, dtype, gemm.fast_accum, ends.plan)
+    return y
+
+
+def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The rows and columns of a GEMM's output that are not padding."""
+    # A compiled graph always crops: asking whether it must would fix the number of tokens.
+    if torch.compiler.is_compiling() or y.shape[-2:] != shape:
+        return y[..., : shape[0], : shape[1]]
+    return y
 
 
 def _in_high_precision(
     x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, call: Call
 ) -> Tensor:
+    """fprop where the plan has no specs for it."""
     high, parallel = (x if isinstance(x, Tensor) else x.value()).to(dtype), call.parallel
     if parallel is not None:
         high = parallel.entered(high, call.rows)
         bias = parallel.added(bias)
     added = None if bias is None else bias.to(dtype)
     if isinstance(x, Groups):
-        return _multiply_groups(high, plain(weight).to(dtype), x.offs, dtype, added)
+        return _mm_in_groups(high, plain(weight).to(dtype), x.offs, dtype, added)
     y = F.linear(high, plain(weight).to(dtype), added)
     return y if parallel is None else parallel.left(y, call.rows)
 
 
-def _multiply_groups(
+def _mm_in_groups(
     a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """``grouped_mm`` in high precision."""
@@ -276,49 +441,52 @@ def _multiply_groups(
     return y
 
 
-def forward_again(
+def recompute_forward(
     x: Source, bias: Tensor | None, saved: Saved, call: Call, features: int
 ) -> Tensor:
-    """In backward, the bytes that ``forward`` gave."""
-    parts: Any = saved
-    plan, (_, scale, factor, weight, w8, w_scale, w_factor) = call.plan, parts
+    """In backward, the bytes that ``forward`` gave of a prologue."""
+    plan = call.plan
     if not plan.fprop:
-        assert weight is not None, "kept for this"
+        assert saved.weight is not None, "the policy keeps it"
         if call.watched:
             show_gemm("fprop", call, None, None)
-        return _in_high_precision(x, weight, bias, x.dtype, call)
-    x_q = cast_by(x, plan.fprop.left, None, plan, (Factors(scale, factor), None))[:5]
-    known: KnownWeight = None, None, (w8, w_scale, None)
-    if w8 is None:
-        assert weight is not None, "kept for this"
-        if w_scale is None:
-            known = known_weight(weight, call)
+        return _in_high_precision(x, saved.weight, bias, x.dtype, call)
+    x_quantized = cast_by(x, plan.fprop.left, None, plan, QuantParams(saved.x_factors, None))
+    source = WeightSource(quantized=Quantized(saved.w, saved.w_scale))
+    if saved.w is None:
+        assert saved.weight is not None, "the policy keeps it"
+        params = saved.w_params
+        if params is None:
+            source = weight_source(saved.weight, call)
         else:
-            known = plain(weight), (Factors(w_scale, w_factor), None), None
-    y, *_, w8, w_scale, _ = _product(
-        x, (None, None), None, x_q, known, bias, features, call.recipe, x.dtype,
-        None if call.parallel is None else call,
+            source = WeightSource(plain(saved.weight), params)
+    done = _fprop(
+        x, Orientations(None, None), None, x_quantized, source, bias, features, call.recipe,
+        x.dtype, None if call.parallel is None else call,
     )  # fmt: skip
     if call.watched and call.parallel is None:
-        show_gemm("fprop", call, x_q[:2], (w8, w_scale))  # type: ignore[arg-type]  # in FP8
-    assert y is not None, "in FP8"
-    return y
+        show_gemm("fprop", call, x_quantized.rowwise, done.w.rowwise)
+    assert done.y is not None, "in FP8"
+    return done.y
+
+
+# The gradients.
 
 
 class Gradient:
     """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
 
-    __slots__ = ("high", "q", "q_t", "total", "turns")
+    __slots__ = ("columnwise", "dbias", "high_precision", "rowwise", "transposes_gathered")
 
-    high: Tensor | None
-    q: Operand | None
+    high_precision: Tensor | None
+    rowwise: Operand | None
     """For dgrad; None if that runs in high precision."""
-    q_t: Operand | None
-    """Transposed, for wgrad."""
-    total: Tensor | None
+    columnwise: Operand | None
+    """For wgrad; None if that runs in high precision."""
+    dbias: Tensor | None
     """The sums over the rows, or over each expert's, where they come for free."""
-    turns: bool
-    """The transpose is made of what dgrad gathers from other ranks."""
+    transposes_gathered: bool
+    """Wgrad's operand is the transpose of what dgrad gathers from other ranks."""
 
     def __init__(
         self,
@@ -330,33 +498,93 @@ class Gradient:
     ) -> None:
         """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
-        dx = plan.dgrad.left if needs_dx and plan.dgrad else None
-        dw = plan.wgrad.left if needs_dw and plan.wgrad else None
-        total = needs_db and (ends is not None or (dx is not None and dw is not None))
-        if isinstance(dy, Source) and not (
-            dx and (dw or not needs_dw) and (needs_dw or not needs_db)
-        ):
-            dy = dy.value()  # something wants it written
-        self.high = None if isinstance(dy, Source) else dy
-        self.q = self.q_t = self.total = None
-        self.turns = False
-        if not (dx or dw):
+        specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
+        sums = needs_db and (ends is not None or specs.has_both)
+        if isinstance(dy, Source) and not _serves_all(specs, needs):
+            dy = dy.value()
+        self.high_precision = None if isinstance(dy, Source) else dy
+        self.rowwise = self.columnwise = self.dbias = None
+        self.transposes_gathered = False
+        if specs.is_empty:
             return
-        if call.parallel is not None and call.parallel.scatters and dx == dw:
-            self.turns = plan.dy.block == (-1, -1)
-            dw = None if self.turns else dw
+        if call.parallel is not None and call.parallel.scatters and plan.dy.block == (-1, -1):
+            self.transposes_gathered = specs.rowwise == specs.columnwise
+            if self.transposes_gathered:
+                specs = Orientations(specs.rowwise, None)
         x: Matrix = dy if ends is None else Groups.of(dy, ends)
-        q, scale, _, q_t, scale_t, sums = cast(x, dx, DY, call, transposed=dw, column_sum=total)
-        if dx:
-            self.q = q, scale
-        if dw:
-            self.q_t = q_t, scale_t
-        if total:
-            self.total = sums
-        if call.watched and dx:
-            show_cast(x, (q, scale), dx, DY, call)
-        elif call.watched and dw and ends is None:
-            show_cast(dy.t(), (q_t, scale_t), dw, DY, call)  # type: ignore[union-attr]
+        made = cast(x, specs.rowwise, DY, call, columnwise=specs.columnwise, dbias=sums)
+        self.rowwise = made.rowwise if specs.rowwise else None
+        self.columnwise = made.columnwise if specs.columnwise else None
+        self.dbias = made.dbias if sums else None
+        if call.watched:
+            _show_gradient(x, made, specs, call)
+
+
+def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orientations:
+    """How dy is cast: rowwise for dgrad, columnwise for wgrad."""
+    return Orientations(
+        plan.dgrad.left if needs_dx and plan.dgrad else None,
+        plan.wgrad.left if needs_dw and plan.wgrad else None,
+    )
+
+
+def _serves_all(specs: Orientations, needs: tuple[bool, bool, bool]) -> bool:
+    """Whether the casts of a prologue serve all gradients, so that its values are not written."""
+    _, needs_dw, needs_db = needs
+    if specs.rowwise is None:
+        return False
+    return specs.columnwise is not None if needs_dw else not needs_db
+
+
+def _show_gradient(x: Matrix, made: Quantized, specs: Orientations, call: Call) -> None:
+    """Show an observer the cast of dy."""
+    if specs.rowwise:
+        show_cast(x, made.rowwise, specs.rowwise, DY, call)
+    elif specs.columnwise and not isinstance(x, Groups):
+        assert isinstance(x, Tensor), "written, for dgrad runs in high precision"
+        show_cast(x.t(), made.columnwise, specs.columnwise, DY, call)
+
+
+class _DgradWeight(NamedTuple):
+    """The weight as dgrad's operand, in one of three forms, and the dtype of dx."""
+
+    high_precision: Tensor | None
+    """The weight that is cast, or multiplied in high precision."""
+    data: Tensor | None
+    """The rowwise FP8 data of forward, which are transposed."""
+    params: QuantParams | None
+    """The scale of these data, or what requantizes the weight to them."""
+    columnwise: Operand | None
+    """The operand itself."""
+    has_forward_bytes: bool
+    """Whether the operand is a transpose of forward's."""
+    dtype: torch.dtype
+
+
+class _WgradInput(NamedTuple):
+    """The input x as wgrad's operand, and the dtype of dw."""
+
+    prologue: Source | None
+    data: Tensor | None
+    """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
+    factors: Factors
+    dtype: torch.dtype
+
+
+class _Gradients(NamedTuple):
+    """The gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``."""
+
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+
+
+class _CastGradient(NamedTuple):
+    """dy in FP8, and its column sums, as far as each has been made before."""
+
+    rowwise: Operand | None
+    columnwise: Operand | None
+    dbias: Tensor | None
 
 
 def backward(
@@ -369,7 +597,7 @@ def backward(
     shape: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     ends: Ends | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> _Gradients:
     """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
     That of the weight is what ``accumulate`` gives if it went into the weight's ``main_grad``.
@@ -377,179 +605,231 @@ def backward(
     Args:
         dy: gradient of the output. A caller that has no use for it any more casts it before, as a
             ``Gradient``, which is of no use afterwards.
-        x: what was multiplied, if it was a source.
+        x: what was multiplied, if it was a prologue.
         saved: from ``forward``.
         call: how to cast.
         needs: which gradients are needed.
         shape: M, N, K.
         dtypes: of the gradients.
-        ends: of experts' rows, if they are in groups.
+        ends: the offsets of experts' rows, if they are in groups.
     """
-    fused, plan = call.fused_weight, call.plan
-    parts: Any = saved
-    kept, x_scale, x_factor, weight, w8, w_scale, w_factor = parts
-    graph, spread = torch.compiler.is_compiling(), None if call.parallel is None else call
-    if isinstance(dy, Tensor) and (graph or call.watched or call.shards is not None):
+    is_sharded = call.parallel is not None
+    if isinstance(dy, Tensor) and (
+        torch.compiler.is_compiling() or call.watched or call.shards is not None
+    ):
         dy = Gradient(dy, call, needs=needs, ends=ends)
-    cast_dy = None if isinstance(dy, Tensor) else dy
-    for_dx = for_dw = for_wgrad = None
-    if spread is not None and needs[1] and plan.wgrad:  # before dgrad, beside which it travels
-        for_wgrad = operands_of_wgrad(dy, x, kept, Factors(x_scale, x_factor), call)
+    for_dx = for_dw = gathered = None
+    if is_sharded and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
+        gathered = operands_of_wgrad(dy, x, saved.x, saved.x_factors, call)
     if needs[0]:
-        by: By = None if w_scale is None else (Factors(w_scale, w_factor), None)
-        w_t, high = None, None if w8 is not None and plan.dgrad else weight
-        shared = spread is not None or (by is None and call.shards is not None)
-        if plan.dgrad and (graph or shared):
-            event = cast_dy.q[1] if cast_dy is not None and cast_dy.q else None
-            high, by, w_t = _weight_transposed(high, w8, by, call, event=event)
-        elif ends is not None and w8 is not None and call.first_microbatch is not None:
-            w_t = kept_transpose(w8, w_scale, call)
-        elif isinstance(high, (Float8Tensor, Float4Tensor)):
-            high = plain(high, dy if isinstance(dy, Tensor) else dy.high)
-        for_dx = high, w8, by, w_t, w_scale is not None, dtypes[0]
+        for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=ends is not None)
     if needs[1]:
-        main = fused[0] if isinstance(fused, tuple) else fused
-        dtype = dtypes[1] if main is None else main.main_grad.dtype
-        for_dw = x, kept, Factors(x_scale, x_factor), dtype
+        for_dw = _WgradInput(x, saved.x, saved.x_factors, _dw_dtype(call, dtypes[1]))
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
-        by_dy: By = None
-        if plan.delayed and ((needs[0] and plan.dgrad) or (needs[1] and plan.wgrad)):
-            matrix = dy if ends is None else Groups.of(dy, ends)
-            by_dy = call.known[DY] or call.scale(DY, matrix)
-        multiply: Any = _planned_gradients if dy.is_cuda else _gradients
-        dx, dw, db = multiply(
-            dy, None, by_dy, for_dx, for_dw, db_dtype, shape, call.recipe, None, ends
-        )
+        run: Any = _planned_gradients if dy.is_cuda else _gradients
+        params = _gradient_params(dy, call, needs, ends)
+        made = run(dy, None, params, for_dx, for_dw, db_dtype, shape, call.recipe, None, ends)
     else:
-        some, others = (for_dx, for_dw, db_dtype), (for_wgrad, shape, ends)
-        dx, dw, db = _gradients_in_turn(dy, *some, call, *others)
-    if fused is not None and dw is not None:
-        dw = accumulate(fused, dw, overwrite=call.first_microbatch is True)
-    return dx, dw, db
+        made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, gathered, shape, ends)
+    dx, dw, db = made
+    if call.fused_weight is not None and dw is not None:
+        dw = accumulate(call.fused_weight, dw, overwrite=call.first_microbatch is True)
+    return _Gradients(dx, dw, db)
 
 
-def _gradients_in_turn(
+def _dw_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the weight's gradient: that of ``main_grad`` if it goes there."""
+    fused = call.fused_weight
+    first = fused[0] if isinstance(fused, tuple) else fused
+    return dtype if first is None else first.main_grad.dtype
+
+
+def _gradient_params(
+    dy: Tensor, call: Call, needs: tuple[bool, bool, bool], ends: Ends | None
+) -> QuantParams | None:
+    """The quantization parameters of dy under delayed scaling, if anything casts it."""
+    plan = call.plan
+    specs = _gradient_specs(plan, needs_dx=needs[0], needs_dw=needs[1])
+    if not plan.delayed or specs.is_empty:
+        return None
+    return call.known[DY] or call.scale(DY, dy if ends is None else Groups.of(dy, ends))
+
+
+def _dgrad_weight(
+    dy: Tensor | Gradient, saved: Saved, call: Call, dtype: torch.dtype, *, in_groups: bool
+) -> _DgradWeight:
+    """The weight as dgrad will take it; cast now, where other ranks or a graph take part."""
+    plan, params = call.plan, saved.w_params
+    data, has_forward_bytes = saved.w, params is not None
+    high = None if data is not None and plan.dgrad else saved.weight
+    shards_cast = call.parallel is not None or (params is None and call.shards is not None)
+    columnwise = None
+    if plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
+        has_cast = isinstance(dy, Gradient) and dy.rowwise is not None
+        event = dy.rowwise.scale if has_cast else None  # type: ignore[union-attr]
+        high, params, columnwise = _columnwise_weight(high, data, params, call, event=event)
+    elif in_groups and data is not None and call.first_microbatch is not None:
+        columnwise = kept_transpose(data, saved.w_scale, call)
+    elif isinstance(high, (Float8Tensor, Float4Tensor)):
+        high = plain(high, dy if isinstance(dy, Tensor) else dy.high_precision)
+    return _DgradWeight(high, data, params, columnwise, has_forward_bytes, dtype)
+
+
+def _gradients_of_cast(
     dy: Gradient,
-    for_dx: Any,
-    for_dw: Any,
+    for_dx: _DgradWeight | None,
+    for_dw: _WgradInput | None,
     db_dtype: torch.dtype | None,
     call: Call,
-    for_wgrad: Any,
+    gathered: Any,
     shape: tuple[int, int, int],
     ends: Ends | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> _Gradients:
     """``_gradients`` of what is cast already, which is forgotten as soon as it has served.
 
-    ``for_wgrad`` are the operands of a layer that is spread over ranks.
+    ``gathered`` are wgrad's operands of a layer that is sharded over ranks.
     """
     (M, N, K), dx, dw, db = shape, None, None, None
-    rest = shape, call.recipe, call if call.watched else None, ends
-    spread = None if call.parallel is None else call
-    on_gpu = (dy.q or dy.q_t or (dy.high,))[0].is_cuda  # type: ignore[union-attr]  # one of them
-    multiply: Any = _planned_gradients if on_gpu and not (spread or call.watched) else _gradients
-    if for_dx is not None and spread is not None:
-        high, _, _, w_t, known, dtype = for_dx
-        dx = spread_dgrad(dy, high, w_t, known, call, (M, K), dtype, for_wgrad)
+    context = shape, call.recipe, call if call.watched else None, ends
+    is_sharded = call.parallel is not None
+    if is_sharded and for_dx is not None:
+        dx = spread_dgrad(
+            dy, for_dx.high_precision, for_dx.columnwise, for_dx.has_forward_bytes, call, (M, K),
+            for_dx.dtype, gathered,
+        )  # fmt: skip
     elif for_dx is not None:
-        dx, *_ = multiply(dy.high, (dy.q, None, None), None, for_dx, None, None, *rest)
-    dy.q = None  # its room may serve for dw
-    if for_dw is not None and spread is not None:
-        x, kept, _, dtype = for_dw
-        dw, for_dw = spread_wgrad(dy, x, kept, for_wgrad, call, (N, K), dtype), None
+        run = _run_of_cast(dy, call)
+        cast_dy = _CastGradient(dy.rowwise, None, None)
+        dx = run(dy.high_precision, cast_dy, None, for_dx, None, None, *context).dx
+    dy.rowwise = None  # its memory may serve for dw
+    if is_sharded and for_dw is not None:
+        dw = spread_wgrad(dy, for_dw.prologue, for_dw.data, gathered, call, (N, K), for_dw.dtype)
+        for_dw = None
     if for_dw is not None or db_dtype is not None:
-        cast_dy = None, dy.q_t, dy.total
-        _, found, db = multiply(dy.high, cast_dy, None, None, for_dw, db_dtype, *rest)
-        dw = found if dw is None else dw
-    return dx, dw, db
+        run = _run_of_cast(dy, call)
+        cast_dy = _CastGradient(None, dy.columnwise, dy.dbias)
+        made = run(dy.high_precision, cast_dy, None, None, for_dw, db_dtype, *context)
+        dw, db = made.dw if dw is None else dw, made.db
+    return _Gradients(dx, dw, db)
+
+
+def _run_of_cast(dy: Gradient, call: Call) -> Any:
+    """``_gradients``; repeated as one list of launches on a GPU, unless something watches it."""
+    if call.watched or call.parallel is not None:
+        return _gradients
+    operand = dy.rowwise or dy.columnwise
+    tensor = dy.high_precision if operand is None else operand.data
+    return _planned_gradients if tensor is not None and tensor.is_cuda else _gradients
 
 
 def _gradients(
     dy: Tensor | None,
-    cast_dy: tuple[Operand | None, Operand | None, Tensor | None] | None,
-    by: By,
-    for_dx: Any,
-    for_dw: Any,
+    cast_dy: _CastGradient | None,
+    params: QuantParams | None,
+    for_dx: _DgradWeight | None,
+    for_dw: _WgradInput | None,
     db_dtype: torch.dtype | None,
     shape: tuple[int, int, int],
     recipe: Recipe,
     watching: Call | None,
     ends: Ends | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias; None if not wanted.
+) -> _Gradients:
+    """Gradients of x, of the weight and of the bias; None if not wanted.
 
     Args:
         dy: the gradient in high precision, if it is written.
-        cast_dy: it in FP8, its transpose and its sums, as far as it has been cast before.
-        by: by what it is cast, else.
-        for_dx: the other operand of dgrad, see ``_dgrad``, and the dtype of the result.
-        for_dw: the other operand of wgrad, see ``_wgrad``, and the dtype of the result.
+        cast_dy: it in FP8; None if it is to be cast.
+        params: then its quantization parameters.
+        for_dx: the other operand of dgrad.
+        for_dw: the other operand of wgrad.
         db_dtype: of the gradient of the bias.
         shape: M, N, K.
         recipe: how to cast.
-        watching: the call, if somebody watches it.
-        ends: of experts' rows, if they are in groups.
+        watching: the call, if an observer watches it.
+        ends: the offsets of experts' rows, if they are in groups.
     """
     (M, N, K), plan = shape, recipe.linear
     dx = dw = db = None
-    known: Any = cast_dy or (None, None, None)
-    q, q_t, total = known
     if cast_dy is None:
-        assert dy is not None, "to be cast"
-        straight = plan.dgrad.left if for_dx is not None and plan.dgrad else None
-        transposed = plan.wgrad.left if for_dw is not None and plan.wgrad else None
-        if straight or transposed:
-            matrix = dy if ends is None else Groups.of(dy, ends)
-            free = ends is not None or (straight is not None and transposed is not None)
-            q, scale, _, q_t, scale_t, sums = cast_by(
-                matrix, straight, transposed, plan, by, column_sum=free and db_dtype is not None
-            )
-            q, q_t, total = (q, scale), (q_t, scale_t), sums if free else None
+        specs = _gradient_specs(plan, needs_dx=for_dx is not None, needs_dw=for_dw is not None)
+        cast_dy = _cast_gradient(dy, specs, plan, params, ends, sums=db_dtype is not None)
+    rowwise, columnwise, sums = cast_dy
+    del cast_dy
     if for_dx is not None:
-        left: Any = q if plan.dgrad else dy
-        dx = _dgrad(left, recipe, (M, K), watching, ends, *for_dx)
-    q = left = known = None  # their room may serve for dw
+        left: Any = rowwise if plan.dgrad else dy
+        del rowwise  # its memory, and that of the weight's transpose, may serve for dw
+        dx = _dgrad(left, recipe, (M, K), watching, ends, for_dx)
+        del left
     if for_dw is not None:
-        left = q_t if plan.wgrad else dy
-        dw = _wgrad(left, recipe, (N, K), watching, ends, *for_dw)
-    if db_dtype is not None and total is None:
-        assert dy is not None, "written"
-        if ends is None:
-            total = dy.sum(0, dtype=torch.float32)
-        else:
-            # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in
-            # rows of their own, which torch takes whatever the number of tokens.
-            ones = dy.new_ones((M, 8)).t()
-            total = _multiply_groups(dy.t(), ones, ends.offs, dy.dtype)[..., 0]
-    if db_dtype is not None and total is not None:
-        db = total.to(db_dtype)
-    return dx, dw, db
+        right: Any = columnwise if plan.wgrad else dy
+        dw = _wgrad(right, recipe, (N, K), watching, ends, for_dw)
+    if db_dtype is not None:
+        sums = _column_sums(dy, ends) if sums is None else sums
+        db = sums.to(db_dtype)
+    return _Gradients(dx, dw, db)
 
 
 _planned_gradients = planned(_gradients)
 
 
-def _weight_transposed(
-    weight: Tensor | None, w8: Tensor | None, by: By, call: Call, *, event: Tensor | None
-) -> tuple[Tensor | None, By, Any]:
-    """The weight in high precision and by what its transpose is cast, or that.
+def _cast_gradient(
+    dy: Tensor | None,
+    specs: Orientations,
+    plan: LinearPlan,
+    params: QuantParams | None,
+    ends: Ends | None,
+    *,
+    sums: bool,
+) -> _CastGradient:
+    """dy in FP8, and its column sums, if ``sums`` are wanted and come for free."""
+    if specs.is_empty:
+        return _CastGradient(None, None, None)
+    assert dy is not None, "to be cast"
+    sums = sums and (ends is not None or specs.has_both)
+    matrix = dy if ends is None else Groups.of(dy, ends)
+    made = cast_by(matrix, specs.rowwise, specs.columnwise, plan, params, dbias=sums)
+    return _CastGradient(made.rowwise, made.columnwise, made.dbias if sums else None)
 
-    In a graph, and of a layer that is spread over ranks. A compiled forward keeps nothing of the
+
+def _column_sums(dy: Tensor | None, ends: Ends | None) -> Tensor:
+    """The sums over the rows of dy, or over those of each expert."""
+    assert dy is not None, "written"
+    if ends is None:
+        return dy.sum(0, dtype=torch.float32)
+    # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in rows of
+    # their own, which torch takes whatever the number of tokens.
+    ones = dy.new_ones((dy.shape[0], 8)).t()
+    return _mm_in_groups(dy.t(), ones, ends.offs, dy.dtype)[..., 0]
+
+
+def _columnwise_weight(
+    weight: Tensor | None,
+    data: Tensor | None,
+    params: QuantParams | None,
+    call: Call,
+    *,
+    event: Tensor | None,
+) -> tuple[Tensor | None, QuantParams | None, Operand | None]:
+    """The weight to cast and its parameters, or dgrad's operand.
+
+    In a graph, and of a layer that is sharded over ranks. A compiled forward keeps nothing of the
     transpose for a backward that gives ``event``, a tensor of its own.
     """
     assert call.plan.dgrad is not None, "in FP8"
-    if w8 is not None:
-        assert by is not None, "saved by the forward"
-        scale = by[0].scale
-        return None, by, (transpose_op(w8, 1, event), scale if scale.ndim == 1 else scale.mT)
-    assert weight is not None, "kept for this"
+    if data is not None:
+        assert params is not None, "saved by the forward"
+        scale = params.factors.scale
+        scale = scale if scale.ndim == 1 else scale.mT
+        return None, params, Operand(transpose_op(data, 1, event), scale)
+    assert weight is not None, "the policy keeps it"
     high = plain(weight, event)
-    if by is None:
-        return None, None, cast(high, None, W, call, transposed=call.plan.dgrad.right)[3:5]
+    if params is None:
+        return None, None, cast(high, None, W, call, columnwise=call.plan.dgrad.right).columnwise
     if call.parallel is None:
-        return high, by, None
-    w8, scale, *_ = cast_by(high, call.plan.w, None, call.plan, by)
-    return None, by, (transpose_op(w8, 1, event), scale.t())
+        return high, params, None
+    made = cast_by(high, call.plan.w, None, call.plan, params).rowwise
+    return None, params, Operand(transpose_op(made.data, 1, event), made.scale.t())
 
 
 def _dgrad(
@@ -558,48 +838,33 @@ def _dgrad(
     shape: tuple[int, int],
     watching: Call | None,
     ends: Ends | None,
-    weight: Tensor | None,
-    w8: Tensor | None,
-    by: By,
-    w_t: Any,
-    turns: bool,
-    dtype: torch.dtype,
+    weight: _DgradWeight,
 ) -> Tensor:
-    """``dy @ weight``, of the FP8 weight, its transpose, or the weight in high precision.
-
-    ``turns``: the transpose has the bytes of the forward's FP8 weight, which ``by`` makes again.
-    """
-    plan = recipe.linear
+    """``dy @ weight``, of dy in high precision or of its rowwise FP8 data."""
+    plan, high = recipe.linear, weight.high_precision
     if isinstance(dy, Tensor):
-        assert weight is not None, "kept for this"
+        assert high is not None, "the policy keeps it"
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
         if ends is not None:
-            return _multiply_groups(dy, weight.to(dy.dtype).mT, ends.offs, dtype)
-        return (dy @ weight.to(dy.dtype)).to(dtype)
+            return _mm_in_groups(dy, high.to(dy.dtype).mT, ends.offs, weight.dtype)
+        return (dy @ high.to(dy.dtype)).to(weight.dtype)
     assert plan.dgrad is not None, "cast for it"
-    left, right, fast_accum = plan.dgrad
-    if w_t is None and w8 is not None:
-        assert by is not None, "saved by the forward"
-        scale = by[0].scale
-        alone = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
-        w_t = transpose_op(w8, 1, None), scale if alone else scale.mT
-    elif w_t is None:
-        assert weight is not None, "kept for this"
-        w_t = cast_by(weight, None, right, plan, by)[3:5]
+    operand = weight.columnwise
+    if operand is None and weight.data is not None:
+        assert weight.params is not None, "saved by the forward"
+        scale = weight.params.factors.scale
+        has_one = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
+        operand = Operand(transpose_op(weight.data, 1, None), scale if has_one else scale.mT)
+    elif operand is None:
+        assert high is not None, "the policy keeps it"
+        operand = cast_by(high, None, plan.dgrad.right, plan, weight.params).columnwise
     if watching is not None:
-        if not turns and not plan.fprop and ends is None:  # else the forward has cast it
-            assert weight is not None, "cast just now"
-            show_cast(weight.t(), w_t, right, W, watching, only_in_backward=True)
-        show_gemm("dgrad", watching, dy, w_t)
-    operands = *dy, left.block, *w_t, right.block, None
-    if ends is None:
-        dx = scaled_mm_op(*operands, dtype, fast_accum)
-    else:
-        dx = grouped_mm_op(*operands, ends.offs, dtype, fast_accum, ends.plan)
-    if torch.compiler.is_compiling() or dx.shape != shape:
-        dx = dx[: shape[0], : shape[1]]
-    return dx
+        if not weight.has_forward_bytes and not plan.fprop and ends is None:
+            assert high is not None, "cast just now"
+            show_cast(high.t(), operand, plan.dgrad.right, W, watching, only_in_backward=True)
+        show_gemm("dgrad", watching, dy, operand)
+    return _cropped(_mm(dy, operand, plan.dgrad, weight.dtype, ends), shape)
 
 
 def _wgrad(
@@ -608,42 +873,29 @@ def _wgrad(
     shape: tuple[int, int],
     watching: Call | None,
     ends: Ends | None,
-    x: Source | None,
-    kept: Tensor | None,
-    factors: Factors,
-    dtype: torch.dtype,
+    x: _WgradInput,
 ) -> Tensor:
-    """``dy.T @ x``, of dy in high precision or of its transpose in FP8.
-
-    ``kept`` is x transposed in FP8, or x in high precision; without it x is the source.
-    """
+    """``dy.T @ x``, of dy in high precision or of its columnwise FP8 data."""
     plan = recipe.linear
     if isinstance(dy, Tensor):
-        high = kept if x is None else x.value()
-        assert high is not None, "kept for this"
+        high = x.data if x.prologue is None else x.prologue.value()
+        assert high is not None, "the policy keeps it"
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
         if ends is not None:
-            return _multiply_groups(dy.t(), high.to(dy.dtype).t(), ends.offs, dtype)
-        return (dy.t() @ high.to(dy.dtype)).to(dtype)
+            return _mm_in_groups(dy.t(), high.to(dy.dtype).t(), ends.offs, x.dtype)
+        return (dy.t() @ high.to(dy.dtype)).to(x.dtype)
     assert plan.wgrad is not None, "cast for it"
-    left, right, fast_accum = plan.wgrad
-    if x is None:
-        assert kept is not None, "kept for this"
-        x_t = kept, factors.scale.float()
+    if x.prologue is None:
+        assert x.data is not None, "the policy keeps it"
+        operand = Operand(x.data, x.factors.scale.float())
     else:
-        source = x if ends is None else Groups.of(x, ends)
-        x_t = cast_by(source, None, right, plan, (factors, None))[3:5]
+        matrix = x.prologue if ends is None else Groups.of(x.prologue, ends)
+        params = QuantParams(x.factors, None)
+        operand = cast_by(matrix, None, plan.wgrad.right, plan, params).columnwise
     if watching is not None:
-        show_gemm("wgrad", watching, dy, x_t)
-    operands = *dy, left.block, *x_t, right.block, None
-    if ends is None:
-        dw = scaled_mm_op(*operands, dtype, fast_accum)
-    else:
-        dw = grouped_mm_op(*operands, ends.offs, dtype, fast_accum, ends.plan)
-    if torch.compiler.is_compiling() or dw.shape[-2:] != shape:
-        dw = dw[..., : shape[0], : shape[1]]
-    return dw
+        show_gemm("wgrad", watching, dy, operand)
+    return _cropped(_mm(dy, operand, plan.wgrad, x.dtype, ends), shape)
 
 
 # A linear layer, the plainest composition.
@@ -699,7 +951,7 @@ class LinearFunction(Float8Function):
         if dy.ndim != 2:
             dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
         dx, dw, db = backward(
-            dy, None, ctx.saved_tensors, ctx.call,
+            dy, None, Saved._make(ctx.saved_tensors), ctx.call,
             needs=needs, shape=shape, dtypes=ctx.dtypes,
         )  # fmt: skip
         if dx is not None and len(x_shape) != 2:

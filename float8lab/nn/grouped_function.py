@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.nn.casts import spec_of_experts
-from float8lab.nn.gemm import backward, forward, output_dtype
+from float8lab.nn.gemm import Saved, backward, forward, output_dtype
 from float8lab.nn.precision import Call
 from float8lab.ops import Ends
 from float8lab.recipes.recipe import Float8CurrentScaling
@@ -79,7 +79,7 @@ class GroupedFunction(Float8Function):
         y, saved = forward(
             x, weight, bias, call, needs=_joined(ctx.needs_input_grad, ctx.parts)[:2],
             dtype=output_dtype(x), ends=ends,
-            lean=lean and is_memory_of_parameter(weight), inp=x if lean else None,
+            save_memory=lean and is_memory_of_parameter(weight), inp=x if lean else None,
         )  # fmt: skip
         ctx.save_for_backward(*ends, *saved)
         ctx.call = call
@@ -100,7 +100,7 @@ class GroupedFunction(Float8Function):
                 "modified by an inplace operation. Call backward before the optimizer's step."
             )
         dx, *of_experts = backward(
-            dy, None, tuple(saved), ctx.call,
+            dy, None, Saved._make(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, ends=Ends(offs, plan),
         )  # fmt: skip
         parts: list[Tensor | None] = []

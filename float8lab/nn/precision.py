@@ -23,7 +23,7 @@ from float8lab.distributed.tensor_parallel import NoGroup, Rows, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Groups, Source, as_matrix
-from float8lab.recipes.delayed import DelayedSlots, Factors, Known
+from float8lab.recipes.delayed import DelayedSlots, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.recording import Recording
 from float8lab.recipes.reduction import channel_of, name_of_group
@@ -91,7 +91,7 @@ class Call:
         *,
         is_region: bool = False,
         precision: Precision | None = None,
-        known: list[Known | None] | None = None,
+        known: list[QuantParams | None] | None = None,
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
         group_name: str = "",
@@ -114,7 +114,7 @@ class Call:
         # A compiled graph has no trace of an observer.
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
         # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
-        self.known: list[Known | None]
+        self.known: list[QuantParams | None]
         if known is not None:  # a recomputation: under the scales of its original
             self.known = known
         else:
@@ -126,7 +126,7 @@ class Call:
             return False
         return not self.slots.seeded[index]
 
-    def scale(self, index: int, x: Tensor | Source | Groups) -> Known:
+    def scale(self, index: int, x: Tensor | Source | Groups) -> QuantParams:
         """Delayed scaling: factors for tensor ``index``, and the slot for its amax."""
         found = self.known[index]
         if found is None:
@@ -139,7 +139,9 @@ class Call:
 
     def again(self, *, first_microbatch: bool | None, fused_weight: Any) -> Call:
         """A repetition of this call by activation checkpointing: it records gradients alone."""
-        known: list[Known | None] = [found and (found[0], None) for found in self.known]
+        known: list[QuantParams | None] = [
+            params and QuantParams(params.factors, None) for params in self.known
+        ]
         call = Call(
             self.recipe, self.slots, self.record, precision=self.precision, known=known,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
@@ -349,7 +351,7 @@ class Precision:
 
     def scale_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Source | Groups
-    ) -> tuple[Factors, Tensor | None]:
+    ) -> QuantParams:
         """When a compiled graph casts ``x``: factors of the graph's own, and the amax slot."""
         inner = x if isinstance(x, Tensor) else x.inputs[0]
         slots = self._slots(recipe, inner.device, group)
@@ -358,7 +360,7 @@ class Precision:
             STATE.recorded.add(slots.pack)
         forward = slots.forward[index]
         if forward and in_backward():
-            return slots.scale_again(index), None
+            return QuantParams(slots.scale_again(index), None)
         if forward:
             slots.pack.advanced = False
             region = STATE.region or STATE.in_graph

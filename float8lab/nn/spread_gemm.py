@@ -18,7 +18,7 @@ from float8lab.distributed.tensor_parallel_mm import Product, Shards, multiply, 
 from float8lab.nn.casts import Operand, cast, cast_by, show_cast, show_gemm
 from float8lab.nn.precision import Call, W, X
 from float8lab.ops import Source, transpose_op
-from float8lab.recipes.delayed import Factors
+from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.recipe import GemmPlan
 
 __all__ = [
@@ -69,8 +69,9 @@ def spread_product(
 def is_gathered_once(call: Call) -> bool:
     """Whether what arrives of x for fprop is kept, transposed, for wgrad, which wants its codes."""
     plan, parallel = call.plan, call.parallel
-    assert parallel is not None, "of a layer that is spread"
-    if not parallel.keeps or plan.fprop is None or plan.wgrad is None:
+    if parallel is None or not parallel.keeps:
+        return False
+    if plan.fprop is None or plan.wgrad is None:
         return False
     return plan.wgrad.right == plan.fprop.left and plan.x.block == (-1, -1)
 
@@ -83,15 +84,16 @@ def operands_of_wgrad(
     assert parallel is not None, "of a layer that is spread"
     assert plan.wgrad is not None, "in FP8"
     left, right, _ = plan.wgrad
-    dy_t: Any = dy.q_t
+    dy_t: Any = dy.columnwise
     x_t: Any
     if x is None or kept is not None:
-        x_t = kept, factors.scale.float()
+        assert kept is not None, "a prologue is cast"
+        x_t = Operand(kept, factors.scale.float())
     elif factors.scale is not None:
         assert x is not None, "kept for this"
-        x_t = cast_by(x, None, right, plan, (factors, None))[3:5]
+        x_t = cast_by(x, None, right, plan, QuantParams(factors, None)).columnwise
     else:
-        x_t = cast(x, None, X, call, transposed=right)[3:5]
+        x_t = cast(x, None, X, call, columnwise=right).columnwise
     if parallel.gathers and not is_gathered_once(call):
         assert rows is not None, "under sequence parallelism"
         x_t = Shards(parallel, rows, x_t, right.block)
@@ -114,26 +116,34 @@ def spread_dgrad(
     """``_dgrad`` of a layer that is spread over ranks; ``for_wgrad`` may get what that gathers."""
     plan, parallel = call.plan, call.parallel
     assert parallel is not None, "of a layer that is spread"
-    if dy.q is None:
+    if dy.rowwise is None:
         assert weight is not None, "kept for this"
-        assert dy.high is not None, "written"
+        assert dy.high_precision is not None, "written"
         if call.watched:
             show_gemm("dgrad", call, None, None)
-        high = parallel.entered(dy.high, call.rows, backward=True)
+        high = parallel.entered(dy.high_precision, call.rows, backward=True)
         return parallel.left((high @ weight.to(high.dtype)).to(dtype), call.rows, backward=True)
     assert plan.dgrad is not None, "cast for it"
     shards = (one for one in for_wgrad or () if isinstance(one, Shards))
     beside = next((one for one in shards if one.whole is None), None)
     dx, whole = spread_product(
-        dy.q, w_t, plan.dgrad, shape, dtype, call, backward=True, beside=beside, keep=dy.turns
+        dy.rowwise,
+        w_t,
+        plan.dgrad,
+        shape,
+        dtype,
+        call,
+        backward=True,
+        beside=beside,
+        keep=dy.transposes_gathered,
     )
     if call.watched:
         if not turns and not plan.fprop:  # else the forward has cast it
             assert weight is not None, "cast just now"
             show_cast(weight.t(), w_t, plan.dgrad.right, W, call, only_in_backward=True)
         show_gemm("dgrad", call, whole, w_t)
-    if dy.turns:
-        for_wgrad[0] = transpose_op(whole[0], 1, None), whole[1]
+    if dy.transposes_gathered:
+        for_wgrad[0] = Operand(transpose_op(whole[0], 1, None), whole[1])
     return dx
 
 
@@ -152,11 +162,11 @@ def spread_wgrad(
     if plan.wgrad is None:
         high = kept if x is None else x.value()
         assert high is not None, "kept for this"
-        assert dy.high is not None, "written"
+        assert dy.high_precision is not None, "written"
         if call.watched:
             show_gemm("wgrad", call, None, None)
         high = parallel.entered(high, rows)
-        dy_high = parallel.entered(dy.high, rows, backward=True)
+        dy_high = parallel.entered(dy.high_precision, rows, backward=True)
         return (dy_high.t() @ high.to(dy_high.dtype)).to(dtype)
     left, right, fast_accum = plan.wgrad
     dy_t, x_t = (one.gathered() if isinstance(one, Shards) else one for one in operands)

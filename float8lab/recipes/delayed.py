@@ -40,7 +40,7 @@ from float8lab.ops import (
 )
 from float8lab.recipes.recipe import DelayedScaling
 
-__all__ = ["DelayedSlots", "Factors", "Known", "ScalePack", "merge_packs", "own_amax"]
+__all__ = ["DelayedSlots", "Factors", "QuantParams", "ScalePack", "merge_packs", "own_amax"]
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 
@@ -65,8 +65,13 @@ class Factors(NamedTuple):
         return Factors(scale, encode, pair)
 
 
-Known = tuple[Factors, Tensor | None]
-"""The factors of a cast, and the slot to record its amax in; None: do not record."""
+class QuantParams(NamedTuple):
+    """Quantization parameters of a cast."""
+
+    factors: Factors
+    """Where the cast makes the scale of an amax, that stands in the place of the encode factor."""
+    amax_slot: Tensor | None
+    """Where the amax is recorded under delayed scaling; None: it is not."""
 
 
 class ScalePack:
@@ -477,22 +482,22 @@ class DelayedSlots:
         memo[id(self)] = copy
         return copy
 
-    def known(self, *, record: bool) -> list[Known | None]:
+    def known(self, *, record: bool) -> list[QuantParams | None]:
         """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
         pack, found, slot = self.pack, [], self.start
         live = pack.live()
         for forward, seeded, width in zip(self.forward, self.seeded, self.widths, strict=True):
-            one: Known | None = None
+            one: QuantParams | None = None
             if forward and seeded:
                 if width > 1:
                     part = slice(slot, slot + width)
-                    one = pack.factors_of(part), pack.amax[part] if record else None
+                    one = QuantParams(pack.factors_of(part), pack.amax[part] if record else None)
                 else:
                     if live is None:
                         factors = Factors.of(pack.factors[:, slot].clone())
                     else:
                         factors = Factors(live[2 * slot], live[2 * slot + 1])
-                    one = factors, pack.amaxes[slot] if record else None
+                    one = QuantParams(factors, pack.amaxes[slot] if record else None)
             found.append(one)
             slot += width
         return found
@@ -505,7 +510,7 @@ class DelayedSlots:
         record: bool,
         shared: bool = True,
         empty: bool = True,
-    ) -> Known:
+    ) -> QuantParams:
         """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
 
         ``empty``: so is what ``x`` is a shard of, if ``x`` is.
@@ -526,7 +531,7 @@ class DelayedSlots:
             pack = self.pack
             own = torch.where(pack.has_scale()[slot], pack.factors[:, slot], own)
             if not record:
-                return Factors.of(own), None
+                return QuantParams(Factors.of(own), None)
             if first.numel() or not empty:
                 self._sow(index, own)
         pack = self.pack
@@ -537,7 +542,8 @@ class DelayedSlots:
             factors = pack.factors_of(slot)
         else:
             factors = Factors(live[2 * slot], live[2 * slot + 1])
-        return factors, (pack.amax if width > 1 else pack.amaxes)[slot] if record else None
+        amaxes = pack.amax if width > 1 else pack.amaxes
+        return QuantParams(factors, amaxes[slot] if record else None)
 
     def scale_again(self, index: int) -> Factors:
         """The factors that ``scale_for`` gave for the last forward's tensor."""

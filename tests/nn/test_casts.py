@@ -34,7 +34,7 @@ def casts(monkeypatch):
         return cast_by(x, *args, **kwargs)
 
     monkeypatch.setattr(gemm, "cast_by", watch)
-    monkeypatch.setattr(gemm, "_planned_product", gemm._product)  # a plan does not come to casts
+    monkeypatch.setattr(gemm, "_planned_fprop", gemm._fprop)  # a plan does not come to casts
     return made
 
 

@@ -300,10 +300,10 @@ def _cast(weight: Tensor, precision: Precision, recipe: Recipe) -> tuple[Tensor,
     slots = _slots(precision, recipe, weight.device)
     spec = recipe.linear.w
     with torch.no_grad():
-        codes, scale, *_ = cast(weight, spec, W, Call(recipe, slots, False))
+        qdata, scale = cast(weight, spec, W, Call(recipe, slots, False)).rowwise
     rows, columns = spec.scale_shape(tuple(weight.shape))
     scale = scale.reshape(1, 1) if spec.per_tensor else scale[:rows, :columns]
-    return codes[: weight.shape[0], : weight.shape[1]], scale
+    return qdata[: weight.shape[0], : weight.shape[1]], scale
 
 
 def _slots(precision: Precision, recipe: Recipe, device: torch.device) -> DelayedSlots | None:

@@ -106,10 +106,10 @@ def _cast(x: Tensor, index: int, call: Call) -> tuple[Tensor, Tensor]:
     first, second, third, size = laid_out.shape
     rows = laid_out.reshape(first * second, third * size)
     spec = Float8Spec(call.plan.x.fp8_dtype, (-1, -1), call.plan.x.scale_rule)
-    q, scale, *_ = cast(rows, spec, index, call, align=1)
+    operand = cast(rows, spec, index, call, align=1).rowwise
     if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing
-        show_cast(rows, (q, scale), spec, index, call)
-    return q.view(laid_out.shape).permute(order), scale
+        show_cast(rows, operand, spec, index, call)
+    return operand.data.view(laid_out.shape).permute(order), operand.scale
 
 
 _ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))

@@ -129,7 +129,7 @@ class _Call:
         outputs: Sequence[int | None],
         *,
         given: int,
-        returns_tuple: bool,
+        build: Callable[[tuple[Any, ...]], Any],
     ) -> None:
         """Take over what a recording has found.
 
@@ -140,9 +140,9 @@ class _Call:
             steps: in their order.
             outputs: numbers of tensors; None is None.
             given: the number of tensors that are given.
-            returns_tuple: whether the outputs come as a tuple.
+            build: makes the result of a call of its outputs.
         """
-        self.returns_tuple = returns_tuple
+        self.build = build
         self.stream = stream = given + len(allocations)
         self.rest: list[Any] = [None] * (len(allocations) + 1)
         """The values behind the tensors that a call is given, before its first step."""
@@ -205,8 +205,7 @@ class _Call:
                     tensors[made] = out
             for number in done:
                 tensors[number] = None
-        outputs = self.outputs(tensors)
-        return outputs if self.returns_tuple else outputs[0]
+        return self.build(self.outputs(tensors))
 
 
 def _empty_strided(
@@ -336,7 +335,7 @@ class _Recording(TorchDispatchMode):
 
     def call(self, result: Any) -> _Call | None:
         """The record of a call that gave ``result``; None if it cannot be repeated."""
-        results = result if isinstance(result, tuple) else (result,)
+        results, build = _leaves_of(result)
         outputs = [one for one in results if one is not None]
         seen = {
             arg
@@ -370,8 +369,29 @@ class _Recording(TorchDispatchMode):
         returns = tuple(None if one is None else next(left) for one in results)
         return _Call(
             allocations, self.zeros, self.steps, returns,
-            given=self.given, returns_tuple=isinstance(result, tuple),
+            given=self.given, build=build,
         )  # fmt: skip
+
+
+def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:
+    """The tensors, and None, of a result in their order, and what makes such a result of others.
+
+    A result is a tensor, None, or a tuple of results; a NamedTuple is made anew as what it is.
+    """
+    if not isinstance(result, tuple):
+        return (result,), operator.itemgetter(0)
+    if type(result) is tuple and not any(isinstance(element, tuple) for element in result):
+        return result, lambda leaves: leaves
+    make: Callable[..., Any] = tuple if type(result) is tuple else type(result)._make  # type: ignore[attr-defined]
+    leaves: tuple[Any, ...] = ()
+    fields: list[tuple[Callable[..., Any], slice]] = []
+    for element in result:
+        inner, build = _leaves_of(element)
+        fields.append((build, slice(len(leaves), len(leaves) + len(inner))))
+        leaves += inner
+    if len(leaves) == len(fields):
+        return leaves, make
+    return leaves, lambda tensors: make([build(tensors[place]) for build, place in fields])
 
 
 def _with_lists(
