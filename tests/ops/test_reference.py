@@ -289,6 +289,28 @@ def test_scaled_mm_by_hand() -> None:
     assert got.tolist() == [[1.0, 1.5, 9.0], [30.0, 35.0, 161.0]]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_does_not_reach_the_gemms(device: str) -> None:
+    """In float16, the largest FP8 data overflow: 16 x 448 x 448 is above 65504."""
+    a = torch.full((16, 16), 448.0, device=device).to(E4M3)
+    one, offs = torch.ones(1, 1, device=device), torch.tensor([16], device=device)
+    for block in ((-1, -1), (1, 16)):
+        scale = one.expand(scale_shape((16, 16), block))
+        with torch.autocast(device, torch.float16):
+            y = reference.scaled_mm(
+                a, scale, block, a, scale, block, None, torch.float32, fast_accum=False
+            )
+        assert torch.equal(y, torch.full_like(y, 16 * 448.0**2))
+    high = a.float(), None, ()
+    with torch.autocast(device, torch.float16):
+        rows = reference.grouped_mm(
+            *high, a.float()[None], None, (), None, offs, torch.float32, False
+        )
+        sums = reference.grouped_mm(*high, *high, None, offs, torch.float32, False)
+    assert torch.equal(rows, y)
+    assert torch.equal(sums[0], y)
+
+
 @pytest.mark.parametrize(
     "blocks",
     [((1, 128), (1, 128)), ((1, 128), (128, 128)), ((1, 32), (1, 32)), ((-1, -1), (1, -1))],

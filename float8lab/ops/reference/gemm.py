@@ -1,4 +1,7 @@
-"""The FP8 matrix product.  M rows of a, N rows of b, K contraction, B batch."""
+"""The FP8 GEMM.  M rows of a, N rows of b, K contraction, B batch.
+
+GEMMs run without ``torch.autocast``: multiplied in its float16, FP8 data would overflow.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def scaled_mm(
     nothing.
     """
     if a_block[1] == -1 and b_block[1] == -1:
-        out = a.float() @ b.float().mT
+        with torch.autocast(a.device.type, enabled=False):
+            out = a.float() @ b.float().mT
         if a_block[0] > 1 or b_block[0] > 1:
             a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
             b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
@@ -39,7 +43,8 @@ def scaled_mm(
     else:
         left = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
         right = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
-        out = left @ right.mT
+        with torch.autocast(a.device.type, enabled=False):
+            out = left @ right.mT
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

@@ -243,7 +243,8 @@ def grouped_mm(
         if end == start:
             continue
         if a_scale is None or b_scale is None:
-            out[index] = (a[:, start:end] @ b[:, start:end].mT).to(out_dtype)
+            with torch.autocast(a.device.type, enabled=False):
+                out[index] = (a[:, start:end] @ b[:, start:end].mT).to(out_dtype)
             continue
         columns = slice(place, place + round_up(end - start, SPAN))
         left = a[:, columns], _scales_of_group(a_scale, a_block, index, columns), a_block
@@ -277,7 +278,8 @@ def _multiply_rows(
             continue
         added = None if bias is None else bias[index]
         if a_scale is None or b_scale is None:
-            out[start:end] = F.linear(a[start:end], b[index], added).to(out_dtype)
+            with torch.autocast(a.device.type, enabled=False):
+                out[start:end] = F.linear(a[start:end], b[index], added).to(out_dtype)
             continue
         own = a_scale if a_scale.numel() == 1 else a_scale[start:end]
         left, right = (a[start:end], own, a_block), (b[index], b_scale[index], b_block)
