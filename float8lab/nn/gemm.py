@@ -186,18 +186,20 @@ def save_policy(
     fp8_wgrad = needs_dw and plan.wgrad is not None
     w = Keep.NOTHING
     reuses_w = needs_dx and plan.dgrad is not None and plan.dgrad.right == plan.w
-    if plan.w.block[0] == plan.w.block[1] and (reuses_w or (recomputes and plan.fprop)):
+    if plan.w.block[0] == plan.w.block[1] and (reuses_w or (recomputes and plan.fprop is not None)):
         w = Keep.REQUANTIZE if requantizes_weight else Keep.FP8_DATA
     if keeps_gathered and fp8_wgrad:
         x = Keep.GATHERED
     elif is_prologue:
-        has_use = plan.x.block == (-1, -1) and (fp8_wgrad or (recomputes and plan.fprop))
+        has_use = plan.x.block == (-1, -1) and (
+            fp8_wgrad or (recomputes and plan.fprop is not None)
+        )
         x = Keep.REQUANTIZE if has_use else Keep.NOTHING
     elif fp8_wgrad:
         x = Keep.FP8_DATA
     else:
         x = Keep.HIGH_PRECISION if needs_dw else Keep.NOTHING
-    in_high_precision = (needs_dx and not plan.dgrad) or (recomputes and not plan.fprop)
+    in_high_precision = (needs_dx and plan.dgrad is None) or (recomputes and plan.fprop is None)
     has_data = w is Keep.FP8_DATA and not in_high_precision
     return SavePolicy(x, w, (needs_dx or recomputes) and not has_data)
 
@@ -446,7 +448,7 @@ def recompute_forward(
 ) -> Tensor:
     """In backward, the bytes that ``forward`` gave of a prologue."""
     plan = call.plan
-    if not plan.fprop:
+    if plan.fprop is None:
         assert saved.weight is not None, "the policy keeps it"
         if call.watched:
             show_gemm("fprop", call, None, None)
