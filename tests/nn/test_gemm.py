@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
+from float8lab.nn.gemm import Keep, SavePolicy, save_policy
 from tests.nn.composition import RECIPES
 
 SHAPES = {"32": (32, 128, 128), "odd": (33, 72, 40), "one": (1, 48, 64), "K2048": (64, 2048, 256)}
@@ -159,3 +160,41 @@ def test_a_backward_for_the_input_leaves_main_grad_alone():
     assert once.any()
     torch.autograd.grad(layer(x).sum(), [x])
     assert torch.equal(layer.weight.main_grad, once)
+
+
+PLANS = {name: recipe.linear for name, recipe in RECIPES.items()}
+HIGH = PLANS["current"]._replace(fprop=None, dgrad=None, wgrad=None)
+BOTH, DX, DW, NONE = (True, True), (True, False), (False, True), (False, False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "needs", "options", "x", "w", "weight"),
+    [
+        ("current", BOTH, "", "FP8_DATA", "FP8_DATA", False),
+        ("current", DX, "", "NOTHING", "FP8_DATA", False),
+        ("current", DW, "", "FP8_DATA", "NOTHING", False),
+        ("current", NONE, "", "NOTHING", "NOTHING", False),
+        ("current", BOTH, "requantizes_weight", "FP8_DATA", "REQUANTIZE", True),
+        ("current", BOTH, "is_prologue", "REQUANTIZE", "FP8_DATA", False),
+        ("current", DX, "is_prologue", "NOTHING", "FP8_DATA", False),
+        ("current", DX, "is_prologue recomputes", "REQUANTIZE", "FP8_DATA", False),
+        ("current", NONE, "is_prologue recomputes", "REQUANTIZE", "FP8_DATA", False),
+        ("current", BOTH, "keeps_gathered", "GATHERED", "FP8_DATA", False),
+        ("current", DX, "keeps_gathered", "NOTHING", "FP8_DATA", False),
+        ("delayed", BOTH, "is_prologue requantizes_weight", "REQUANTIZE", "REQUANTIZE", True),
+        ("block", BOTH, "", "FP8_DATA", "FP8_DATA", False),
+        ("block", BOTH, "is_prologue", "NOTHING", "FP8_DATA", False),
+        ("rowwise", BOTH, "", "FP8_DATA", "NOTHING", True),
+        ("rowwise", BOTH, "requantizes_weight", "FP8_DATA", "NOTHING", True),
+        ("mx", BOTH, "", "FP8_DATA", "NOTHING", True),
+        ("high", BOTH, "", "HIGH_PRECISION", "NOTHING", True),
+        ("high", DX, "", "NOTHING", "NOTHING", True),
+        ("high", DW, "", "HIGH_PRECISION", "NOTHING", False),
+        ("high", NONE, "is_prologue recomputes", "NOTHING", "NOTHING", True),
+    ],
+)
+def test_save_policy(plan, needs, options, x, w, weight):
+    """Which form of each operand is saved: by the plan, the gradients and who computes x."""
+    options = dict.fromkeys(options.split(), True)
+    policy = save_policy({**PLANS, "high": HIGH}[plan], needs, **{"is_prologue": False, **options})
+    assert policy == SavePolicy(Keep[x], Keep[w], weight)
