@@ -12,6 +12,7 @@ depend on how far the CPU runs ahead.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +24,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.arguments import check_flags, check_size
-from float8lab.recipes.region import STATE, in_backward
+from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import version_of
 
-__all__ = ["get_cpu_offload_context"]
+__all__ = ["WEIGHT_CASTS", "get_cpu_offload_context"]
+
+
+class _WeightCasts(threading.local):
+    """What CPU offload knows of the casts of weights on a thread."""
+
+    def __init__(self) -> None:
+        self.outlive_step: dict[Any, bool] | None = None
+        """By storage, whether a cast is kept after the step in any case; None outside offload."""
+
+
+WEIGHT_CASTS = _WeightCasts()
 
 SMALL = 2**20
 """Bytes. A smaller storage stays: its copy would cost more time than its memory is worth."""
@@ -323,12 +335,12 @@ class _Offload(AbstractContextManager["_Offload"]):
     def __enter__(self) -> _Offload:
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
-        self._entered.append((hooks, STATE.weights))
-        STATE.weights = self._weights
+        self._entered.append((hooks, WEIGHT_CASTS.outlive_step))
+        WEIGHT_CASTS.outlive_step = self._weights
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        hooks, STATE.weights = self._entered.pop()
+        hooks, WEIGHT_CASTS.outlive_step = self._entered.pop()
         self._weights.clear()
         hooks.__exit__(exc_type, exc, traceback)
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import (
 
 from float8lab.arguments import check_callables, check_flags, check_group, check_instance
 from float8lab.distributed.ranks import all_gathered, rank_and_size
-from float8lab.recipes.recording import Recording
+from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.region import STATE, Autocast
 
 __all__ = ["checkpoint"]
@@ -195,27 +195,27 @@ class _Run:
         self.autocast = STATE.autocast
         if self.get_rng_state_tracker is not None:
             self.rng_states = self.get_rng_state_tracker().get_states()
-        outer = STATE.recordings
-        STATE.recordings = (*outer, self.recording)
+        outer = CHECKPOINTS.recordings
+        CHECKPOINTS.recordings = (*outer, self.recording)
         try:
             return self.function(*args, **kwargs)
         finally:
-            STATE.recordings = outer
+            CHECKPOINTS.recordings = outer
 
     def _recompute(self, recording: Recording, args: Any, kwargs: Any) -> Any:
         recording.follow(object())
-        outer = STATE.autocast, STATE.recordings, STATE.replay
+        outer = STATE.autocast, CHECKPOINTS.recordings, CHECKPOINTS.replay
         tracker = self.get_rng_state_tracker and self.get_rng_state_tracker()
         present = tracker and tracker.get_states()
         # The forward's, in the backward pass that is going on now.
         STATE.autocast = self.autocast.during(outer[0].backward)
-        STATE.recordings, STATE.replay = (), recording
+        CHECKPOINTS.recordings, CHECKPOINTS.replay = (), recording
         if tracker:
             tracker.set_states(self.rng_states)
         try:
             return self.function(*args, **kwargs)
         finally:
             STATE.autocast = outer[0]
-            STATE.recordings, STATE.replay = outer[1:]
+            CHECKPOINTS.recordings, CHECKPOINTS.replay = outer[1:]
             if tracker:
                 tracker.set_states(present)

@@ -39,6 +39,7 @@ from float8lab.inspect.trial import (
     start_anew,
     without_reduction,
 )
+from float8lab.nn.casts import share_cast
 from float8lab.nn.convert import unambiguous
 from float8lab.nn.convert.report import shapes_of
 from float8lab.nn.count import GEMM_OPS
@@ -46,7 +47,7 @@ from float8lab.nn.linear import Linear
 from float8lab.recipes.auto import Prediction, choose
 from float8lab.recipes.cost import MODES, Parts, Times, estimate_parts
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
-from float8lab.recipes.region import STATE, Region, inside
+from float8lab.recipes.region import Region, inside
 
 __all__ = ["Advice", "LayerAdvice", "advise"]
 
@@ -542,14 +543,14 @@ class _Bench:
 
         def forward(calls: int) -> Callable[[], None]:
             def run() -> None:
-                STATE.last_cast = None
+                share_cast(None)
                 for _ in range(calls):
                     self._call(layer, x)
 
             return run
 
         once, twice = timer(forward(1)), timer(forward(2))
-        STATE.last_cast = None
+        share_cast(None)
         return Times(*(max(0.0, 2 * a - b) for a, b in zip(once, twice, strict=True)))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from float8lab.distributed.fsdp.shards import reshard
+from float8lab.nn.casts import share_cast, shared_cast
 from float8lab.nn.convert import convert_to_float8, remove_region_hooks
 from float8lab.nn.convert.report import conversion_report
 from float8lab.nn.fused_module import FusedModule
@@ -325,7 +326,7 @@ def _kept(
     That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
     """
     reshard(model)  # what is kept are the shards
-    state = {name: getattr(STATE, name) for name in _ISOLATED}
+    state, cast = {name: getattr(STATE, name) for name in _ISOLATED}, shared_cast()
     start = [_keep_values(model.buffers()), _keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
     kept = [*map(_keep_contents, owners), *more(), *start]
@@ -337,9 +338,10 @@ def _kept(
             restore()
         for name in _ISOLATED:
             setattr(STATE, name, state[name])
+        share_cast(cast)
 
 
-_ISOLATED = ("autocast", "region", "in_graph", "last_cast")
+_ISOLATED = ("autocast", "region", "in_graph")
 """The fields of ``STATE`` that a trial changes."""
 
 
@@ -358,4 +360,5 @@ def _isolate(model: nn.Module) -> None:
     recipe = without_reduction(STATE.autocast.recipe)
     now = STATE.autocast
     STATE.autocast = Autocast(now.enabled, recipe, group=now.group, backward=now.backward)
-    STATE.region = STATE.in_graph = STATE.last_cast = None
+    STATE.region = STATE.in_graph = None
+    share_cast(None)

@@ -29,6 +29,7 @@ from float8lab.nn.precision import Call, W, X
 from float8lab.ops import as_matrix, reference
 from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor, float8_tensor
+from float8lab.tensor.differentiation import EXPORT
 
 __all__ = ["onnx_export"]
 
@@ -65,14 +66,14 @@ class onnx_export(ContextDecorator):
         self._outer: list[Any] = []
 
     def __enter__(self) -> onnx_export:
-        self._outer.append((STATE.onnx, torch.is_grad_enabled()))
-        STATE.onnx = _TRANSLATIONS if self._enabled else None
+        self._outer.append((EXPORT.translations, torch.is_grad_enabled()))
+        EXPORT.translations = _TRANSLATIONS if self._enabled else None
         if self._enabled:  # only the forward is exported: nothing is computed again in backward
             torch.set_grad_enabled(False)
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        STATE.onnx, gradients = self._outer.pop()
+        EXPORT.translations, gradients = self._outer.pop()
         torch.set_grad_enabled(gradients)
 
 

@@ -10,6 +10,7 @@ laid out.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
@@ -41,7 +43,7 @@ from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import Factors, QuantParams, own_amax
 from float8lab.recipes.recipe import LinearPlan, Recipe
-from float8lab.recipes.region import PROCESS, STATE, capturing, in_backward
+from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import version_of
 
@@ -62,6 +64,8 @@ __all__ = [
     "plain",
     "recast",
     "remember_input",
+    "share_cast",
+    "shared_cast",
     "show_cast",
     "show_gemm",
     "show_input",
@@ -439,7 +443,7 @@ def input_source(
     if torch.compiler.is_compiling():
         return InputSource(quantized=_input_cast(x, specs, call, amax))
     key = _input_key(x, inp, specs, call)
-    last = STATE.last_cast
+    last = _SHARED.last
     if key is not None and last is not None and last[0]() is inp and last[1] == key:
         return InputSource(quantized=last[2])
     if call.shards is not None:
@@ -470,16 +474,37 @@ def _input_key(
     return (*key, inp._version, node._sequence_nr(), stream)
 
 
+class _SharedCast(threading.local):
+    """The last input of a layer that was cast for training on a thread."""
+
+    def __init__(self) -> None:
+        self.last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantized] | None = None
+        """The input, the key of its cast, and the cast."""
+
+
+_SHARED = _SharedCast()
+
+
+def shared_cast() -> Any:
+    """The cast that layers with the same input share; None if there is none."""
+    return _SHARED.last
+
+
+def share_cast(cast: Any) -> None:
+    """Put a ``shared_cast`` back, or forget it, with None."""
+    _SHARED.last = cast
+
+
 def remember_input(inp: Tensor | None, key: tuple[Any, ...], quantized: Quantized) -> None:
     """Keep the cast of a layer's input for other layers that have the same."""
     assert inp is not None, "it has a key"
-    STATE.last_cast = weakref.ref(inp, _forget_input), key, quantized
+    _SHARED.last = weakref.ref(inp, _forget_input), key, quantized
 
 
 def _forget_input(inp: weakref.ref[Tensor]) -> None:
     """Forget the cast that was remembered of a layer's input, which is gone."""
-    if STATE.last_cast is not None and STATE.last_cast[0] is inp:
-        STATE.last_cast = None
+    if _SHARED.last is not None and _SHARED.last[0] is inp:
+        _SHARED.last = None
 
 
 # What an observer is shown (``float8lab/inspect/watch``), where ``call.watched``.
@@ -648,9 +673,10 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
         _show_weights(weight, quantized.rowwise, call.plan.w, call)
     elif call.watched:
         show_cast(weight, quantized.rowwise, call.plan.w, W, call)
-    if not torch.compiler.is_compiling() and STATE.weights is not None:
+    if not torch.compiler.is_compiling() and WEIGHT_CASTS.outlive_step is not None:
         key = StorageWeakRef(q.untyped_storage())
-        STATE.weights[key] = isinstance(weight, Float8Tensor) or _kept_cast(q, call) is not None
+        is_kept = isinstance(weight, Float8Tensor) or _kept_cast(q, call) is not None
+        WEIGHT_CASTS.outlive_step[key] = is_kept
 
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:

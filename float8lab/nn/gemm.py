@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8lab.distributed.offload import WEIGHT_CASTS
 from float8lab.distributed.tensor_parallel import noted
 from float8lab.nn.casts import (
     Matrix,
@@ -73,7 +74,6 @@ from float8lab.ops import (
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.recipe import GemmPlan, LinearPlan, Recipe
-from float8lab.recipes.region import STATE
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import (
     Float8Function,
@@ -286,7 +286,7 @@ def forward(
     )  # fmt: skip
     if source.key is not None:
         remember_input(inp, source.key, done.x)
-    if call.watched or STATE.weights is not None:
+    if call.watched or WEIGHT_CASTS.outlive_step is not None:
         _show_forward(value, specs, weight, done, call)
     y = done.y
     if y is None:

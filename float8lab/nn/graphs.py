@@ -25,9 +25,11 @@ from float8lab.arguments import check_flags, check_group, check_instance, check_
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.nn.recorded import PLAIN, Recorded, Trial, Unit, record, replay
 from float8lab.recipes.recipe import Recipe, check_recipe
+from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.region import PROCESS, STATE, in_backward, inside
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.differentiation import is_exporting
 
 __all__ = ["graphed", "make_graphed_callables"]
 
@@ -490,8 +492,8 @@ def _is_observed() -> bool:
     return (
         modes > 0
         or PROCESS.observer is not None
-        or STATE.onnx is not None
-        or bool(STATE.recordings)
+        or is_exporting()
+        or bool(CHECKPOINTS.recordings)
         or isinstance(STATE.region, Trial)
         or in_backward()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

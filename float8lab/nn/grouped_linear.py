@@ -53,9 +53,8 @@ from float8lab.nn.parallel import (
 )
 from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Ends, Groups, as_matrix
-from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
-from float8lab.tensor.differentiation import version_of
+from float8lab.tensor.differentiation import is_exporting, version_of
 from float8lab.tensor.permute import are_sizes
 
 __all__ = ["GroupedLinear", "ends_of"]
@@ -361,7 +360,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if torch.compiler.is_compiling():
             # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
             return torch.stack([plain(part) for part in parts]), ()
-        if STATE.onnx or torch._C._are_functorch_transforms_active():
+        if is_exporting() or torch._C._are_functorch_transforms_active():
             return torch.stack(list(parts)), ()
         version = sum(map(version_of, parts)) if kept else -1
         whole, known = self._wholes.get(kind, (None, -1))

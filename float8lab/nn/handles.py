@@ -6,23 +6,31 @@ finds the object when the graph runs.
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from float8lab.recipes.region import PROCESS, static_tensor
+from float8lab.recipes.region import static_tensor
 
 __all__ = ["new_handle", "owner_of"]
+
+
+class _Handles:
+    """The handles that exist."""
+
+    owners: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+    """The objects that they stand for, by the address of the handle."""
 
 
 def new_handle(owner: Any, device: torch.device) -> Tensor:
     """A tensor that stands for ``owner`` as long as both live."""
     handle = static_tensor(device)
-    PROCESS.owners[handle.data_ptr()] = owner
+    _Handles.owners[handle.data_ptr()] = owner
     return handle
 
 
 def owner_of(handle: Tensor) -> Any:
     """The object that a handle stands for."""
-    return PROCESS.owners[handle.data_ptr()]
+    return _Handles.owners[handle.data_ptr()]

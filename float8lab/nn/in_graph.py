@@ -16,6 +16,8 @@ backward, such as the output in float32.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ from float8lab.ops.declare import declare
 from float8lab.ops.grouped import outputs_of_groups
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
-from float8lab.recipes.region import STATE, come_after_in_graph
+from float8lab.recipes.region import come_after_in_graph
 
 __all__ = ["cast_in_graph", "leave_to_python"]
 
@@ -64,10 +66,20 @@ def _end_after(scale: Tensor, index: int, call: Call) -> None:
         come_after_in_graph(scale)
 
 
+class _Casts(threading.local):
+    """How many casts each graph has that is being traced on a thread."""
+
+    def __init__(self) -> None:
+        self.of_graph: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+_CASTS = _Casts()
+
+
 def _next_number() -> int:
     """Counts within a graph, so that equal graphs are equal to a compiler's cache, too."""
     graph = torch._guards.TracingContext.get()
-    number = STATE.casts[graph] = STATE.casts.get(graph, 0) + 1
+    number = _CASTS.of_graph[graph] = _CASTS.of_graph.get(graph, 0) + 1
     return number
 
 

@@ -23,9 +23,9 @@ from float8lab.distributed.tensor_parallel import NoGroup, Rows, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Groups, Source, as_matrix
-from float8lab.recipes.delayed import DelayedSlots, QuantParams
+from float8lab.recipes.delayed import RECORDED, DelayedSlots, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
-from float8lab.recipes.recording import Recording
+from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.reduction import channel_of, name_of_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
@@ -275,7 +275,7 @@ class Precision:
         state = STATE
         if torch.compiler.is_compiling():
             return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows, parallel)
-        noted, original = (None, state.replay)
+        noted, original = (None, CHECKPOINTS.replay)
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
             noted, followed = _torch_recordings(hooks)
@@ -316,7 +316,7 @@ class Precision:
                 if region is not None:
                     region.fp8_calls += 1
             self._last = call
-        for recording in state.recordings:
+        for recording in CHECKPOINTS.recordings:
             recording.add(self, call)
         if noted is not None:
             noted.add(self, call)
@@ -357,7 +357,7 @@ class Precision:
         slots = self._slots(recipe, inner.device, group)
         slots.pack.keeps_previous = True
         if slots.pack.is_recorded():
-            STATE.recorded.add(slots.pack)
+            RECORDED.packs.add(slots.pack)
         forward = slots.forward[index]
         if forward and in_backward():
             return QuantParams(slots.scale_again(index), None)
@@ -388,10 +388,10 @@ class Precision:
         if recording is None:
             node = torch._C._current_autograd_node()
             if isinstance(node, FunctionCtx):
-                recording = PROCESS.checkpoints.get(node)
+                recording = CHECKPOINTS.of_torch.get(node)
             if recording is not None:
                 recording.follow(current_backward())
-        if recording is not None and (recording is STATE.replay or recording.has_next(self)):
+        if recording is not None and (recording is CHECKPOINTS.replay or recording.has_next(self)):
             original: Call | None = recording.next(self)
             return original and original.again(
                 first_microbatch=first_microbatch, fused_weight=fused_weight
@@ -552,10 +552,10 @@ def _torch_recordings(hooks: Any) -> tuple[Recording | None, Recording | None]:
         return None, None
     cells = dict(zip(code.co_freevars, pack.__closure__ or (), strict=False))
     if "frame" in cells:
-        return PROCESS.checkpoints.setdefault(cells["frame"].cell_contents, Recording()), None
+        return CHECKPOINTS.of_torch.setdefault(cells["frame"].cell_contents, Recording()), None
     if "target_frame_ref" not in cells:
         return None, None
-    recording = PROCESS.checkpoints.get(cells["target_frame_ref"].cell_contents())
+    recording = CHECKPOINTS.of_torch.get(cells["target_frame_ref"].cell_contents())
     if recording is not None:
         recording.follow(pack)
     return None, recording
@@ -574,5 +574,5 @@ def _reentrant_recordings() -> Iterator[Recording]:
         ):
             if frame.f_code.co_name != "forward":
                 return  # a recomputation, which repeats the call of an outer recording
-            yield PROCESS.checkpoints.setdefault(ctx, Recording())
+            yield CHECKPOINTS.of_torch.setdefault(ctx, Recording())
         frame = frame.f_back

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.abc
-import importlib.util
 import inspect
 import sys
 import threading
@@ -126,6 +124,7 @@ def declare(
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
     def fake(*args: Any, **kwargs: Any) -> Any:
+        announce()
         given = dict(zip(parameters, args, strict=False))
         return _filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
 
@@ -147,7 +146,7 @@ def declare(
         overload: Any = getattr(getattr(torch.ops.float8lab, packet), form or "default")
         given = [argument.name for argument in overload._schema.arguments]
         arguments = {n: defaults.get(n) for n in given}
-        _DECLARED[overload] = _Declared(arguments, fake, mutates, sharding)
+        _OPS.declared[overload] = _Declared(arguments, fake, mutates, sharding)
         return overload
 
     overload = through = define(name, _schema(function, mutates))
@@ -156,7 +155,7 @@ def declare(
         pure = define(f"{name}.pure", _schema(function, (), without=last))
         through = _either(overload, pure, len(parameters) - 1)
     if flops is not None:
-        _DECLARED[overload] = _DECLARED[overload]._replace(flops=flops)
+        _OPS.declared[overload] = _OPS.declared[overload]._replace(flops=flops)
     if cuda is None:
         return overload
     call = _direct(through, cuda, function)
@@ -245,8 +244,20 @@ class _Declared(NamedTuple):
     flops: Callable[..., int] | None = None
 
 
-_DECLARED: dict[Any, _Declared] = {}
-"""By overload."""
+_COUNTER, _DTENSOR = "torch.utils.flop_counter", "torch.distributed.tensor"
+
+
+class _Ops:
+    """The ops that exist, and who has yet to be told about them."""
+
+    def __init__(self) -> None:
+        self.declared: dict[Any, _Declared] = {}
+        """What is known of each overload."""
+        self.untold = {_COUNTER, _DTENSOR}
+        """The modules of torch that ``announce`` has not found imported so far."""
+
+
+_OPS = _Ops()
 
 
 def compute_intensive_ops() -> list[torch._ops.OpOverload]:
@@ -258,62 +269,39 @@ def compute_intensive_ops() -> list[torch._ops.OpOverload]:
     >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
     True
     """
-    return [overload for overload, declared in _DECLARED.items() if declared.flops]
-
-
-_DTENSOR = "torch.distributed.tensor"
-
-
-class _WhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Tells a module of torch's about the ops when it is imported.
-
-    Not before: the FLOP counter imports triton, which ``import float8lab`` must not, and DTensor
-    takes long.
-    """
-
-    def __init__(self, name: str, tell: Callable[[Any], None]) -> None:
-        self.name, self.tell = name, tell
-        self.loader: Any = None
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            self.loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: Any) -> Any:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self.tell(module)
-
-
-def _tell_counter(counter: Any) -> None:
-    for overload, declared in _DECLARED.items():
-        if declared.flops is not None:
-            counter.register_flop_formula(overload.overloadpacket)(declared.flops)
-
-
-def _tell_dtensor(module: Any) -> None:
-    for overload, (arguments, outputs, mutates, sharding, _) in _DECLARED.items():
-        takes_dtensors(module, overload, arguments, outputs, sharding, mutates, _LIBRARY)
+    return [overload for overload, declared in _OPS.declared.items() if declared.flops]
 
 
 def announce() -> None:
-    """Make FLOP formulas known to torch's counter, and sharding rules to DTensor.
+    """Tell torch's FLOP counter and DTensor about the ops, as soon as these are imported.
 
-    That is done now, or when they are imported.
+    Both take long to import, and the counter imports triton, so nothing here imports them. Whoever
+    has them imported calls an op where it can be seen: below a mode, with a DTensor, or in a trace.
     """
-    for name, tell in (("torch.utils.flop_counter", _tell_counter), (_DTENSOR, _tell_dtensor)):
-        if name in sys.modules:
+    for name, tell in ((_COUNTER, _tell_counter), (_DTENSOR, _tell_dtensor)):
+        if name in _OPS.untold and name in sys.modules:
+            _OPS.untold.remove(name)
             tell(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, _WhenImported(name, tell))
+
+
+def _tell_counter(counter: Any) -> None:
+    formulas = {
+        overload.overloadpacket: declared.flops
+        for overload, declared in _OPS.declared.items()
+        if declared.flops is not None
+    }
+    for packet, formula in formulas.items():
+        counter.register_flop_formula(packet)(formula)
+    # A counter that is active already has a copy of the registry.
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+        if registry is not None:
+            registry.update((packet, counter.flop_registry[packet]) for packet in formulas)
+
+
+def _tell_dtensor(module: Any) -> None:
+    for overload, (arguments, outputs, mutates, sharding, _) in _OPS.declared.items():
+        takes_dtensors(module, overload, arguments, outputs, sharding, mutates, _LIBRARY)
 
 
 _PLAIN = frozenset(
@@ -340,6 +328,8 @@ def _direct(overload: Callable[..., Any], launcher: Any, reference: Callable[...
             or _is_profiled()
             or not _PLAIN.issuperset(map(type, args))
         ):
+            if _OPS.untold and not torch.compiler.is_compiling():
+                announce()
             return overload(*args)
         x = args[0]
         if type(x) is str:  # a prologue, and its inputs

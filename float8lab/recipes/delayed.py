@@ -21,6 +21,7 @@ having called it.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +282,17 @@ class ScalePack:
             return  # it runs
         self._backward = None
         self.forget(gradients=True)
+
+
+class _Recorded(threading.local):
+    """The packs that CUDA graphs of a thread's compiled graphs have recorded."""
+
+    def __init__(self) -> None:
+        # Torch replays such a CUDA graph on the thread that recorded it.
+        self.packs: weakref.WeakSet[ScalePack] = weakref.WeakSet()
+
+
+RECORDED = _Recorded()
 
 
 _NO_TASK = -1

@@ -1,16 +1,16 @@
 """Which calls of FP8 modules a checkpointed function made, so that its recomputation repeats them.
 
-``STATE.recordings`` are the recordings in progress, the innermost last; ``STATE.replay`` is the one
-that a recomputation follows. Those of torch's checkpoints are in ``PROCESS.checkpoints``. A
-function that is recomputed inside another one's recomputation is recorded while the outer one is
+A function that is recomputed inside another one's recomputation is recorded while the outer one is
 replayed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import weakref
+from typing import Any, ClassVar
 
-__all__ = ["Recording"]
+__all__ = ["CHECKPOINTS", "Recording"]
 
 
 class Recording:
@@ -57,3 +57,19 @@ class Recording:
             )
         self._position[module] = position + 1
         return calls[position]
+
+
+class _Checkpoints(threading.local):
+    """The checkpointed functions that run on a thread."""
+
+    of_torch: ClassVar[weakref.WeakKeyDictionary[Any, Recording]] = weakref.WeakKeyDictionary()
+    """The recordings of torch's checkpoints, by their frame or ctx; all threads share them."""
+
+    def __init__(self) -> None:
+        self.recordings: tuple[Recording, ...] = ()
+        """Those in progress, the innermost last."""
+        self.replay: Recording | None = None
+        """The one that a recomputation follows."""
+
+
+CHECKPOINTS = _Checkpoints()

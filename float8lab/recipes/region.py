@@ -20,8 +20,7 @@ takes the module's output.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +30,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8lab.ops import NO_DATA
 from float8lab.ops.declare import declare
-from float8lab.recipes.delayed import ScalePack, merge_packs
+from float8lab.recipes.delayed import RECORDED, ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
-from float8lab.recipes.recording import Recording
+from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.reduction import (
     channel_of,
     group_named,
@@ -114,35 +113,20 @@ class _State(threading.local):
         self.autocast = Autocast()
         self.region: Region | None = None  # at whose end delayed scaling advances
         self.init: ModelInit | None = None
-        self.last_cast: Any = None  # of an input that several layers may have, see nn/casts.py
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
-        # Packs that a CUDA graph of such a graph has recorded; torch replays it on this thread.
-        self.recorded: weakref.WeakSet[ScalePack] = weakref.WeakSet()
-        self.recordings: tuple[Recording, ...] = ()  # runs of checkpointed functions, in progress
-        self.replay: Recording | None = None  # what the recomputation in progress repeats
-        # While onnx_export is active: autograd functions, and what runs in place of each.
-        self.onnx: tuple[tuple[type, Callable[..., Any]], ...] | None = None
-        self.weights: dict[Any, bool] | None = None  # for CPU offload, see distributed/offload.py
-        # How many casts each graph has that is being traced, see nn/in_graph.py.
-        self.casts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class _Process:
     """The few values that all threads share."""
 
-    __slots__ = ("checkpoints", "clock", "notes", "observer", "owners", "watch")
+    __slots__ = ("clock", "notes", "observer")
 
     def __init__(self) -> None:
-        # The objects that tensors of compiled graphs stand for, by address; see nn/handles.py.
-        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        # The calls in torch's checkpoints, by frame or ctx of these, see nn/precision.py.
-        self.checkpoints: weakref.WeakKeyDictionary[Any, Recording] = weakref.WeakKeyDictionary()
         # What is known of tensors as long as they live, see distributed/tensor_parallel.py.
         self.notes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
         self.observer: Any = None
-        self.watch = True  # an autocast region without an FP8 module has yet to be warned about
 
 
 STATE = _State()
@@ -169,7 +153,7 @@ def in_backward() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return STATE.replay is not None or torch._C._current_graph_task_id() != NO_BACKWARD
+    return CHECKPOINTS.replay is not None or torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 class Region:
@@ -203,10 +187,10 @@ class Region:
         if torch.compiler.is_compiling():
             advance_in_graph(self.groups)
             return
-        if STATE.recorded and not capturing():
+        if RECORDED.packs and not capturing():
             # Casts that a CUDA graph has replayed did not enter their packs. Without new amaxes a
             # pack stays as it is.
-            self.packs.update(dict.fromkeys(STATE.recorded))
+            self.packs.update(dict.fromkeys(RECORDED.packs))
         if self.packs or (self.groups and has_ranks()):
             advance_scales(self.packs, self.groups, agree=self.first)
 

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from torch import nn
 from float8lab.arguments import check_flags, check_group
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import (
-    PROCESS,
     STATE,
     Autocast,
     ModelInit,
@@ -66,6 +65,9 @@ class autocast:
         "_recipe",
         "_region",
     )
+
+    _warns_of_idle_regions: ClassVar[bool] = True
+    """Whether a region without an FP8 module is warned about; the first warning is the last."""
 
     def __init__(
         self,
@@ -129,7 +131,8 @@ class autocast:
             return
         region.close()
         ran = region.fp8_calls or region.silent
-        if PROCESS.watch and self._enabled and not (ran or torch.compiler.is_compiling()):
+        idle = self._enabled and not (ran or torch.compiler.is_compiling())
+        if idle and autocast._warns_of_idle_regions:
             _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
@@ -166,7 +169,7 @@ class fp8_autocast(autocast):
 
 def _warn_about_idle_region(frame: FrameType) -> None:
     """Say that no FP8 module ran in a region, and which modules its function holds."""
-    PROCESS.watch = False
+    autocast._warns_of_idle_regions = False
     compiled = sys.modules.get("torch._dynamo.utils")
     if compiled and compiled.counters["stats"]["unique_graphs"]:
         return  # calls inside a compiled graph are not seen from here

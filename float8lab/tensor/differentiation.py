@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8lab.recipes.region import STATE
-
-__all__ = ["Float8Function", "once_differentiable", "version_of", "wanted_gradients"]
+__all__ = [
+    "EXPORT",
+    "Float8Function",
+    "is_exporting",
+    "once_differentiable",
+    "version_of",
+    "wanted_gradients",
+]
 
 _INSTEAD = (
     "Compute this part with torch's own layers and tensors: float8lab.to_high_precision(model), "
     "torch.nn's norms, .dequantize()."
 )
+
+
+class _Export(threading.local):
+    """What ``onnx_export`` has put in force on a thread."""
+
+    def __init__(self) -> None:
+        self.translations: tuple[tuple[type, Callable[..., Any]], ...] | None = None
+        """Autograd functions, and what runs in place of each; None outside an export."""
+
+
+EXPORT = _Export()
+
+
+def is_exporting() -> bool:
+    """Whether ``onnx_export`` is active on this thread."""
+    return EXPORT.translations is not None
 
 
 class Float8Function(torch.autograd.Function):
@@ -32,7 +54,7 @@ class Float8Function(torch.autograd.Function):
         Raises:
             NotImplementedError: a transform of torch.func is active.
         """
-        for function, translation in STATE.onnx or ():
+        for function, translation in EXPORT.translations or ():
             if function is cls:
                 return translation(*args)
         if torch._C._are_functorch_transforms_active():

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import casts, in_graph
 from float8lab.ops import cast_op
+from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.region import STATE, in_backward
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
@@ -184,8 +185,8 @@ def test_torch_checkpoints_inside(use_reentrant, theirs):
 
 
 THEIRS = torch.utils.checkpoint.checkpoint
-CHECKPOINTS = {
-    f"{whose}{kind}": functools.partial(function, use_reentrant=kind == "reentrant")
+CHECKPOINT_FUNCTIONS = {
+    f"{whose}{kind}": partial(function, use_reentrant=kind == "reentrant")
     for whose, function in (("torch-", THEIRS), ("", float8lab.checkpoint))
     for kind in ("reentrant", "non")
 }
@@ -230,13 +231,13 @@ def repeated(operands, run):
     return results
 
 
-@pytest.mark.parametrize("outer", CHECKPOINTS)
-@pytest.mark.parametrize("inner", [None, *CHECKPOINTS])
+@pytest.mark.parametrize("outer", CHECKPOINT_FUNCTIONS)
+@pytest.mark.parametrize("inner", [None, *CHECKPOINT_FUNCTIONS])
 @pytest.mark.parametrize("regions", ["around", "inside"])
 def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, inner, regions):
     """However often the scales advance between a forward and its backward, or in the function."""
     first, second = Feed(), Feed()
-    region = functools.partial(float8lab.autocast, recipe=RECENT)
+    region = partial(float8lab.autocast, recipe=RECENT)
 
     def once(x):
         return second(first(x))
@@ -252,8 +253,10 @@ def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, in
     def run(x):
         with region() if regions == "around" else contextlib.nullcontext():
             if inner is None:
-                return CHECKPOINTS[outer](function, x)
-            return CHECKPOINTS[outer](lambda x: CHECKPOINTS[inner](function, x), x)
+                return CHECKPOINT_FUNCTIONS[outer](function, x)
+            return CHECKPOINT_FUNCTIONS[outer](
+                lambda x: CHECKPOINT_FUNCTIONS[inner](function, x), x
+            )
 
     for seed in range(2):  # then every slot has a scale
         twice(leaf(4, 32, seed=seed))
@@ -268,7 +271,7 @@ def test_compiled_recomputations_have_the_scales_of_the_last_forward(operands, u
             model(leaf(4, 32, seed=seed))
     torch._dynamo.reset()
 
-    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    @partial(torch.compile, fullgraph=True, backend="aot_eager")
     def run(x):
         with float8lab.autocast(recipe=RECENT):
             return float8lab.checkpoint(model, x, use_reentrant=use_reentrant)
@@ -369,8 +372,8 @@ def test_backward_inside_another_autocast(use_reentrant):
             assert STATE.autocast.recipe == recipes.Float8BlockScaling()  # as it was
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert_same(model, saving)
-    assert STATE.replay is None
-    assert STATE.recordings == ()
+    assert CHECKPOINTS.replay is None
+    assert CHECKPOINTS.recordings == ()
 
 
 @each_mode
@@ -470,8 +473,8 @@ def test_an_exception_leaves_the_state_as_it_was(fails_in, use_reentrant):
         fail = True
         with pytest.raises(ArithmeticError):
             y.sum().backward()
-    assert STATE.replay is None
-    assert STATE.recordings == ()
+    assert CHECKPOINTS.replay is None
+    assert CHECKPOINTS.recordings == ()
     assert STATE.autocast.enabled is None
 
 

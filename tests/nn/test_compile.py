@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.recipes.region import PROCESS
+from float8lab.nn.handles import _Handles
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
@@ -414,7 +414,7 @@ def test_the_ops_of_graphs_are_sound(monkeypatch):
     layer(torch.randn(8, 32)).sum().backward()  # now every slot has a scale
     precision, ops = layer._fp8, torch.ops.float8lab
     # opcheck copies the arguments, and so the handle, whose address is what counts.
-    monkeypatch.setattr(PROCESS, "owners", collections.defaultdict(lambda: precision))
+    monkeypatch.setattr(_Handles, "owners", collections.defaultdict(lambda: precision))
     clock = torch.zeros(1, dtype=torch.uint8)
     x = torch.randn(20, 32)
     module = (precision.handle, RECIPES["delayed"].number, "", 0, False, 1)

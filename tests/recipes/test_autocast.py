@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import recipes
-from float8lab.recipes.region import PROCESS, STATE, Region
+from float8lab.recipes.region import STATE, Region
 from tests.near_ties import by_multiplying, near_ties
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
@@ -147,7 +147,7 @@ def test_a_bare_autocast_leaves_a_converted_layer_its_own_recipe():
 
 
 def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatch):
-    monkeypatch.setattr(PROCESS, "watch", True)
+    monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     torch._dynamo.utils.counters.clear()
     m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
     with (
@@ -165,14 +165,14 @@ def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatc
 
 def test_a_region_with_a_compiled_module_is_silent(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(PROCESS, "watch", True)
+    monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     compiled = torch.compile(layer(), fullgraph=True, backend="aot_eager")
     with float8lab.autocast(recipe=CURRENT):
         compiled(torch.ones(2, 32))
 
 
 def test_a_region_with_fp8_modules_is_silent(monkeypatch):
-    monkeypatch.setattr(PROCESS, "watch", True)
+    monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     with float8lab.autocast():
         layer()(torch.ones(1, 32))
 

@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from float8lab.nn.attention.bias import Alibi
 from float8lab.nn.attention.masks import AttentionMask
-from float8lab.recipes.region import STATE
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+from float8lab.tensor.differentiation import is_exporting
 
 __all__ = [
     "BACKENDS",
@@ -355,7 +355,7 @@ def _why_not_flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | No
         return "the bias or the mask is a matrix already"
     if q.dtype == torch.float64:
         return "it has no float64"
-    if STATE.onnx is not None:
+    if is_exporting():
         return "ONNX has no operator for it"
     if not q.is_cuda and any(x.requires_grad for x in (q, k, v)):
         return "it has no backward on this device"

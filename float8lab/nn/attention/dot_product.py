@@ -53,7 +53,8 @@ from float8lab.nn.parallel import (
     ignore_extra_state,
     parallel_size,
 )
-from float8lab.recipes.region import STATE, in_backward
+from float8lab.recipes.region import in_backward
+from float8lab.tensor.differentiation import is_exporting
 
 __all__ = ["DotProductAttention", "check_groups"]
 
@@ -283,7 +284,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         Returns:
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``.
         """
-        if STATE.onnx is not None:
+        if is_exporting():
             check_export(inference_params, qkv_format or self.qkv_format)
         request = self._resolve(
             query_layer, key_layer, value_layer,

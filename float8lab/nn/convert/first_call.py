@@ -22,8 +22,8 @@ from float8lab.nn.convert.report import mark_unseen
 from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
-from float8lab.recipes.recording import Recording
-from float8lab.recipes.region import STATE, in_backward
+from float8lab.recipes.recording import CHECKPOINTS, Recording
+from float8lab.recipes.region import in_backward
 
 __all__ = ["FirstCall", "remove_hooks", "watch_first_call"]
 
@@ -43,7 +43,7 @@ class FirstCall:
         if self._recording is not None or in_backward():
             return
         self._recording = Recording()
-        STATE.recordings = (*STATE.recordings, self._recording)
+        CHECKPOINTS.recordings = (*CHECKPOINTS.recordings, self._recording)
 
     @torch._disable_dynamo
     def _keep(self, output: Any) -> None:
@@ -62,7 +62,9 @@ class FirstCall:
     def _look(self, model: nn.Module) -> None:
         recording, outputs = self._recording, self._outputs
         assert recording is not None, "set before the call"
-        STATE.recordings = tuple(other for other in STATE.recordings if other is not recording)
+        CHECKPOINTS.recordings = tuple(
+            other for other in CHECKPOINTS.recordings if other is not recording
+        )
         self._recording = self._outputs = None
         if outputs is None:  # it raised
             return
