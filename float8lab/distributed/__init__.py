@@ -8,13 +8,13 @@ gradients under sequence parallelism.
 from float8lab.distributed.affinity import backward_on_this_core
 from float8lab.distributed.broadcast import broadcast_parameters
 from float8lab.distributed.checkpoint import ModelState
+from float8lab.distributed.comm import reduce_sequence_parallel_gradients
 from float8lab.distributed.context_parallel import join_sequence, shard_sequence
 from float8lab.distributed.cross_entropy import parallel_cross_entropy
 from float8lab.distributed.expert_parallel import DispatchHandle, moe_combine, moe_dispatch
 from float8lab.distributed.fsdp.weight import requantize_shards_
 from float8lab.distributed.offload import get_cpu_offload_context
 from float8lab.distributed.random import CudaRNGStatesTracker
-from float8lab.distributed.sequence_parallel import reduce_sequence_parallel_gradients
 
 __all__ = [
     "CudaRNGStatesTracker",

@@ -18,12 +18,11 @@ from float8lab.distributed.fsdp.shards import settle
 from float8lab.distributed.fsdp.weight import (
     cast_rows,
     layout_of,
-    local_of,
     reduced_amaxes,
     shard_mesh,
-    with_local,
 )
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import local_of, with_local
 
 __all__ = ["ModelState"]
 
@@ -82,8 +81,8 @@ class _Stored:
         if self.local._window is not None:
             settle(self.local)
         module, parameter = _parameter(model, name, value)
-        self.spread = getattr(module, "_spread", None)  # over tensor-parallel ranks, or None
-        ndim, self.mesh = 0 if self.spread is None else self.spread.ndim, None
+        self.placement = getattr(module, "_placement", None)  # by tensor parallelism, or None
+        ndim, self.mesh = 0 if self.placement is None else self.placement.ndim, None
         if value is not self.local and value.device_mesh.ndim > ndim:
             self.mesh, self.layout = shard_mesh(value, ndim), layout_of(parameter)
 
@@ -94,17 +93,17 @@ class _Stored:
         if self.mesh is not None:
             both = [local, local.replace(scale=local.amax)]
             _, (scale, amax) = reduced_amaxes([self.layout] * 2, both, local.device, self.mesh)
-        if self.spread is None:
+        if self.placement is None:
             return scale, amax
-        return self.spread.whole_of(scale, local.spec), self.spread.whole_of(amax, local.spec)
+        return self.placement.unshard(scale, local.spec), self.placement.unshard(amax, local.spec)
 
     def bytes_under(self, scale: Tensor) -> Any:
         """The FP8 data for these scales, as uint8; a shard is cast to them."""
         local = self.local
         if self.mesh is None:
             return with_local(self.value, local.qdata.view(torch.uint8))
-        if self.spread is not None:
-            scale = self.spread.part_of(scale, local.spec)
+        if self.placement is not None:
+            scale = self.placement.shard(scale, local.spec)
         parts = [
             cast_rows(local[rows], scale[blocks], self.layout.spec).view(torch.uint8)
             for rows, blocks in self.layout.runs
@@ -115,8 +114,8 @@ class _Stored:
     def load(self, qdata: Any, scale: Tensor, amax: Tensor) -> None:
         """Take over bytes, scales and amaxes."""
         local = self.local
-        if self.spread is not None:
-            scale, amax = (self.spread.part_of(x, local.spec) for x in (scale, amax))
+        if self.placement is not None:
+            scale, amax = (self.placement.shard(x, local.spec) for x in (scale, amax))
         blocks: Any = slice(None)
         if self.mesh is not None:
             blocks = self.layout.block_rows(local.spec.block[0], scale.device)

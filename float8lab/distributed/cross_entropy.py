@@ -19,6 +19,7 @@ from float8lab.arguments import (
     check_tensor,
     shown,
 )
+from float8lab.distributed.ranks import all_reduced
 from float8lab.ops import cross_entropy_backward_op, cross_entropy_statistics_op
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import Float8Function, once_differentiable
@@ -112,12 +113,6 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
     return (loss, log_sum.view(target.shape)) if return_log_sum_exp else loss
 
 
-def _all_reduced(x: Tensor, operation: str, group: Any) -> Tensor:
-    ops = torch.ops._c10d_functional
-    result: Tensor = ops.wait_tensor(ops.all_reduce(x, operation, group.group_name))
-    return result
-
-
 @dataclass(frozen=True)
 class _How:
     """The arguments that are no tensors."""
@@ -142,10 +137,12 @@ class _CrossEntropy(Float8Function):
         largest, total, found, plain = cross_entropy_statistics_op(logits, place)
         if how.group is not None:
             local = largest
-            largest = _all_reduced(local, "max", how.group)
+            largest = all_reduced(local, "max", how.group.group_name)
             # A shard that has nothing above -inf adds 0, even if no other has.
             part = torch.where(total == 0, 0.0, total * (local - largest).exp())
-            total, found, plain = _all_reduced(torch.stack([part, found, plain]), "sum", how.group)
+            total, found, plain = all_reduced(
+                torch.stack([part, found, plain]), "sum", how.group.group_name
+            )
         log_sum = largest + total.log()
         loss = log_sum - found
         if how.smoothing:

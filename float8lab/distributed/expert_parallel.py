@@ -24,6 +24,7 @@ from float8lab.formats import Float8Spec
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks
 from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import (
     check_integers,
     check_probs,
@@ -55,7 +56,7 @@ def experts_here(parameter: Any) -> Any:
     Raises:
         NotImplementedError: a DTensor that is placed otherwise.
     """
-    if not hasattr(parameter, "placements"):
+    if not is_dtensor(parameter):
         return parameter
     if not shares_experts(parameter.placements):
         raise NotImplementedError(

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["all_gathered", "exchanged", "rank_and_size"]
+__all__ = [
+    "all_gathered",
+    "all_objects",
+    "all_reduced",
+    "exchanged",
+    "from_first_rank",
+    "rank_and_size",
+    "tensors_of_ranks",
+]
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
@@ -39,6 +47,41 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
     raw = x.view(torch.uint8) if in_bytes else x
     whole: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(raw.contiguous(), size, name))
     return whole.view(x.dtype) if in_bytes else whole
+
+
+def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
+    """The ``"sum"`` or ``"max"`` of the tensors of all ranks of the group of that name."""
+    ops = torch.ops._c10d_functional
+    reduced: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, name))
+    return reduced
+
+
+def from_first_rank(x: Tensor, group: Any) -> Tensor:
+    """The values that the first rank of a group has, on all of them."""
+    ops = torch.ops._c10d_functional
+    received: Tensor = ops.wait_tensor(ops.broadcast(x.view(torch.uint8), 0, group.group_name))
+    return received.view(x.dtype)
+
+
+def tensors_of_ranks(x: Tensor, group: Any) -> list[Tensor]:
+    """The tensors of all ranks, of one shape and dtype, bit for bit."""
+    if isinstance(x, Float8Tensor):
+        parts = [tensors_of_ranks(part, group) for part in (x.qdata, x.scale, x.amax)]
+        return [
+            x.replace(qdata=qdata, scale=scale, amax=amax)
+            for qdata, scale, amax in zip(*parts, strict=True)
+        ]
+    bits = x.detach().contiguous().view(torch.uint8)
+    tensors = [torch.empty_like(bits) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tensors, bits, group=group)
+    return [tensor.view(x.dtype) for tensor in tensors]
+
+
+def all_objects(value: Any, group: Any) -> list[Any]:
+    """The value of each rank: tensors of unequal sizes, perhaps."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:

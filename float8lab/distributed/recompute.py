@@ -23,6 +23,7 @@ from torch.utils._pytree import (
 
 from float8lab.arguments import check_callables, check_flags, check_group, check_instance
 from float8lab.distributed.ranks import all_gathered, rank_and_size
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.region import STATE, Autocast
 
@@ -50,7 +51,7 @@ def checkpoint(
         function: a module or any other callable. Reentrant, it returns a tensor or a tuple.
         args: tensors, None and anything else. A tuple, list or dict with a tensor that requires
             gradients is rebuilt for ``function``; any other reaches it as it is.
-        distribute_saved_activations: spread the first tensor argument over the ranks of
+        distribute_saved_activations: shard the first tensor argument over the ranks of
             ``tp_group`` while it waits for backward; an all-gather brings it back. It must be the
             same on all of them: not with sequence parallelism, where each has a part of its own.
             Nothing to do in a group of one rank, nor with ``use_reentrant=False``.
@@ -82,9 +83,9 @@ def checkpoint(
     if torch.compiler.is_compiling() and get_rng_state_tracker is None:
         # The graph holds both the forward and what backward repeats of it: nothing to record.
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-    spread = distribute_saved_activations and use_reentrant and rank_and_size(tp_group)[1] > 1
+    shards = distribute_saved_activations and use_reentrant and rank_and_size(tp_group)[1] > 1
     return _checkpoint_in_eager(
-        function, args, kwargs, get_rng_state_tracker, use_reentrant, tp_group, spread=spread
+        function, args, kwargs, get_rng_state_tracker, use_reentrant, tp_group, shards=shards
     )
 
 
@@ -97,14 +98,14 @@ def _checkpoint_in_eager(
     use_reentrant: bool,
     group: Any,
     *,
-    spread: bool,
+    shards: bool,
 ) -> Any:
     # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
     parts = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
     run = _Run(function, [spec for _, spec in parts], tuple(kwargs), get_rng_state_tracker)
     values = [value for part, _ in parts for value in part]
     first = next((v for v in values if isinstance(v, Tensor)), None)
-    with _spread_over(group, first) if spread and type(first) is Tensor else _nothing:
+    with _sharded_over(group, first) if shards and type(first) is Tensor else _nothing:
         return torch_checkpoint.checkpoint(run, *values, use_reentrant=use_reentrant)
 
 
@@ -114,13 +115,13 @@ _nothing = contextlib.nullcontext()
 class _Part(NamedTuple):
     """The elements of a tensor that this rank keeps, as bytes."""
 
-    mine: Tensor
+    local: Tensor
     shape: torch.Size
     dtype: torch.dtype
 
 
-def _spread_over(group: Any, x: Tensor) -> Any:
-    """Inside the context, autograd's saved ``x`` is spread over the ranks of a group."""
+def _sharded_over(group: Any, x: Tensor) -> Any:
+    """Inside the context, each rank of a group keeps a shard of autograd's saved ``x``."""
     group = dist.group.WORLD if group is None else group
     rank, ranks = rank_and_size(group)
     wanted = weakref.ref(x)  # autograd keeps both functions, and must not keep x
@@ -129,15 +130,15 @@ def _spread_over(group: Any, x: Tensor) -> Any:
         if saved is not wanted():
             return saved
         flat = saved.detach().reshape(-1)
-        size = -(-flat.numel() // ranks)
-        mine = flat[rank * size : (rank + 1) * size]
-        mine = F.pad(mine, (0, size - mine.numel())) if mine.numel() < size else mine.clone()
-        return _Part(mine.view(torch.uint8), saved.shape, saved.dtype)
+        shards = ShardMap.of(flat.numel(), ranks, rank)
+        local, padding = shards.shard(flat, 0), shards.chunk - shards.length
+        local = F.pad(local, (0, padding)) if padding else local.clone()
+        return _Part(local.view(torch.uint8), saved.shape, saved.dtype)
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Part):
             return kept
-        flat = all_gathered(kept.mine, ranks, group.group_name).view(kept.dtype)
+        flat = all_gathered(kept.local, ranks, group.group_name).view(kept.dtype)
         result: Tensor = flat[: kept.shape.numel()].view(kept.shape)
         return result
 

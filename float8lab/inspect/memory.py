@@ -16,6 +16,7 @@ from float8lab.inspect.text import aligned, bytes_text
 from float8lab.inspect.trial import LossFn, Trial, on_trial, tensors_in
 from float8lab.nn.precision import precisions
 from float8lab.optim import MasterWeights
+from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = ["OUTPUT", "LayerMemory", "MemoryReport", "memory_report", "saved_by_layer"]
 
@@ -117,8 +118,8 @@ def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
 
     For a DTensor, these are the storages of this rank's shard.
     """
-    if hasattr(x, "_local_tensor"):
-        yield from storages(x._local_tensor)
+    if is_dtensor(x):
+        yield from storages(local_of(x))
     elif hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
             for inner, storage in storages(getattr(x, name)):

@@ -29,6 +29,7 @@ from float8lab.distributed.ranks import rank_and_size
 from float8lab.inspect.trial import as_before, call, own_loss
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import local_of
 
 __all__ = ["NonFinite", "find_nan"]
 
@@ -343,7 +344,7 @@ class _Look:
 
 def _local(x: Any) -> Tensor:
     """This rank's part of a tensor, in high precision."""
-    x = getattr(x, "_local_tensor", x)
+    x = local_of(x)
     value: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x
     # Float8Tensors, and FP8 dtypes without a scale.
     return value.float() if value.element_size() == 1 else value

@@ -26,6 +26,7 @@ from float8lab.nn.precision import precisions, precisions_below
 from float8lab.recipes.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from float8lab.recipes.region import DEFAULT_RECIPE, STATE, Autocast, in_backward
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = [
     "LossFn",
@@ -111,7 +112,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def refuse_dtensors(model: nn.Module, name: str) -> None:
     """Raise for a sharded model, whose gradients only ``backward`` itself brings together."""
-    if any(hasattr(p, "placements") for p in model.parameters()):
+    if any(is_dtensor(p) for p in model.parameters()):
         raise NotImplementedError(
             f"{name} must be given parameters that are whole; got DTensors. "
             "Call it before the model is sharded."
@@ -142,7 +143,7 @@ def _keep_contents(owner: Any) -> _Restore:
 
 def _keep_values(tensors: Iterable[Any]) -> _Restore:
     """Keep the values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
-    local = [getattr(x, "_local_tensor", x) for x in tensors]
+    local = [local_of(x) for x in tensors]
     parts = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
     kept = [(x, x.detach().clone()) for found in parts for x in found]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from float8lab.arguments import needs
-from float8lab.distributed.tensor_parallel import TensorParallel
+from float8lab.distributed.comm import TensorParallel
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.integrations.recipe_mapping import recipe_of
 from float8lab.nn import Linear, conversion_report, convert_to_float8
 from float8lab.ops import compute_intensive_ops
@@ -77,7 +78,10 @@ def _float8_model(model: Any) -> Any:
                 if layer.weight.shape != (rows, columns):
                     mode = "row" if layer.weight.shape[0] == rows else "column"
                     group = parallel_dims.get_mesh("tp").get_group()
-                    layer._fp8.spread(TensorParallel(group, mode, partial=True))
+                    features = columns if mode == "row" else rows
+                    shards = ShardMap.of(features, group.size(), group.rank())
+                    parallel = TensorParallel(group, mode, partial=True, features=(shards,))
+                    layer._fp8.set_parallel(parallel)
 
     Float8Model.__name__ = Float8Model.__qualname__ = model.__name__
     return Float8Model

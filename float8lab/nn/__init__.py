@@ -17,8 +17,8 @@ from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.layernorm_mlp import LayerNormMLP
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import LayerNorm, RMSNorm, convert_norms
+from float8lab.nn.parallel import shard_state_dict, whole_state_dict
 from float8lab.nn.scaling_state import ScalingState
-from float8lab.nn.sharding import shard_state_dict, whole_state_dict
 from float8lab.nn.transformer import TransformerLayer
 
 __all__ = [

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.distributed.offload import WEIGHT_CASTS
-from float8lab.distributed.tensor_parallel import Rows
 from float8lab.formats import Float8Spec
 from float8lab.nn.in_graph import cast_in_graph
 from float8lab.nn.precision import DY, Call, W, X
@@ -35,7 +34,6 @@ from float8lab.ops import (
     cast_op,
     prologue_shape,
     round_up,
-    scale_from_amax,
     transpose_op,
 )
 from float8lab.ops.declare import planned
@@ -71,6 +69,7 @@ __all__ = [
     "show_input",
     "spec_of_experts",
     "stored_as",
+    "value_of",
     "weight_source",
 ]
 
@@ -107,7 +106,7 @@ def cast(
     plan = call.plan
     params: QuantParams | None = None
     if call.shards is not None and not plan.delayed:
-        dim = call.shards.sharded(index)
+        dim = call.shards.sharded_dim(index)
         if dim is not None:
             return _cast_shard(x, spec, columnwise, index, call, amax, dbias=dbias, align=align)
     if not torch.compiler.is_compiling():
@@ -223,51 +222,44 @@ def _cast_shard(
     dbias: bool,
     align: int,
 ) -> Quantized:
-    """``cast`` of a shard, with the bytes that the cast of the whole gives it.
+    """``cast`` of a shard, with the bytes that the cast of the unsharded matrix gives it.
 
-    Blocks that lie on several ranks get their amaxes from all. Features that begin or end inside
-    blocks are spaced (``TensorParallel.spaced``); those of experts already are. Tokens that do are
-    not padded, and the scales beside them are those of all tokens.
+    The amax of a block that spans the sharded dimension is the largest over ranks. No other block
+    crosses shards: such tokens are gathered before, and such features run in high precision.
     """
-    plan, parallel = call.plan, call.shards
-    assert parallel is not None, "of a layer that is spread"
-    dim = parallel.sharded(index)
+    parallel = call.shards
+    assert parallel is not None, "of a sharded layer"
+    dim = parallel.sharded_dim(index)
     assert dim is not None, "of a shard"
     params: QuantParams | None = None
     if (-1, -1) in (spec and spec.block, columnwise and columnwise.block):
-        amax = parallel.largest(own_amax(x)) if amax is None else amax
+        amax = parallel.amax(own_amax(x)) if amax is None else amax
         params = QuantParams(Factors(None, amax), None)  # type: ignore[arg-type]
-    rows = call.rows if index != W and dim == 0 else None  # where tokens are shared out
-    of_experts = isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3)
-    length = parallel.pieces[0] if of_experts else _shape(x)[dim]  # type: ignore[arg-type]
-    spaced, total = rows is None and parallel.are_cut(length, plan.edge), None
-    if spaced and not of_experts:
-        x = _value(x)
-        total, dbias = x.float().sum(0) if dbias else None, False
-        x = parallel.spaced(x, dim, plan.edge)
-    ways = (spec, dim), (columnwise, 1 - dim)  # of both orientations, with the shard's dimension
-    if not any(how and _lies_on_several(how.block, axis, rows, spaced) for how, axis in ways):
-        made = _cast_alone(x, spec, columnwise, call, params, dbias, align)
-        return made if total is None else made._replace(dbias=total)
+    rowwise_spans, columnwise_spans = _spans(spec, dim), _spans(columnwise, 1 - dim)
+    if not (rowwise_spans or columnwise_spans):
+        return _cast_alone(x, spec, columnwise, call, params, dbias, align)
+    sums = None
     if dbias:
-        total = _sums_of_groups(x) if isinstance(x, Groups) else _value(x).float().sum(0)
-    results: list[tuple[Any, ...]] = []
-    for (how, axis), flip in zip(ways, (False, True), strict=True):
-        if how is None:
-            results.append((None, None, None))
-        elif not _lies_on_several(how.block, axis, rows, spaced):
-            two = (None, how) if flip else (how, None)
-            one = _cast_alone(x, *two, call, params, False, align)
-            results.append((*(one[3:5] if flip else one[:2]), one[2]))
+        sums = _sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
+    made = Quantized(dbias=sums)
+    if spec is not None and rowwise_spans:
+        q, scale = _cast_spanning(x, spec, call, align, is_columnwise=False)
+        made = made._replace(data=q, scale=scale)
+    elif spec is not None:
+        made = made._replace(
+            **_cast_alone(x, spec, None, call, params, False, align)._asdict() | {"dbias": sums}
+        )
+    if columnwise is not None:
+        if columnwise_spans:
+            operand = _cast_spanning(x, columnwise, call, align, is_columnwise=True)
         else:
-            cast_parts: Any = _cast_parts_of_experts if of_experts else _cast_parts
-            parts = cast_parts(x, how, axis, length, rows, align, call, flip=flip)
-            results.append((*parts, None))
-    (q, scale, factor), (q_t, scale_t, _) = results
-    return Quantized(q, scale, factor, q_t, scale_t, total)
+            operand = _cast_alone(x, None, columnwise, call, params, False, align).columnwise
+        made = made._replace(columnwise_data=operand.data, columnwise_scale=operand.scale)
+    return made
 
 
-def _value(x: Matrix) -> Tensor:
+def value_of(x: Matrix) -> Tensor:
+    """A matrix in high precision, computed if it is not written."""
     return x if isinstance(x, Tensor) else x.value()
 
 
@@ -276,14 +268,13 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
 
     None where there is no such amax, or but one of the two: then its cast reduces it.
     """
-    plan, parallel = call.plan, call.parallel
-    assert parallel is not None, "of a layer that is spread"
+    plan, parallel = call.plan, call.comm.parallel
+    assert parallel is not None, "of a sharded layer"
     per_tensor = plan.x.block == plan.w.block == (-1, -1) and not plan.delayed and plan.fprop
     alone = isinstance(weight, Float8Tensor) or call.first_microbatch is not None
-    assert not isinstance(x, Groups), "of experts, which are not spread"
-    if not per_tensor or alone or parallel.sharded(X) is None:
+    if not per_tensor or alone or parallel.sharded_dim(X) is None:
         return None, None
-    amaxes = parallel.largest(torch.cat([own_amax(x), own_amax(weight)]))
+    amaxes = parallel.amax(torch.cat([own_amax(x), own_amax(weight)]))
     return amaxes[:1], amaxes[1:]
 
 
@@ -291,100 +282,45 @@ def _shape(x: Tensor | Source) -> tuple[int, ...]:
     return prologue_shape(*x[:2]) if isinstance(x, Source) else tuple(x.shape)
 
 
-def _lies_on_several(block: Sequence[int], axis: int, rows: Rows | None, spaced: bool) -> bool:
-    """Whether blocks of a shard, smaller than the whole, have parts on other ranks."""
-    size = block[axis]
-    if block == (-1, -1) or size == 1:
-        return False
-    return size == -1 or spaced if rows is None else rows.are_cut(size)
+def _spans(spec: Float8Spec | None, dim: int) -> bool:
+    """Whether blocks, other than of the whole matrix, span a dimension of the operand."""
+    return spec is not None and spec.block != (-1, -1) and spec.block[dim] == -1
 
 
-def _cast_parts(
-    x: Tensor | Source,
-    how: Float8Spec,
-    axis: int,
-    length: int,
-    rows: Rows | None,
-    align: int,
-    call: Call,
-    *,
-    flip: bool,
-    matrices: int = 1,
+def _cast_spanning(
+    x: Matrix, spec: Float8Spec, call: Call, align: int, *, is_columnwise: bool
 ) -> Operand:
-    """One orientation of a shard whose blocks have parts on several ranks.
+    """One orientation of a shard whose blocks span the dimension that ranks share.
 
-    Args:
-        x: the shard.
-        how: it is cast, or its transpose.
-        axis: the dimension of the result along which it is a shard.
-        length: how much of the whole it is, before it was spaced.
-        rows: of the whole, if the dimension is that of tokens.
-        align: the sizes of the result are multiples of it.
-        call: of the layer.
-        flip: the transpose is wanted.
-        matrices: how many of whole blocks lie below each other, and are shards each.
+    Rows of experts that are padding are taken for zeros. The weights of experts are cast below
+    each other, each padded to whole blocks.
     """
-    parallel, size = call.shards, how.block[axis]
-    assert parallel is not None, "of a layer that is spread"
-    places, total = parallel.places(length), parallel.whole_size(length)
-    if rows is not None:
-        places, total = [rows.of(parallel.rank)], rows.total
-    start, count = places[0]
-    tokens = rows is not None and size > 0
-    before = start % size if tokens else 0
-    if before:
-        x = F.pad(_value(x), (0, 0, before, 0))
+    if isinstance(x, Groups):
+        matrix = x.owned()
+        q, scale = _cast_spanning(matrix, spec, call, align, is_columnwise=is_columnwise)
+        return Operand(q[: len(matrix)], scale[: len(matrix)])
+    if isinstance(x, Tensor) and x.ndim == 3:
+        each, rows_of_block = x.mT if is_columnwise else x, spec.block[0]
+        E, rows, _ = each.shape
+        below = F.pad(each, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
+        q, scale = _cast_spanning(below.flatten(0, 1), spec, call, align, is_columnwise=False)
+        rows = round_up(rows, align)
+        q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :rows].contiguous().view(q.dtype)
+        scales = scale.unflatten(0, (E, -1))[:, : -(-rows // rows_of_block)]
+        return Operand(q, scales.contiguous())
+    assert call.shards is not None, "of a sharded layer"
     prologue, inputs, dtype = x[:3] if isinstance(x, Source) else ("", (x,), x.dtype)
-    block = how.block[::-1] if flip else how.block
-    grid = amax_op(prologue, inputs, dtype, block)
-    grid = grid.t() if flip else grid
-    amaxes, everywhere = parallel.shared_amaxes(
-        grid.unflatten(0, (matrices, -1)), size, axis + 1, places, total
-    )
-    amaxes = amaxes.flatten(0, 1)
-    shape = _shape(x)[::-1] if flip else _shape(x)
-    down, across = how.scale_shape(tuple(round_up(n, align) for n in shape))
+    amaxes = amax_op(prologue, inputs, dtype, spec.block[::-1] if is_columnwise else spec.block)
+    amaxes = call.shards.amax(amaxes.t() if is_columnwise else amaxes)
+    shape = _shape(x)[::-1] if is_columnwise else _shape(x)
+    down, across = spec.scale_shape(tuple(round_up(n, align) for n in shape))
     pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
     q, scale, _, q_t, scale_t, _ = cast_op(
-        prologue, inputs, dtype, how.fp8_dtype, how.block, how.scale_rule,
-        float(call.plan.epsilon), align, not flip, flip, False, F.pad(amaxes, pad), None,
+        prologue, inputs, dtype, spec.fp8_dtype, spec.block, spec.scale_rule,
+        float(call.plan.epsilon), align, not is_columnwise, is_columnwise, False,
+        F.pad(amaxes, pad), None,
     )  # fmt: skip
-    q, scale = (q_t, scale_t) if flip else (q, scale)
-    if tokens:
-        everywhere = everywhere.flatten(0, 1)
-        q = q.narrow(axis, before, count)
-        missing = down - everywhere.shape[0], across - everywhere.shape[1]
-        pad = (0, 0, 0, missing[0]) if axis else (0, missing[1], 0, 0)
-        rule = how.fp8_dtype, how.scale_rule, call.plan.amax_epsilon
-        scale = scale_from_amax(F.pad(everywhere, pad), *rule)
-    return Operand(q, scale)
-
-
-def _cast_parts_of_experts(
-    x: Groups | Tensor,
-    how: Float8Spec,
-    axis: int,
-    length: int,
-    rows: None,
-    align: int,
-    call: Call,
-    *,
-    flip: bool,
-) -> Operand:
-    """``_cast_parts`` of the rows of experts, or of each of their weights, or its transpose."""
-    if isinstance(x, Groups):  # rows of nobody are taken for zeros
-        matrix = x.owned()
-        q, scale = _cast_parts(matrix, how, axis, length, rows, align, call, flip=flip)
-        return Operand(q[: len(matrix)], scale[: len(matrix)])
-    each, high = x.mT if flip else x, how.block[0]
-    E, tall, _ = each.shape
-    below = F.pad(each, (0, 0, 0, round_up(tall, max(high, align)) - tall))
-    q, scale = _cast_parts(
-        below.flatten(0, 1), how, axis, length, rows, align, call, flip=False, matrices=E
-    )
-    tall = round_up(tall, align)
-    q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :tall].contiguous().view(q.dtype)
-    return Operand(q, scale.unflatten(0, (E, -1))[:, : -(-tall // high)].contiguous())
+    return Operand(q_t, scale_t) if is_columnwise else Operand(q, scale)
 
 
 def _sums_of_groups(x: Groups) -> Tensor:
@@ -466,7 +402,7 @@ def _input_key(
     if node is None or (inp.is_cuda and capturing()):
         return None  # while a CUDA graph is recorded nothing is shared: a replay needs all
     stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
-    key: tuple[Any, ...] = *specs, call.plan.epsilon, call.shards, call.rows
+    key: tuple[Any, ...] = *specs, call.plan.epsilon, call.shards, call.comm.tokens
     if isinstance(x, Groups):
         offs: Any = x.offs  # of the same groups, too
         offs_storage = StorageWeakRef(offs.untyped_storage())
@@ -526,10 +462,6 @@ def show_cast(
     """
     if isinstance(x, Groups):
         x = x.owned()
-    if call.parallel is not None and not isinstance(x, Float8Tensor):
-        padded = tuple(round_up(size, ALIGN) for size in _shape(x))
-        if operand[0].shape != padded:
-            return  # a shard whose blocks lie on several ranks has more beside it
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
 

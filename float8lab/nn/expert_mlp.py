@@ -40,6 +40,7 @@ from float8lab.nn.precision import Call, Precision, place_precisions
 from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.recipes.state import autocast
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import check_probs, gather_rows, routed, scatter_rows
 
 __all__ = ["ExpertMLP", "ExpertsBase", "layers_here", "like"]
@@ -47,7 +48,7 @@ __all__ = ["ExpertMLP", "ExpertsBase", "layers_here", "like"]
 
 def layers_here(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
     """The experts that this rank has, where their parameters are DTensors."""
-    if not hasattr(layers[0][0], "placements"):
+    if not is_dtensor(layers[0][0]):
         return layers
     (w1, b1), (w2, b2) = layers
     return (experts_here(w1), experts_here(b1)), (experts_here(w2), experts_here(b2))
@@ -356,7 +357,7 @@ class ExpertMLP(ExpertsBase, Shardable):
         Returns:
             ``[..., hidden_size]``.
         """
-        if hasattr(self.fc1_weight, "placements"):
+        if is_dtensor(self.fc1_weight):
             raise NotImplementedError(
                 "ExpertMLP must be given the rows of its experts where ranks share them; got a "
                 "call with tokens. Call moe_dispatch, run_rows and moe_combine."

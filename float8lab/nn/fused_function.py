@@ -25,7 +25,6 @@ from float8lab.nn.gemm import (
 )
 from float8lab.nn.norm_function import NormKind, backward_of_norm, source_of_norm
 from float8lab.nn.precision import Call, X
-from float8lab.nn.spread_gemm import on_all_ranks
 from float8lab.ops import Source, as_matrix, cast_op, dequantize_op
 from float8lab.tensor.differentiation import (
     Float8Function,
@@ -155,9 +154,7 @@ class _NormLinear(Float8Function):
         kept = (x2, norm_weight, norm_bias, *stats) if needs_dx or needs_dw else (None,) * 5
         ctx.save_for_backward(*kept, *saved)
         ctx.how, ctx.dtype = how, source.dtype
-        M, shape = x2.shape[0], (*x.shape[:-1], N)
-        if how.linear.rows is not None:
-            M, shape = on_all_ranks(x, N, how.linear)
+        M, shape = how.linear.comm.output_shape(x.shape, x2.shape[0], N)
         ctx.meta = (x.shape, (M, N, K))
         ctx.dtypes = (
             None if norm_bias is None else norm_bias.dtype,
@@ -252,7 +249,7 @@ class _NormMlp(Float8Function):
             saved_h = _quantized(h)
         ctx.save_for_backward(*kept, *saved1, *saved2, *saved_h, recomputed)
         ctx.how, ctx.dtype = how, dtype
-        M = x2.shape[0] if how.fc1.rows is None else how.fc1.rows.total
+        M, _ = how.fc1.comm.output_shape(x.shape, x2.shape[0], N)
         ctx.meta = (x.shape, (M, N, K), (M, K, F))
         ctx.dtypes = (
             None if norm_bias is None else norm_bias.dtype,
@@ -281,7 +278,7 @@ class _NormMlp(Float8Function):
             h = recompute_forward(normed, fc1_bias, saved1, how.fc1, shape1[1])
         activated = _no_source(dy) if h is None else Source(how.activation, [h], ctx.dtype)
         wanted = (any(needs[:5]), needs[5], needs[6])
-        dy = dy.reshape(shape2[:2]) if how.fc2.rows is None else as_matrix(dy)
+        dy = dy.reshape(shape2[:2]) if how.fc2.comm.tokens is None else as_matrix(dy)
         da, dw2, db2 = backward(
             dy, activated, saved2, how.fc2, needs=wanted, shape=shape2, dtypes=dtypes2
         )

@@ -15,16 +15,16 @@ from float8lab.arguments import (
     check_flags,
     check_input,
 )
+from float8lab.distributed.comm import mark_sequence_parallel
 from float8lab.distributed.fsdp.shards import Shardable
-from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import Rows
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.linear import default_device, initialise, materialize, moved_in_place
 from float8lab.nn.main_grad import fused_weight
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind
-from float8lab.nn.parallel import Shard, TensorParallelGroup, ignore_extra_state
+from float8lab.nn.parallel import ParameterShard, TensorParallelGroup, ignore_extra_state
 from float8lab.nn.precision import Call, Precision
 from float8lab.tensor import Float8Tensor
 
@@ -99,7 +99,7 @@ class FusedModule(Shardable, TensorParallelGroup):
         self.register_parameter(f"{prefix}bias", added)
 
     def _initialise(
-        self, prefixes: Sequence[str], init_method: _Init | None, shard: Shard | None
+        self, prefixes: Sequence[str], init_method: _Init | None, shard: ParameterShard | None
     ) -> None:
         initialise(self, prefixes, init_method, keep=self._keeps_initial_values, shard=shard)
 
@@ -135,13 +135,13 @@ class FusedModule(Shardable, TensorParallelGroup):
         x: Tensor,
         weight: Tensor,
         first_microbatch: bool | None,
-        rows: Rows | None,
+        tokens: ShardMap | None,
     ) -> Call | None:
         """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
         call = precision.begin(
             x, training=self.training, first_microbatch=first_microbatch,
             fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
-            rows=rows,
+            tokens=tokens,
         )  # fmt: skip
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 

@@ -16,8 +16,8 @@ Note: the nouns of this room.
 - *call*: how one forward of a layer runs, and its backward. Its *plan* is the recipe's specs.
 
 With ``ends``, the offsets of experts' rows, the three are grouped GEMMs: each row is multiplied by
-its own expert's weight, ``[E, N, K]``. A *sharded* layer has ranks that share its GEMMs
-(``spread_gemm.py``).
+its own expert's weight, ``[E, N, K]``. Ranks share the GEMMs of a *sharded* layer: the *comm* of a
+call sends what they lack, and nothing on one GPU (``distributed/comm.py``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from float8lab.distributed.comm import Gemm, GemmTask, OneGpu, TokenShard
 from float8lab.distributed.offload import WEIGHT_CASTS
-from float8lab.distributed.tensor_parallel import noted
 from float8lab.nn.casts import (
     Matrix,
     Operand,
@@ -50,30 +50,22 @@ from float8lab.nn.casts import (
     show_cast,
     show_gemm,
     show_input,
+    value_of,
     weight_source,
 )
 from float8lab.nn.main_grad import accumulate
-from float8lab.nn.precision import DY, Call, W
-from float8lab.nn.spread_gemm import (
-    is_gathered_once,
-    on_all_ranks,
-    operands_of_wgrad,
-    spread_dgrad,
-    spread_product,
-    spread_wgrad,
-)
+from float8lab.nn.precision import DY, Call, W, X
 from float8lab.ops import (
     Ends,
     Groups,
     Source,
     as_matrix,
     grouped_mm_op,
-    scaled_mm_op,
     transpose_op,
 )
 from float8lab.ops.declare import planned
 from float8lab.recipes.delayed import Factors, QuantParams
-from float8lab.recipes.recipe import GemmPlan, LinearPlan, Recipe
+from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.differentiation import (
     Float8Function,
@@ -168,6 +160,7 @@ def save_policy(
     recomputes: bool = False,
     requantizes_weight: bool = False,
     keeps_gathered: bool = False,
+    gathers_before_cast: bool = False,
 ) -> SavePolicy:
     """Decide what ``forward`` saves.
 
@@ -181,6 +174,7 @@ def save_policy(
         recomputes: whether backward recomputes the output, by ``recompute_forward``.
         requantizes_weight: whether the weight is cast in backward again rather than kept in FP8.
         keeps_gathered: whether x, gathered over ranks for fprop, serves wgrad, too.
+        gathers_before_cast: whether ranks gather x in high precision: then each keeps its own.
     """
     needs_dx, needs_dw = needs
     fp8_wgrad = needs_dw and plan.wgrad is not None
@@ -195,7 +189,7 @@ def save_policy(
             fp8_wgrad or (recomputes and plan.fprop is not None)
         )
         x = Keep.REQUANTIZE if has_use else Keep.NOTHING
-    elif fp8_wgrad:
+    elif fp8_wgrad and not gathers_before_cast:
         x = Keep.FP8_DATA
     else:
         x = Keep.HIGH_PRECISION if needs_dw else Keep.NOTHING
@@ -214,10 +208,7 @@ def _input_specs(plan: LinearPlan, x: Keep, *, is_prologue: bool) -> Orientation
 
 def _requantizes_weight(weight: Tensor, call: Call, *, save_memory: bool) -> bool:
     """Whether backward casts the weight again: where that frees memory, and has the same bytes."""
-    if not save_memory or outlives_step(weight, call):
-        return False
-    # Of blocks that several ranks have, only an amax that is saved tells the bytes.
-    return call.parallel is None or call.plan.delayed or call.plan.w.block == (-1, -1)
+    return save_memory and not outlives_step(weight, call)
 
 
 # fprop.
@@ -229,6 +220,8 @@ class _Fprop(NamedTuple):
     y: Tensor | None
     x: Quantized
     w: Quantized
+    gathered: Operand | None = None
+    """x as multiplied, of a sharded layer."""
 
 
 def forward(
@@ -261,28 +254,31 @@ def forward(
         save_memory: requantize the weight in backward rather than keep its FP8 data; with a
             prologue, a parameter always is.
     """
-    plan, is_prologue = call.plan, isinstance(x, Source)
+    plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Source)
     save_memory = save_memory or (is_prologue and isinstance(weight, nn.Parameter))
     policy = save_policy(
         plan, needs, is_prologue=is_prologue, recomputes=recomputes,
         requantizes_weight=_requantizes_weight(weight, call, save_memory=save_memory),
-        keeps_gathered=is_gathered_once(call),
+        keeps_gathered=comm.keeps_gathered, gathers_before_cast=comm.gathers_x_first,
     )  # fmt: skip
     specs = _input_specs(plan, policy.x, is_prologue=is_prologue)
     computed = inp if is_prologue and inp is not None else x
-    value: Matrix = computed if ends is None else Groups.of(computed, ends)
+    matrix: Matrix = computed if ends is None else Groups.of(computed, ends)
+    value = matrix
+    if comm.gathers_x_first and not specs.is_empty:
+        value = comm.gather(value_of(matrix))
 
     # Whatever depends on the state of the module comes before the GEMM, or after it.
-    amaxes = (None, None) if call.parallel is None else amaxes_of_shards(value, weight, call)
+    amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
     casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
-    if call.parallel is None and not call.watched and _is_cuda(x):
+    if not comm.is_sharded and not call.watched and _is_cuda(x):
         run = _planned_fprop
     done: _Fprop = run(
         value, specs, source.params, source.quantized, w_source, bias, weight.shape[-2],
-        call.recipe, dtype, None if call.parallel is None else call, policy.x is Keep.GATHERED,
+        call.recipe, dtype, comm, policy.x is Keep.GATHERED or call.watched,
     )  # fmt: skip
     if source.key is not None:
         remember_input(inp, source.key, done.x)
@@ -290,7 +286,7 @@ def forward(
         _show_forward(value, specs, weight, done, call)
     y = done.y
     if y is None:
-        y = _in_high_precision(value, weight, bias, dtype, call)
+        y = _in_high_precision(matrix, weight, bias, dtype, comm)
     return y, _saved(policy, x, weight, done, plan)
 
 
@@ -304,9 +300,10 @@ def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, 
         show_input(x, specs, done.x, call)
     if done.w.data is not None:
         note_weight(weight, done.w, call)
-    if call.watched and (call.parallel is None or not call.plan.fprop):
-        in_fp8 = call.plan.fprop is not None
-        show_gemm("fprop", call, *((done.x.rowwise, done.w.rowwise) if in_fp8 else (None, None)))
+    if call.watched and call.plan.fprop is None:
+        show_gemm("fprop", call, None, None)
+    elif call.watched:
+        show_gemm("fprop", call, done.gathered or done.x.rowwise, done.w.rowwise)
 
 
 def _saved(
@@ -315,8 +312,9 @@ def _saved(
     """The tensors that a policy names."""
     data = scale = requant = w_data = w_scale = w_requant = None
     if policy.x is Keep.GATHERED:
-        gathered = noted(done.x.rowwise.data)
-        data, scale, requant = transpose_op(gathered.data, 1, None), gathered.scale, done.x.requant
+        assert done.gathered is not None, "kept for this"
+        data, scale = transpose_op(done.gathered.data, 1, None), done.gathered.scale
+        requant = done.x.requant
     elif policy.x is Keep.REQUANTIZE:
         scale, requant = done.x.scale, done.x.requant
     elif policy.x is Keep.FP8_DATA:
@@ -344,8 +342,8 @@ def _fprop(
     features: int,
     recipe: Recipe,
     dtype: torch.dtype,
-    sharded: Call | None = None,
-    keep_gathered: bool = False,
+    comm: OneGpu,
+    keep_gathered: bool,
 ) -> _Fprop:
     """``x @ weight.T + bias``, ``[M, features]``, and the operands; it depends on nothing else.
 
@@ -359,8 +357,8 @@ def _fprop(
         features: N.
         recipe: how to cast.
         dtype: of the output.
-        sharded: the call of a layer that is sharded over ranks.
-        keep_gathered: keep what x is on all ranks, for wgrad.
+        comm: what the call sends.
+        keep_gathered: x is wanted as multiplied, gathered over ranks.
     """
     plan, (rowwise, columnwise) = recipe.linear, specs
     if x_quantized is None:
@@ -373,66 +371,29 @@ def _fprop(
     if plan.fprop is None:
         return _Fprop(None, x_quantized, w_quantized)
     a, b = x_quantized.rowwise, w_quantized.rowwise
-    tokens = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0]
-    if sharded is not None:
-        y, gathered = spread_product(
-            a, b, plan.fprop, (tokens, features), dtype, sharded, bias, keep=keep_gathered
-        )
-        if sharded.watched:
-            show_gemm("fprop", sharded, gathered, b)
-        return _Fprop(y, x_quantized, w_quantized)
-    if bias is not None and bias.shape[-1] != b.data.shape[-2]:
-        bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
     ends = None
+    tokens = (x if isinstance(x, Tensor) else x.inputs[0]).shape[0]
     if isinstance(x, Groups):
         assert x.offs is not None, "rows in groups"
-        ends = Ends(x.offs, x.plan)
-    y = _mm(a, b, plan.fprop, dtype, ends, bias)
-    tokens = tokens if ends is None else y.shape[0]
-    return _Fprop(_cropped(y, (tokens, features)).contiguous(), x_quantized, w_quantized)
+        ends, tokens = Ends(x.offs, x.plan), a.data.shape[0]
+    task = GemmTask(plan.fprop, (tokens, features), dtype)
+    y, left = comm.mm(a, b, task, bias, ends, keep=keep_gathered)
+    gathered = left if comm.is_sharded else None
+    return _Fprop(y.contiguous(), x_quantized, w_quantized, gathered)
 
 
 _planned_fprop = planned(_fprop)
 
 
-def _mm(
-    a: Operand,
-    b: Operand,
-    gemm: GemmPlan,
-    dtype: torch.dtype,
-    ends: Ends | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """``a @ b.T + bias`` of two operands, of each expert's if there are ``ends``."""
-    operands = *a, gemm.left.block, *b, gemm.right.block, bias
-    if ends is None:
-        y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum)
-    else:
-        y = grouped_mm_op(*operands, ends.offs, dtype, gemm.fast_accum, ends.plan)
-    return y
-
-
-def _cropped(y: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The rows and columns of a GEMM's output that are not padding."""
-    # A compiled graph always crops: asking whether it must would fix the number of tokens.
-    if torch.compiler.is_compiling() or y.shape[-2:] != shape:
-        return y[..., : shape[0], : shape[1]]
-    return y
-
-
 def _in_high_precision(
-    x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, call: Call
+    x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, comm: OneGpu
 ) -> Tensor:
     """fprop where the plan has no specs for it."""
-    high, parallel = (x if isinstance(x, Tensor) else x.value()).to(dtype), call.parallel
-    if parallel is not None:
-        high = parallel.entered(high, call.rows)
-        bias = parallel.added(bias)
+    high, bias = comm.gather(value_of(x).to(dtype)), comm.bias(bias)
     added = None if bias is None else bias.to(dtype)
     if isinstance(x, Groups):
         return _mm_in_groups(high, plain(weight).to(dtype), x.offs, dtype, added)
-    y = F.linear(high, plain(weight).to(dtype), added)
-    return y if parallel is None else parallel.left(y, call.rows)
+    return comm.reduce(F.linear(high, plain(weight).to(dtype), added))
 
 
 def _mm_in_groups(
@@ -452,8 +413,11 @@ def recompute_forward(
         assert saved.weight is not None, "the policy keeps it"
         if call.watched:
             show_gemm("fprop", call, None, None)
-        return _in_high_precision(x, saved.weight, bias, x.dtype, call)
-    x_quantized = cast_by(x, plan.fprop.left, None, plan, QuantParams(saved.x_factors, None))
+        return _in_high_precision(x, saved.weight, bias, x.dtype, call.comm)
+    value: Tensor | Source = x
+    if call.comm.gathers_x_first:
+        value = call.comm.gather(x.value())
+    x_quantized = cast_by(value, plan.fprop.left, None, plan, QuantParams(saved.x_factors, None))
     source = WeightSource(quantized=Quantized(saved.w, saved.w_scale))
     if saved.w is None:
         assert saved.weight is not None, "the policy keeps it"
@@ -463,11 +427,11 @@ def recompute_forward(
         else:
             source = WeightSource(plain(saved.weight), params)
     done = _fprop(
-        x, Orientations(None, None), None, x_quantized, source, bias, features, call.recipe,
-        x.dtype, None if call.parallel is None else call,
+        value, Orientations(None, None), None, x_quantized, source, bias, features, call.recipe,
+        x.dtype, call.comm, call.watched,
     )  # fmt: skip
-    if call.watched and call.parallel is None:
-        show_gemm("fprop", call, x_quantized.rowwise, done.w.rowwise)
+    if call.watched:
+        show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
     assert done.y is not None, "in FP8"
     return done.y
 
@@ -483,7 +447,7 @@ class Gradient:
     high_precision: Tensor | None
     rowwise: Operand | None
     """For dgrad; None if that runs in high precision."""
-    columnwise: Operand | None
+    columnwise: Operand | TokenShard | None
     """For wgrad; None if that runs in high precision."""
     dbias: Tensor | None
     """The sums over the rows, or over each expert's, where they come for free."""
@@ -509,15 +473,19 @@ class Gradient:
         self.transposes_gathered = False
         if specs.is_empty:
             return
-        if call.parallel is not None and call.parallel.scatters and plan.dy.block == (-1, -1):
-            self.transposes_gathered = specs.rowwise == specs.columnwise
-            if self.transposes_gathered:
-                specs = Orientations(specs.rowwise, None)
+        if call.comm.transposes_gathered and specs.rowwise == specs.columnwise:
+            self.transposes_gathered, specs = True, Orientations(specs.rowwise, None)
         x: Matrix = dy if ends is None else Groups.of(dy, ends)
+        if call.comm.gathers_dy_first:
+            high = value_of(x)
+            self.dbias = high.float().sum(0) if sums else None
+            x, sums = call.comm.gather(high, backward=True), False
         made = cast(x, specs.rowwise, DY, call, columnwise=specs.columnwise, dbias=sums)
         self.rowwise = made.rowwise if specs.rowwise else None
-        self.columnwise = made.columnwise if specs.columnwise else None
-        self.dbias = made.dbias if sums else None
+        if specs.columnwise:
+            block = specs.columnwise.block
+            self.columnwise = call.comm.token_operand(made.columnwise, block, backward=True)
+        self.dbias = made.dbias if sums else self.dbias
         if call.watched:
             _show_gradient(x, made, specs, call)
 
@@ -570,6 +538,8 @@ class _WgradInput(NamedTuple):
     data: Tensor | None
     """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
     factors: Factors
+    operand: Operand | TokenShard | None
+    """The operand itself, of a sharded layer."""
     dtype: torch.dtype
 
 
@@ -585,7 +555,7 @@ class _CastGradient(NamedTuple):
     """dy in FP8, and its column sums, as far as each has been made before."""
 
     rowwise: Operand | None
-    columnwise: Operand | None
+    columnwise: Operand | TokenShard | None
     dbias: Tensor | None
 
 
@@ -615,25 +585,26 @@ def backward(
         dtypes: of the gradients.
         ends: the offsets of experts' rows, if they are in groups.
     """
-    is_sharded = call.parallel is not None
     if isinstance(dy, Tensor) and (
         torch.compiler.is_compiling() or call.watched or call.shards is not None
     ):
         dy = Gradient(dy, call, needs=needs, ends=ends)
-    for_dx = for_dw = gathered = None
-    if is_sharded and needs[1] and call.plan.wgrad:  # before dgrad, beside which it travels
-        gathered = operands_of_wgrad(dy, x, saved.x, saved.x_factors, call)
+    for_dx = for_dw = operand = None
+    if needs[1]:
+        if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
+            operand = _wgrad_operand(x, saved, call)
+        dw_dtype = _dw_dtype(call, dtypes[1])
+        for_dw = _WgradInput(x, saved.x, saved.x_factors, operand, dw_dtype)
     if needs[0]:
         for_dx = _dgrad_weight(dy, saved, call, dtypes[0], in_groups=ends is not None)
-    if needs[1]:
-        for_dw = _WgradInput(x, saved.x, saved.x_factors, _dw_dtype(call, dtypes[1]))
     db_dtype = dtypes[2] if needs[2] else None
     if isinstance(dy, Tensor):
         run: Any = _planned_gradients if dy.is_cuda else _gradients
         params = _gradient_params(dy, call, needs, ends)
-        made = run(dy, None, params, for_dx, for_dw, db_dtype, shape, call.recipe, None, ends)
+        context = shape, call.recipe, None, ends, call.comm
+        made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
-        made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, gathered, shape, ends)
+        made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, ends)
     dx, dw, db = made
     if call.fused_weight is not None and dw is not None:
         dw = accumulate(call.fused_weight, dw, overwrite=call.first_microbatch is True)
@@ -645,6 +616,29 @@ def _dw_dtype(call: Call, dtype: torch.dtype) -> torch.dtype:
     fused = call.fused_weight
     first = fused[0] if isinstance(fused, tuple) else fused
     return dtype if first is None else first.main_grad.dtype
+
+
+def _wgrad_operand(x: Source | None, saved: Saved, call: Call) -> Operand | TokenShard:
+    """The x of wgrad in FP8, of a sharded layer, or what gathers it."""
+    plan, comm = call.plan, call.comm
+    assert plan.wgrad is not None, "in FP8"
+    right = plan.wgrad.right
+    if saved.x is not None and saved.x_scale is not None:
+        operand = Operand(saved.x, saved.x_scale.float())
+    else:
+        matrix = saved.x if x is None else x
+        assert matrix is not None, "the policy keeps it"
+        if comm.gathers_x_first:
+            matrix = comm.gather(value_of(matrix))
+        if saved.x_scale is None:
+            operand = cast(matrix, None, X, call, columnwise=right).columnwise
+        else:
+            params = QuantParams(saved.x_factors, None)
+            operand = cast_by(matrix, None, right, plan, params).columnwise
+    if comm.keeps_gathered:
+        return operand
+    found: Operand | TokenShard = comm.token_operand(operand, right.block, backward=False)
+    return found
 
 
 def _gradient_params(
@@ -665,7 +659,7 @@ def _dgrad_weight(
     plan, params = call.plan, saved.w_params
     data, has_forward_bytes = saved.w, params is not None
     high = None if data is not None and plan.dgrad else saved.weight
-    shards_cast = call.parallel is not None or (params is None and call.shards is not None)
+    shards_cast = params is None and call.shards is not None
     columnwise = None
     if plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
         has_cast = isinstance(dy, Gradient) and dy.rowwise is not None
@@ -684,43 +678,41 @@ def _gradients_of_cast(
     for_dw: _WgradInput | None,
     db_dtype: torch.dtype | None,
     call: Call,
-    gathered: Any,
     shape: tuple[int, int, int],
     ends: Ends | None,
 ) -> _Gradients:
-    """``_gradients`` of what is cast already, which is forgotten as soon as it has served.
-
-    ``gathered`` are wgrad's operands of a layer that is sharded over ranks.
-    """
-    (M, N, K), dx, dw, db = shape, None, None, None
-    context = shape, call.recipe, call if call.watched else None, ends
-    is_sharded = call.parallel is not None
-    if is_sharded and for_dx is not None:
-        dx = spread_dgrad(
-            dy, for_dx.high_precision, for_dx.columnwise, for_dx.has_forward_bytes, call, (M, K),
-            for_dx.dtype, gathered,
+    """``_gradients`` of what is cast already, which is forgotten as soon as it has served."""
+    (M, _, K), comm, dx, dw, db = shape, call.comm, None, None, None
+    watching = call if call.watched else None
+    context = shape, call.recipe, watching, ends, comm
+    if for_dx is not None and comm.is_sharded:
+        left = dy.rowwise if call.plan.dgrad else dy.high_precision
+        operands = dy.columnwise, None if for_dw is None else for_dw.operand
+        waiting = (x for x in operands if isinstance(x, TokenShard) and x.gathered is None)
+        dx, gathered = _dgrad(
+            left, call.recipe, (M, K), watching, ends, for_dx, comm,
+            beside=next(waiting, None), keep=dy.transposes_gathered,
         )  # fmt: skip
+        if dy.transposes_gathered:
+            dy.columnwise = Operand(transpose_op(gathered.data, 1, None), gathered.scale)
     elif for_dx is not None:
         run = _run_of_cast(dy, call)
         cast_dy = _CastGradient(dy.rowwise, None, None)
         dx = run(dy.high_precision, cast_dy, None, for_dx, None, None, *context).dx
     dy.rowwise = None  # its memory may serve for dw
-    if is_sharded and for_dw is not None:
-        dw = spread_wgrad(dy, for_dw.prologue, for_dw.data, gathered, call, (N, K), for_dw.dtype)
-        for_dw = None
     if for_dw is not None or db_dtype is not None:
         run = _run_of_cast(dy, call)
         cast_dy = _CastGradient(None, dy.columnwise, dy.dbias)
         made = run(dy.high_precision, cast_dy, None, None, for_dw, db_dtype, *context)
-        dw, db = made.dw if dw is None else dw, made.db
+        dw, db = made.dw, made.db
     return _Gradients(dx, dw, db)
 
 
 def _run_of_cast(dy: Gradient, call: Call) -> Any:
     """``_gradients``; repeated as one list of launches on a GPU, unless something watches it."""
-    if call.watched or call.parallel is not None:
+    if call.watched or call.comm.is_sharded:
         return _gradients
-    operand = dy.rowwise or dy.columnwise
+    operand: Any = dy.rowwise or dy.columnwise
     tensor = dy.high_precision if operand is None else operand.data
     return _planned_gradients if tensor is not None and tensor.is_cuda else _gradients
 
@@ -736,6 +728,7 @@ def _gradients(
     recipe: Recipe,
     watching: Call | None,
     ends: Ends | None,
+    comm: OneGpu,
 ) -> _Gradients:
     """Gradients of x, of the weight and of the bias; None if not wanted.
 
@@ -750,6 +743,7 @@ def _gradients(
         recipe: how to cast.
         watching: the call, if an observer watches it.
         ends: the offsets of experts' rows, if they are in groups.
+        comm: what the call sends.
     """
     (M, N, K), plan = shape, recipe.linear
     dx = dw = db = None
@@ -761,11 +755,11 @@ def _gradients(
     if for_dx is not None:
         left: Any = rowwise if plan.dgrad else dy
         del rowwise  # its memory, and that of the weight's transpose, may serve for dw
-        dx = _dgrad(left, recipe, (M, K), watching, ends, for_dx)
+        dx = _dgrad(left, recipe, (M, K), watching, ends, for_dx, comm).y
         del left
     if for_dw is not None:
         right: Any = columnwise if plan.wgrad else dy
-        dw = _wgrad(right, recipe, (N, K), watching, ends, for_dw)
+        dw = _wgrad(right, recipe, (N, K), watching, ends, for_dw, comm)
     if db_dtype is not None:
         sums = _column_sums(dy, ends) if sums is None else sums
         db = sums.to(db_dtype)
@@ -815,8 +809,8 @@ def _columnwise_weight(
 ) -> tuple[Tensor | None, QuantParams | None, Operand | None]:
     """The weight to cast and its parameters, or dgrad's operand.
 
-    In a graph, and of a layer that is sharded over ranks. A compiled forward keeps nothing of the
-    transpose for a backward that gives ``event``, a tensor of its own.
+    In a graph, and where ranks share scales. A compiled forward keeps nothing of the transpose for
+    a backward that gives ``event``, a tensor of its own.
     """
     assert call.plan.dgrad is not None, "in FP8"
     if data is not None:
@@ -827,30 +821,36 @@ def _columnwise_weight(
     assert weight is not None, "the policy keeps it"
     high = plain(weight, event)
     if params is None:
-        return None, None, cast(high, None, W, call, columnwise=call.plan.dgrad.right).columnwise
-    if call.parallel is None:
-        return high, params, None
-    made = cast_by(high, call.plan.w, None, call.plan, params).rowwise
-    return None, params, Operand(transpose_op(made.data, 1, event), made.scale.t())
+        return high, None, cast(high, None, W, call, columnwise=call.plan.dgrad.right).columnwise
+    return high, params, None
 
 
 def _dgrad(
-    dy: Tensor | Operand,
+    dy: Any,
     recipe: Recipe,
     shape: tuple[int, int],
     watching: Call | None,
     ends: Ends | None,
     weight: _DgradWeight,
-) -> Tensor:
-    """``dy @ weight``, of dy in high precision or of its rowwise FP8 data."""
+    comm: OneGpu,
+    *,
+    beside: TokenShard | None = None,
+    keep: bool = False,
+) -> Gemm:
+    """``dy @ weight``, of dy in high precision or of its rowwise FP8 data.
+
+    ``beside`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
+    """
     plan, high = recipe.linear, weight.high_precision
     if isinstance(dy, Tensor):
         assert high is not None, "the policy keeps it"
         if watching is not None:
             show_gemm("dgrad", watching, None, None)
+        dy = comm.gather(dy, backward=True)
         if ends is not None:
-            return _mm_in_groups(dy, high.to(dy.dtype).mT, ends.offs, weight.dtype)
-        return (dy @ high.to(dy.dtype)).to(weight.dtype)
+            return Gemm(_mm_in_groups(dy, high.to(dy.dtype).mT, ends.offs, weight.dtype), dy)
+        dx = (dy @ high.to(dy.dtype)).to(weight.dtype)
+        return Gemm(comm.reduce(dx, backward=True), dy)
     assert plan.dgrad is not None, "cast for it"
     operand = weight.columnwise
     if operand is None and weight.data is not None:
@@ -861,21 +861,24 @@ def _dgrad(
     elif operand is None:
         assert high is not None, "the policy keeps it"
         operand = cast_by(high, None, plan.dgrad.right, plan, weight.params).columnwise
+    if watching is not None and not weight.has_forward_bytes and not plan.fprop and ends is None:
+        assert high is not None, "cast just now"
+        show_cast(high.t(), operand, plan.dgrad.right, W, watching, only_in_backward=True)
+    task, keep = GemmTask(plan.dgrad, shape, weight.dtype), keep or watching is not None
+    gemm = comm.mm(dy, operand, task, None, ends, backward=True, beside=beside, keep=keep)
     if watching is not None:
-        if not weight.has_forward_bytes and not plan.fprop and ends is None:
-            assert high is not None, "cast just now"
-            show_cast(high.t(), operand, plan.dgrad.right, W, watching, only_in_backward=True)
-        show_gemm("dgrad", watching, dy, operand)
-    return _cropped(_mm(dy, operand, plan.dgrad, weight.dtype, ends), shape)
+        show_gemm("dgrad", watching, gemm.left, operand)
+    return gemm
 
 
 def _wgrad(
-    dy: Tensor | Operand,
+    dy: Any,
     recipe: Recipe,
     shape: tuple[int, int],
     watching: Call | None,
     ends: Ends | None,
     x: _WgradInput,
+    comm: OneGpu,
 ) -> Tensor:
     """``dy.T @ x``, of dy in high precision or of its columnwise FP8 data."""
     plan = recipe.linear
@@ -884,20 +887,24 @@ def _wgrad(
         assert high is not None, "the policy keeps it"
         if watching is not None:
             show_gemm("wgrad", watching, None, None)
+        dy, high = comm.gather(dy, backward=True), comm.gather(high)
         if ends is not None:
             return _mm_in_groups(dy.t(), high.to(dy.dtype).t(), ends.offs, x.dtype)
         return (dy.t() @ high.to(dy.dtype)).to(x.dtype)
     assert plan.wgrad is not None, "cast for it"
-    if x.prologue is None:
+    operand: Any = x.operand
+    if operand is None and x.prologue is None:
         assert x.data is not None, "the policy keeps it"
         operand = Operand(x.data, x.factors.scale.float())
-    else:
-        matrix = x.prologue if ends is None else Groups.of(x.prologue, ends)
+    elif operand is None:
+        matrix = x.prologue if ends is None else Groups.of(x.prologue, ends)  # type: ignore[arg-type]
         params = QuantParams(x.factors, None)
-        operand = cast_by(matrix, None, plan.wgrad.right, plan, params).columnwise
+        operand = cast_by(matrix, None, plan.wgrad.right, plan, params).columnwise  # type: ignore[arg-type]
+    dy, operand = (one.gather() if isinstance(one, TokenShard) else one for one in (dy, operand))
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
-    return _cropped(_mm(dy, operand, plan.wgrad, x.dtype, ends), shape)
+    dw: Tensor = comm.mm_of_gathered(dy, operand, GemmTask(plan.wgrad, shape, x.dtype), None, ends)
+    return dw
 
 
 # A linear layer, the plainest composition.
@@ -935,10 +942,8 @@ class LinearFunction(Float8Function):
         )  # fmt: skip
         ctx.save_for_backward(*saved)
         ctx.call = call
-        ctx.shapes, shape = (x.shape, (rows.shape[0], N, K)), (*x.shape[:-1], N)
-        if call.rows is not None:
-            M, shape = on_all_ranks(x, N, call)
-            ctx.shapes = x.shape, (M, N, K)
+        M, shape = call.comm.output_shape(x.shape, rows.shape[0], N)
+        ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
         if not torch.compiler.is_compiling() and y.shape == shape and not y._is_view():
@@ -951,7 +956,7 @@ class LinearFunction(Float8Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (x_shape, shape) = wanted_gradients(ctx)[:3], ctx.shapes
         if dy.ndim != 2:
-            dy = dy.reshape(shape[:2]) if ctx.call.rows is None else as_matrix(dy)
+            dy = dy.reshape(shape[:2]) if ctx.call.comm.tokens is None else as_matrix(dy)
         dx, dw, db = backward(
             dy, None, Saved._make(ctx.saved_tensors), ctx.call,
             needs=needs, shape=shape, dtypes=ctx.dtypes,

@@ -55,6 +55,7 @@ from float8lab.nn.precision import Precision, place_precisions
 from float8lab.ops import Ends, Groups, as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import is_exporting, version_of
+from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import are_sizes
 
 __all__ = ["GroupedLinear", "ends_of"]
@@ -74,7 +75,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     recipe of one scale per tensor the input has one scale for all of its rows, and each weight its
     own. Otherwise as ``Linear``.
 
-    Tensor parallelism spreads each expert's features over the ranks (``parallel_mode``), and sends
+    Tensor parallelism shards each expert's features over the ranks (``parallel_mode``), and sends
     nothing but, in FP8, the largest values: column parallel, the input is the same on all ranks and
     its gradient a part of a sum; row parallel, the output is a part of a sum. Tokens are sent, and
     sums made, where tokens are sent to experts and back.
@@ -235,11 +236,11 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         with torch.no_grad():
             shard = self._shard(-2 if self.parallel_mode == "column" else -1)
             for weight in self._parameters_of("weight"):
-                shape = weight.shape if shard is None else shard.whole(weight.shape)
+                shape = weight.shape if shard is None else shard.unsharded_shape(weight.shape)
                 value = torch.empty(shape, device=weight.device, dtype=weight.dtype)
                 for one in value if self.single_grouped_weight else (value,):
                     init(one)
-                value = value if shard is None else shard.of(value)
+                value = value if shard is None else shard.shard(value)
                 weight.copy_(value)
                 if keep:
                     keep_initial_value(weight, value)
@@ -281,7 +282,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         weights = self._parameters_of("weight")
         biases = self._parameters_of("bias") if self.use_bias else None
         experts = self.num_gemms
-        if hasattr(weights[0], "placements"):
+        if is_dtensor(weights[0]):
             weights, biases = self._experts_here(weights, biases)
             experts = weights[0].shape[0]
         offs = ends_of(m_splits, x, experts, "num_gemms")
@@ -318,12 +319,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             parts = [*parts, *more]
             if self.tp_size > 1 and self.parallel_mode == "row":
                 bias = in_first_rank(bias, self._fp8.parallel.rank)  # type: ignore[union-attr]
-        shards = None if call is None else call.shards
-        y: Tensor
-        if shards is not None and shards.are_cut(0, call.plan.edge):  # type: ignore[union-attr]
-            y = self._run_spaced(x, weights, biases, offs, call)
-        else:
-            y = GroupedFunction.run(x, weight, bias, offs, call, False, count, *parts)
+        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, False, count, *parts)
         if call is not None and call.is_region:
             self._fp8.end(call)
         if inp.ndim != 2:
@@ -370,26 +366,6 @@ class GroupedLinear(Shardable, TensorParallelGroup):
                 return torch.stack(list(parts)), ()
             self._wholes[kind] = whole, version
         return whole, parts
-
-    def _run_spaced(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, offs: Tensor,
-        call: Any,
-    ) -> Tensor:  # fmt: skip
-        """The layer where the features of ranks meet inside blocks: with zeros for the others'."""
-        parallel, edge = call.shards, call.plan.edge
-        if call.fused_weight is not None:  # what goes into main_grad is without these zeros
-            weights = [plain_weight(self, w, call.first_microbatch, as_main=True) for w in weights]
-            call.fused_weight = None
-        column, (length,) = parallel.mode == "column", parallel.pieces
-        weight = weights[0] if self.single_grouped_weight else torch.stack(list(weights))
-        weight = parallel.spaced(weight, 1 if column else 2, edge)
-        bias = None
-        if biases is not None and not self.return_bias:
-            bias = biases[0] if self.single_grouped_bias else torch.stack(list(biases))
-            bias = parallel.spaced(bias, 1, edge) if column else in_first_rank(bias, parallel.rank)
-        x = x if column else parallel.spaced(x, 1, edge)
-        y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
-        return parallel.cropped(y, 1, length, edge).contiguous() if column else y
 
     def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The weights whose gradients are to go into their ``main_grad``."""

@@ -162,9 +162,10 @@ class LayerNormLinear(FusedModule):
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         if self.parallel_mode is None:
             return {}
+        if self.parallel_mode == "row":
+            return {"_fp8": ("row", (self.in_features,))}
         sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._prefixes)
-        several = self.parallel_mode == "column" and len(sizes) > 1
-        return {"_fp8": (self.parallel_mode, sizes if several else self._joined)}
+        return {"_fp8": ("column", sizes if len(sizes) > 1 else self._joined or sizes)}
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weight by ``init_method``, and the bias to 0.
@@ -193,15 +194,15 @@ class LayerNormLinear(FusedModule):
         x = self._checked(inp, weight, "in_features", self.tp_size if by_features else 1)
         whole = None
         if by_features:  # a norm is of all features of a token
-            whole = self._normed(parallel.all_features(x, gather=True))
-            x = parallel.all_features(whole, gather=False)
-        rows = None if parallel is None else parallel.rows_of(x)
-        call = self._begin(self._fp8, x, weight, is_first_microbatch, rows)
+            whole = self._normed(parallel.gather_features(x, gather=True))
+            x = parallel.gather_features(whole, gather=False)
+        tokens = None if parallel is None else parallel.tokens_of(x)
+        call = self._begin(self._fp8, x, weight, is_first_microbatch, tokens)
         normed: Tensor | None = x
         if call is None:
             high = plain_weight(self, weight, is_first_microbatch)
             normed = x if by_features else self._normed(x)
-            y = linear_in_high_precision(self._fp8, normed, high, added, rows)
+            y = linear_in_high_precision(self._fp8, normed, high, added, tokens)
         elif by_features:
             y = LinearFunction.run(x, weight, added, call)
         else:
@@ -212,13 +213,13 @@ class LayerNormLinear(FusedModule):
         if call is not None and call.is_region:
             self._fp8.end(call)
         if by_features:
-            parallel.note_rows(y, rows)
+            parallel.set_layout(y, tokens)
         if not self.return_layernorm_output:
             normed = None
         elif self.return_layernorm_output_gathered and by_features:
             normed = whole
-        elif self.return_layernorm_output_gathered and rows is not None:
-            normed = parallel.gather(normed, rows)
+        elif self.return_layernorm_output_gathered and tokens is not None:
+            normed = parallel.gather_tokens(normed, tokens)
         return self._outputs(y, bias, normed, return_bias=self.return_bias)
 
     def _normed(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from float8lab.arguments import check_callables, check_flags, check_size
-from float8lab.distributed.tensor_parallel import Rows
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
@@ -53,7 +53,7 @@ class LayerNormMLP(FusedModule):
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
         device: None is the default device if one was set, else the current CUDA device if there is
             one, else the CPU.
-        set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by rows: each
+        set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by tokens: each
             has ``ffn_hidden_size / R`` of the features in between (``docs/many_gpus.md``).
         sequence_parallel: each of them has its share of the tokens, along the first dimension of
             input and output; the norm's parameters and ``fc2_bias`` are marked, so that a trainer
@@ -182,8 +182,7 @@ class LayerNormMLP(FusedModule):
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         if not self.set_parallel_mode:
             return {}
-        pieces = self._pieces if len(self._pieces) > 1 else ()
-        return {"_fp8_fc1": ("column", pieces), "_fp8_fc2": ("row", ())}
+        return {"_fp8_fc1": ("column", self._pieces), "_fp8_fc2": ("row", self._pieces[:1])}
 
     def reset_parameters(self) -> None:
         """Initialise the norm, the weights by their init methods, and the biases to 0.
@@ -208,9 +207,11 @@ class LayerNormMLP(FusedModule):
         x = self._checked(inp, self.fc1_weight, "hidden_size")
         added = None if self.return_bias else self.fc2_bias
         parallel = self._fp8_fc1.parallel
-        rows = None if parallel is None else parallel.rows_of(x)
-        fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch, rows)
-        fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch, rows)
+        tokens = None if parallel is None else parallel.tokens_of(x)
+        fc1 = self._begin(self._fp8_fc1, x, self.fc1_weight, is_first_microbatch, tokens)
+        fc2 = None
+        if fc1 is not None:
+            fc2 = self._begin(self._fp8_fc2, x, self.fc2_weight, is_first_microbatch, tokens)
         if fc1 is not None and fc2 is not None:
             how = MlpCall(
                 norm=self._norm,
@@ -231,30 +232,30 @@ class LayerNormMLP(FusedModule):
                 self._fp8_fc2.end(fc2)
         elif self.checkpoint and torch.is_grad_enabled():
             results = run_checkpointed(
-                self._forward_in_high_precision, x, added, is_first_microbatch, rows,
+                self._forward_in_high_precision, x, added, is_first_microbatch, tokens,
                 use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
         else:
-            results = self._forward_in_high_precision(x, added, is_first_microbatch, rows)
+            results = self._forward_in_high_precision(x, added, is_first_microbatch, tokens)
         normed = results[1] if self.return_layernorm_output else None
         if parallel is not None:
-            parallel.note_rows(results[0], rows)
-        if normed is not None and parallel is not None and rows is not None:
+            parallel.set_layout(results[0], tokens)
+        if normed is not None and parallel is not None and tokens is not None:
             gathered = self.return_layernorm_output_gathered
-            normed = parallel.gather(normed, rows) if gathered else normed
+            normed = parallel.gather_tokens(normed, tokens) if gathered else normed
         return self._outputs(results[0], self.fc2_bias, normed, return_bias=self.return_bias)
 
     def _forward_in_high_precision(
-        self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None, rows: Rows | None
+        self, x: Tensor, bias: Tensor | None, first_microbatch: bool | None, tokens: ShardMap | None
     ) -> tuple[Tensor, Tensor | None]:
         fc1 = plain_weight(self, self.fc1_weight, first_microbatch)
         fc2 = plain_weight(self, self.fc2_weight, first_microbatch)
         normed = normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self._norm, output_dtype(x)
         )
-        h = linear_in_high_precision(self._fp8_fc1, normed, fc1, self.fc1_bias, rows)
+        h = linear_in_high_precision(self._fp8_fc1, normed, fc1, self.fc1_bias, tokens)
         activated = activate(h, self.activation)
-        return linear_in_high_precision(self._fp8_fc2, activated, fc2, bias, rows), normed
+        return linear_in_high_precision(self._fp8_fc2, activated, fc2, bias, tokens), normed
 
     def extra_repr(self) -> str:
         return (

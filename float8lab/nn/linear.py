@@ -23,15 +23,16 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
+from float8lab.distributed.comm import SharedScales
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.tensor_parallel import Rows, SharedScales
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
-    Shard,
+    ParameterShard,
     TensorParallelGroup,
     ignore_extra_state,
     overlap_of,
@@ -124,12 +125,12 @@ def initialise(
     init_method: Callable[[Tensor], Any] | None,
     *,
     keep: bool,
-    shard: Shard | None = None,
+    shard: ParameterShard | None = None,
 ) -> None:
     """Initialise the weight that ``<prefix>weight`` form, by one call, and the biases to 0.
 
     With ``keep``, parameters that are stored in FP8 keep these initial values in high precision.
-    Shards are taken from the whole that one rank alone would initialise.
+    Shards are those of the unsharded weight that one rank alone would initialise.
     """
     init = init_method or normal_init
     weights = [getattr(module, f"{prefix}weight") for prefix in prefixes]
@@ -137,13 +138,13 @@ def initialise(
         if len(weights) == 1 and not keep and shard is None:
             init(weights[0])
         else:
-            first, own = weights[0], Shard() if shard is None else shard
-            shapes = [own.whole(weight.shape) for weight in weights]
+            first, own = weights[0], ParameterShard() if shard is None else shard
+            shapes = [own.unsharded_shape(weight.shape) for weight in weights]
             sizes = [shape[0] for shape in shapes]
             shape = (sum(sizes), shapes[0][1])
             whole = torch.empty(shape, device=first.device, dtype=first.dtype)
             init(whole)
-            parts = [own.of(part) for part in whole.split(sizes)]
+            parts = [own.shard(part) for part in whole.split(sizes)]
             for weight, part in zip(weights, parts, strict=True):
                 weight.copy_(part)
                 if keep:
@@ -365,9 +366,10 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         if self.parallel_mode is None:
             return {}
+        if self.parallel_mode == "row":
+            return {"_fp8": ("row", (self.in_features,))}
         sizes = tuple(len(getattr(self, f"{prefix}weight")) for prefix in self._names)
-        several = self.parallel_mode == "column" and len(sizes) > 1
-        return {"_fp8": (self.parallel_mode, sizes if several else self._joined)}
+        return {"_fp8": ("column", sizes if len(sizes) > 1 else self._joined or sizes)}
 
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
@@ -386,7 +388,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
     def _weight_cast(self, name: str) -> WeightCast | None:
         if name != "weight" or self._split is not None:
             return None
-        return self._fp8.weight_gather(shares_scales=self._spread is not None)
+        return self._fp8.weight_gather(shares_scales=self._placement is not None)
 
     def forward(  # type: ignore[override]  # nn.Linear's, with one more argument
         self, inp: Tensor, is_first_microbatch: bool | None = None
@@ -404,33 +406,33 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
             the bias.
         """
-        whole, spread = self._split is None, self._spread
+        whole, placement = self._split is None, self._placement
         weight, bias = (self.weight, self.bias) if whole else self._whole_parameters()
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
-        if spread is not None:
-            y = spread.run(self, inp, weight, added, is_first_microbatch)
+        if placement is not None:
+            y = placement.run(self, inp, weight, added, is_first_microbatch)
             return (y, bias) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
         parallel = self._fp8.parallel
-        rows = None if parallel is None else parallel.rows_of(x)
+        tokens = None if parallel is None else parallel.tokens_of(x)
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
             fused_weight=fused_weight(self, weight) if self.fuse_wgrad_accumulation else None,
-            rows=rows,
+            tokens=tokens,
         )  # fmt: skip
         if call is None or weight.dtype not in HIGH_PRECISION_DTYPES:
             if x.dtype not in PARAMETER_DTYPES:
                 check_input("inp", x, (self.in_features,), "in_features")
             high = plain_weight(self, weight, is_first_microbatch)
-            y = linear_in_high_precision(self._fp8, x, high, added, rows)
+            y = linear_in_high_precision(self._fp8, x, high, added, tokens)
         else:
             y = LinearFunction.run(x, weight, added, call)
             if call.is_region:
                 self._fp8.end(call)
-        if rows is not None and parallel.scatters:  # type: ignore[union-attr]  # it has rows
-            parallel.note_rows(y, rows)  # type: ignore[union-attr]
+        if parallel is not None and parallel.scatters:
+            parallel.set_layout(y, tokens)
         return (y, bias) if self.return_bias else y
 
     def _whole_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -448,7 +450,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             self._follow_placements(param, old)
 
     def _follow_placements(self, weight: Any, old: Any = None, *, sharded: bool = False) -> None:
-        """Spread the layer over ranks as the placements of a weight that is a DTensor say.
+        """Have ranks share the layer as the placements of a weight that is a DTensor say.
 
         Args:
             weight: the layer's.
@@ -456,16 +458,16 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
             sharded: FSDP2 shards it over all dimensions of its mesh but the last.
         """
         placements = getattr(weight, "placements", None)
-        if placements is None and self._spread is None:
+        if placements is None and self._placement is None:
             return
-        self._spread = None
+        self._placement = None
         if placements is not None:
             mesh = weight.device_mesh
             if sharded:
                 mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
-            self._spread = _load_dtensor().Spread(mesh, placements, weight.shape)
-            self._spread.adopt(weight, old)
-        self._fp8.spread(self._spread and self._spread.whole)
+            self._placement = _load_dtensor().WeightPlacement(mesh, placements, weight.shape)
+            self._placement.share_scales(weight, old)
+        self._fp8.set_parallel(self._placement and self._placement.parallel)
 
     def extra_repr(self) -> str:
         first = getattr(self, f"{self._names[0]}bias") if self._split else self.bias
@@ -481,16 +483,16 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
 
 
 def linear_in_high_precision(
-    precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None
+    precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
 ) -> Tensor:
     """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
     parallel = precision.parallel
     if parallel is None:
         precision.calibrate(x, weight)
         return nn.functional.linear(x, weight, bias)
-    x = parallel.enter(x, rows)
+    x = parallel.enter(x, tokens)
     precision.calibrate(x, weight)
-    return parallel.linear(x, weight, bias, rows)
+    return parallel.linear(x, weight, bias, tokens)
 
 
 def sizes_of_split(

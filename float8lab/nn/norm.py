@@ -19,8 +19,7 @@ from float8lab.arguments import (
     check_size,
     shown,
 )
-from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import same_rows
+from float8lab.distributed.comm import keep_layout, mark_sequence_parallel
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.linear import default_device, materialize
 from float8lab.nn.norm_function import NormKind, normalize
@@ -137,7 +136,7 @@ class _Norm(nn.Module):
         flat = x.flatten(x.ndim - len(shape)) if len(shape) > 1 else x
         y = normalize(flat, self.weight.flatten(), bias, self._kind, output_dtype(x))
         y = y.reshape(x.shape)
-        return same_rows(y, x) if self.sequence_parallel else y
+        return keep_layout(y, x) if self.sequence_parallel else y
 
 
 class LayerNorm(_Norm, nn.LayerNorm):

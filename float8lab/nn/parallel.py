@@ -1,7 +1,8 @@
-"""Tensor- and context-parallel arguments of modules."""
+"""How ranks share a module: its arguments, its parameters, its state dict."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,25 +14,31 @@ from float8lab.arguments import (
     check_flags,
     check_group,
     check_instance,
+    check_module,
     check_size,
 )
+from float8lab.distributed.comm import NoGroup, SharedScales, TensorParallel, mark_sequence_parallel
 from float8lab.distributed.context_parallel import ContextParallel
-from float8lab.distributed.sequence_parallel import mark_sequence_parallel
-from float8lab.distributed.tensor_parallel import NoGroup, SharedScales, TensorParallel
+from float8lab.distributed.ranks import all_objects, tensors_of_ranks
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.recipes.region import STATE
+from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = [
     "ContextParallelGroup",
-    "Shard",
+    "ParameterShard",
     "TensorParallelGroup",
     "context_of",
     "heads_of_rank",
     "ignore_extra_state",
     "mark_shard",
-    "of_first_rank",
     "overlap_of",
     "parallel_size",
+    "shard_state_dict",
+    "shards_of",
     "share_of",
+    "whole_state_dict",
 ]
 
 
@@ -82,7 +89,7 @@ _NOT_HERE = ("delay_wgrad_compute", "save_original_input")
 
 
 def overlap_of(module: str, arguments: Mapping[str, Any]) -> bool | None:
-    """Whether products run beside communication, by Transformer Engine's arguments for that.
+    """Whether GEMMs run beside communication, by Transformer Engine's arguments for that.
 
     None: where that was measured to pay, whatever arguments are True; False: never, where
     ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
@@ -116,7 +123,7 @@ _COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def context_of(cp_group: Any, cp_comm_type: str | None = "a2a") -> ContextParallel | None:
-    """How attention is spread over context-parallel ranks; None for a single one."""
+    """How context-parallel ranks share attention; None for a single one."""
     check_choice("cp_comm_type", "a2a" if cp_comm_type is None else cp_comm_type, _COMM_TYPES)
     groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
     for group in groups:
@@ -152,41 +159,39 @@ def mark_shard(parameter: Tensor, dim: int) -> None:
     marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, 1
 
 
-class Shard(NamedTuple):
-    """Which part of a whole parameter a rank has."""
+class ParameterShard(NamedTuple):
+    """The shard of a parameter that a rank has."""
 
     dim: int = 0
     rank: int = 0
     ranks: int = 1
     pieces: tuple[int, ...] = (1,)
-    """Pieces of the whole, along ``dim``, of each of which the rank has its part; their sizes are
-    in this proportion."""
+    """The parameter consists of pieces, along ``dim``, each a shard by itself; their sizes are in
+    this proportion."""
 
-    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what a parameter of ``shape`` is a part of."""
+    def unsharded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the unsharded parameter whose shard has ``shape``."""
         dim = self.dim % len(shape)
         return tuple(n * self.ranks if i == dim else n for i, n in enumerate(shape))
 
-    def of(self, whole: Tensor) -> Tensor:
-        """The part of ``whole``."""
-        sizes = self.sizes(whole.shape[self.dim])
-        if len(sizes) == 1:  # by the rule of torch.chunk, which leaves out what is empty
-            each = -(-sizes[0] // self.ranks)
-            start = min(self.rank * each, sizes[0])
-            return whole.narrow(self.dim, start, min(each, sizes[0] - start))
-        parts = [piece.chunk(self.ranks, self.dim) for piece in whole.split(sizes, self.dim)]
-        return torch.cat([part[self.rank] for part in parts], self.dim)
+    def shard(self, unsharded: Tensor) -> Tensor:
+        """This rank's shard of the unsharded parameter."""
+        shards = [
+            ShardMap.of(piece.shape[self.dim], self.ranks, self.rank).shard(piece, self.dim)
+            for piece in unsharded.split(self.sizes(unsharded.shape[self.dim]), self.dim)
+        ]
+        return shards[0] if len(shards) == 1 else torch.cat(shards, self.dim)
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole, from the parts of all ranks in their order."""
-        sizes = self.sizes(parts[0].shape[self.dim])
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The unsharded parameter, from the shards of all ranks in their order."""
+        sizes = self.sizes(shards[0].shape[self.dim])
         if len(sizes) == 1:
-            return torch.cat(list(parts), self.dim)
-        pieces = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
+            return torch.cat(list(shards), self.dim)
+        pieces = zip(*(shard.split(sizes, self.dim) for shard in shards), strict=True)
         return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
 
     def sizes(self, size: int) -> list[int]:
-        """The sizes of the pieces, of the whole or of a part."""
+        """The sizes of the pieces, of the unsharded parameter or of a shard."""
         return [size * piece // sum(self.pieces) for piece in self.pieces]
 
 
@@ -225,12 +230,12 @@ class TensorParallelGroup:
     _joined: tuple[int, ...] = ()
     """The sizes of the shards that one weight consists of, where several tensors are one."""
 
-    def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> Shard | None:
-        """The part of a whole weight that this rank has, if there are several and it knows."""
+    def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> ParameterShard | None:
+        """The shard of a weight that this rank has, if there are several and it knows."""
         if self.tp_size == 1 or self.tp_group is None:
             return None
         rank = torch.distributed.get_rank(self.tp_group)
-        return Shard(dim, rank, self.tp_size, pieces or (1,))
+        return ParameterShard(dim, rank, self.tp_size, pieces or (1,))
 
     def _sharing_of(self, name: str, dim: int) -> SharedScales | None:
         """How ranks share a weight that is to be stored in FP8, for the GEMM of that state."""
@@ -245,9 +250,10 @@ class TensorParallelGroup:
         return SharedScales(parallel, dim)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Which part of each GEMM's weight a rank has, by the name of the GEMM's FP8 state.
+        """How ranks share each GEMM's weight, by the name of the GEMM's FP8 state.
 
-        That is a mode, and the sizes of the shards that form it if there are several.
+        That is a mode, and how many of the features that ranks share this rank has: one number,
+        or one for each of several matrices behind each other.
         """
         return {}
 
@@ -291,7 +297,8 @@ class TensorParallelGroup:
         for child in module.children():
             if isinstance(child, TensorParallelGroup):
                 child.set_tensor_parallel_group(tp_group, keep_gathered=keep_gathered)
-        for name, (mode, pieces) in modes.items():
+        rank = 0 if tp_group is None else torch.distributed.get_rank(tp_group)
+        for name, (mode, sizes) in modes.items():
             parallel: Any = None
             if self.tp_size > 1 and tp_group is None:
                 parallel = NoGroup(self.tp_size)
@@ -303,9 +310,11 @@ class TensorParallelGroup:
                     keep_gathered,
                     self.overlap,
                     casts_only=self._casts_only,
-                    pieces=pieces,
+                    features=tuple(
+                        ShardMap.of(n * self.tp_size, self.tp_size, rank) for n in sizes
+                    ),
                 )
-            getattr(self, name).spread(parallel)
+            getattr(self, name).set_parallel(parallel)
             for parameter in module.parameters(recurse=False):
                 stored = getattr(parameter, "_shared_scales", None)
                 if stored is not None and stored.dim == int(mode == "row"):
@@ -346,13 +355,13 @@ class ContextParallelGroup(TensorParallelGroup):
             child._check_context(context)
         for child in every:
             child.context_parallel = context
-            child._spread_context()
+            child._set_context()
 
     def _check_context(self, context: ContextParallel | None) -> None:
         """Raise unless the ranks can share what this module attends for."""
 
-    def _spread_context(self) -> None:
-        """Have what the module casts know of the ranks."""
+    def _set_context(self) -> None:
+        """Tell what the module casts about the ranks."""
 
 
 def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
@@ -376,9 +385,297 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     return heads // ranks, groups // ranks
 
 
-def of_first_rank(x: Tensor, group: Any) -> Tensor:
-    """The values that the first rank of a group has, on all of them."""
-    ops = torch.ops._c10d_functional
-    bits = x.view(torch.uint8)
-    found: Tensor = ops.wait_tensor(ops.broadcast(bits, 0, group.group_name))
-    return found.view(x.dtype)
+# State dicts. The unsharded parameter is the one that one rank alone would have. A checkpoint of
+# Transformer Engine or of Megatron has a file for each tensor-parallel rank, with the same shards
+# under the same names, so each rank loads its own by ``load_state_dict``; the functions here go
+# from there to any number of ranks. A DTensor says itself which shard it is.
+
+
+def shards_of(model: nn.Module) -> dict[str, ParameterShard]:
+    """Which part of the whole each parameter is, by qualified name; replicas are left out."""
+    return {name: shard for name, shard in _layouts(model).items() if shard.ranks > 1}
+
+
+def _layouts(model: nn.Module) -> dict[str, ParameterShard]:
+    """The same, and of modules with a parallel mode and one rank, how several would share them."""
+    found: dict[str, ParameterShard] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, TensorParallelGroup):
+            continue
+        for state, (mode, pieces) in module._parallel_modes().items():
+            prefix = state.removeprefix("_fp8").removeprefix("_")
+            own = [n for n, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
+            own = [n for n in own if n.startswith(prefix) and not n.startswith("layer_norm")]
+            alone = sum("weight" in name for name in own) == 1
+            for name in own:
+                dim = _dimension(name, mode)
+                if dim is None:
+                    continue
+                cut = pieces if alone else ()
+                shard = module._shard(dim, cut)
+                if shard is None and module.tp_size > 1:
+                    raise RuntimeError(
+                        f"model must have tensor-parallel groups; {path or 'it'} has none. Call "
+                        "set_tensor_parallel_group(group)."
+                    )
+                shard = shard or ParameterShard(dim, pieces=cut or (1,))
+                found[f"{path}.{name}" if path else name] = shard
+    return found
+
+
+def _dimension(name: str, mode: str) -> int | None:
+    """The dimension of a parameter, from its end, that ranks share."""
+    if "weight" in name:
+        return -2 if mode == "column" else -1
+    return -1 if mode == "column" else None
+
+
+def shard_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Take this rank's part of a state dict, of one rank or of any number of them.
+
+    Args:
+        model: whose tensor-parallel modules have their groups. On one rank, too, they have their
+            parallel modes: ``set_parallel_mode``, or ``parallel_mode``.
+        state_dict: of the same model on one rank, or one that ``whole_state_dict`` made; or a list
+            of those that the ranks of another group had, in their order. Names that are not in the
+            model stay as they are; they and parameters that all ranks have are the first rank's.
+            Parameters of ``parallelize_module`` are DTensors, in the model as in the state dicts.
+
+    Returns:
+        What ``model.load_state_dict`` takes; parts are views of the whole where they can be. A
+        tensor that is stored in FP8 keeps its bytes, with the scales of the blocks it lies in.
+
+    Raises:
+        TypeError: an argument of another type.
+        RuntimeError: a module has no group yet.
+        ValueError: state dicts of ranks that do not fit together; or a part of a tensor stored in
+            FP8 that would need a new scale, since its blocks are not those of the whole.
+        NotImplementedError: a parameter that ranks share is sharded further (FSDP2); DCP does that.
+
+    >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")  # one rank: all of it
+    >>> state = float8lab.nn.shard_state_dict(layer, layer.state_dict())
+    >>> state["weight"].shape
+    torch.Size([4, 8])
+    >>> parts = [{"weight": torch.zeros(2, 8), "bias": torch.zeros(2)} for rank in range(2)]
+    >>> float8lab.nn.shard_state_dict(layer, parts)["weight"].shape
+    torch.Size([4, 8])
+    """
+    check_module("model", model)
+    given: Any = state_dict
+    if isinstance(given, Sequence) and given:
+        for rank, state in enumerate(given):
+            check_instance(f"state_dict[{rank}]", state, Mapping, "a mapping from names to tensors")
+    else:
+        what = "a mapping from names to tensors, or a list of the ranks' own"
+        check_instance("state_dict", given, Mapping, what)
+    states = [given] if isinstance(given, Mapping) else list(given)
+    layouts, result = _layouts(model), dict(states[0])
+    distributed = [name for name, value in result.items() if is_dtensor(value)]
+    for name in distributed:
+        result[name] = _of_dtensors(name, _checked(name, states))
+    if len(states) > 1 and not layouts and not distributed:
+        raise ValueError(
+            f"model must have parallel modes to join the state dicts of {len(states)} ranks; it "
+            "has none. Make it with set_parallel_mode=True, or parallel_mode."
+        )
+    for name, shard in layouts.items():
+        if name in result and name not in distributed:
+            result[name] = _of_rank(name, shard, _checked(name, states))
+    for name, own in model.state_dict().items():
+        if is_dtensor(own) and name in result:
+            result[name] = _as_dtensor(name, own, result[name])
+    return result
+
+
+def _of_rank(name: str, shard: ParameterShard, parts: list[Any]) -> Any:
+    """A rank's part of the parameter that the ranks of another group have in ``parts``."""
+    if len(parts) > 1:
+        parts = [_joined(name, shard._replace(ranks=len(parts)), parts)]
+    whole = parts[0]
+    return whole if shard.ranks == 1 else _cut(name, shard, whole)
+
+
+def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
+    """How many ranks share a DTensor, and along which dimension; None: each has all of it."""
+    alone = type(local_of(x)) in (Tensor, nn.Parameter, Float8Tensor)
+    if not alone or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
+        raise NotImplementedError(
+            f"{name} must be on a mesh of one dimension, a shard or replicated, and not FSDP2's; "
+            f"got {x.placements} of {x.device_mesh}. Use torch.distributed.checkpoint, which loads "
+            "any mesh into any other."
+        )
+    (placement,) = x.placements
+    return x.device_mesh.size(), placement.dim if placement.is_shard() else None
+
+
+def _of_dtensors(name: str, parts: Sequence[Any]) -> Any:
+    """The whole of a DTensor, whose parts the state dicts of all ranks of its mesh have."""
+    ranks, dim = _layout_of(name, parts[0])
+    if dim is None:
+        return local_of(parts[0])
+    if len(parts) != ranks:
+        raise ValueError(
+            f"state_dict must be those of all {ranks} ranks in a list; got {len(parts)} with a "
+            f"part of {name}. Load the files of all ranks."
+        )
+    shard = ParameterShard(dim - parts[0].ndim, 0, ranks)
+    return _joined(name, shard, [local_of(part) for part in parts])
+
+
+def _as_dtensor(name: str, own: Any, whole: Any) -> Any:
+    """This rank's part of a tensor, as a DTensor like ``own``."""
+    ranks, dim = _layout_of(name, own)
+    part = whole
+    if dim is not None:
+        part = _cut(
+            name, ParameterShard(dim - own.ndim, own.device_mesh.get_local_rank(), ranks), whole
+        )
+    return type(own).from_local(
+        part.to(own.device), own.device_mesh, own.placements, run_check=False, shape=own.shape,
+        stride=own.stride(),
+    )  # fmt: skip
+
+
+def _checked(name: str, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The parts of a parameter in the state dicts of all ranks."""
+    lacking = [str(rank) for rank, state in enumerate(states) if name not in state]
+    if lacking:
+        raise ValueError(
+            f"state_dict must have the same names on all ranks; got no {name} in "
+            f"{', '.join(lacking)}. Pass the state dicts of one checkpoint."
+        )
+    parts = [state[name] for state in states]
+    kinds = {(getattr(part, "spec", None), part.dtype, part.shape) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"state_dict must have parts of one kind and shape on all ranks; got {name} of "
+            f"{', '.join(sorted(str(kind[1:]) for kind in kinds))}. Pass the state dicts of one "
+            "checkpoint."
+        )
+    return parts
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Gather the state dict that the model has on one rank. All ranks call it, and all get it.
+
+    Args:
+        model: any; those parameters of modules with ``tp_group`` that ranks share must not be
+            sharded further (FSDP2).
+
+    Returns:
+        The model's state dict with each parameter whole; one that is stored in FP8 has the bytes
+        and scales of all ranks.
+
+    Raises:
+        TypeError: not a module.
+        RuntimeError: a module has no group yet.
+        NotImplementedError: a parameter that ranks share is sharded further.
+
+    >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")
+    >>> sorted(float8lab.nn.whole_state_dict(layer))
+    ['bias', 'weight']
+    """
+    check_module("model", model)
+    state, groups = dict(model.state_dict()), _groups(model)
+    for name, shard in shards_of(model).items():
+        part = state[name]
+        if is_dtensor(part):
+            raise NotImplementedError(
+                f"model must have plain tensors where ranks share parameters; got {name}, a "
+                f"{type(part).__name__}. Save it by torch.distributed.checkpoint."
+            )
+        parts = tensors_of_ranks(part, groups[name.rpartition(".")[0]])
+        state[name] = _joined(name, shard, parts)
+    return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
+
+
+def _full(name: str, x: Any) -> Any:
+    """The whole of a DTensor; DTensor's own method would give one stored in FP8 other blocks."""
+    if type(local_of(x)) is not Float8Tensor:  # FSDP2's shards know how to be gathered
+        return x.full_tensor()
+    ranks, dim = _layout_of(name, x)
+    if dim is None:
+        return local_of(x)
+    parts = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
+    return _joined(name, ParameterShard(dim - x.ndim, 0, ranks), parts).to(x.device)
+
+
+# Tensors that are stored in FP8: codes are cut and joined as those of any tensor; scales as if each
+# of a few rows, or columns, had its own.
+
+
+def _cut(name: str, shard: ParameterShard, whole: Any) -> Any:
+    """A rank's part of a tensor."""
+    if not isinstance(whole, Float8Tensor):
+        return shard.shard(whole)
+    unit = _unit(shard, whole, whole.shape[shard.dim])
+    qdata = shard.shard(whole.qdata)
+
+    def cut(scale: Tensor) -> Tensor:
+        expanded = _expand(scale, shard.dim, whole.spec.block, whole.shape, unit)
+        return _merged(name, shard.shard(expanded), shard.dim, whole.spec.block, qdata.shape, unit)
+
+    return whole.replace(qdata=qdata, scale=cut(whole.scale), amax=cut(whole.amax))
+
+
+def _joined(name: str, shard: ParameterShard, parts: Sequence[Any]) -> Any:
+    """The whole, from the parts of all ranks."""
+    first = parts[0]
+    if not isinstance(first, Float8Tensor):
+        return shard.unshard(parts)
+    unit = _unit(shard, first, sum(part.shape[shard.dim] for part in parts))
+    qdata = shard.unshard([part.qdata for part in parts])
+
+    def join(scales: Sequence[Tensor]) -> Tensor:
+        expanded = [
+            _expand(scale, shard.dim, first.spec.block, part.shape, unit)
+            for scale, part in zip(scales, parts, strict=True)
+        ]
+        return _merged(
+            name, shard.unshard(expanded), shard.dim, first.spec.block, qdata.shape, unit
+        )
+
+    scale, amax = (join([getattr(part, name) for part in parts]) for name in ("scale", "amax"))
+    return first.replace(qdata=qdata, scale=scale, amax=amax)
+
+
+def _unit(shard: ParameterShard, x: Float8Tensor, size: int) -> int:
+    """The most rows that no boundary of a block, a piece or a rank's part of one goes through."""
+    block = x.spec.block[shard.dim]
+    pieces = shard.sizes(size)
+    edges = [ShardMap.of(piece, shard.ranks, shard.rank).chunk for piece in pieces]
+    return max(math.gcd(*edges, *pieces, *([] if block == -1 else [block])), 1)
+
+
+def _expand(
+    scale: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
+) -> Tensor:
+    """A scale for each ``unit`` of a dimension."""
+    size = shape[dim]
+    each = size if block[dim] == -1 else block[dim]
+    return scale.repeat_interleave(each // unit, dim).narrow(dim, 0, size // unit)
+
+
+def _merged(
+    name: str, expanded: Tensor, dim: int, block: Sequence[int], shape: Sequence[int], unit: int
+) -> Tensor:
+    """A scale for each block of a dimension, from those for each ``unit``."""
+    size = shape[dim]
+    step = (size if block[dim] == -1 else block[dim]) // unit
+    index = torch.arange(0, expanded.shape[dim], max(step, 1), device=expanded.device)
+    merged = expanded.index_select(dim, index)
+    repeated = _expand(merged, dim, block, shape, unit)
+    if not torch.equal(repeated.view(torch.int32), expanded.contiguous().view(torch.int32)):
+        raise ValueError(
+            f"{name} must have one scale for each block of {block[dim]} that a rank has; its "
+            f"{size} of dimension {dim} do not begin where a block does, or ranks have other "
+            "scales. Use a number of ranks that gives each whole blocks, or dequantize it first."
+        )
+    return merged
+
+
+def _groups(model: nn.Module) -> dict[str, Any]:
+    modules = model.named_modules()
+    return {name: m.tp_group for name, m in modules if isinstance(m, TensorParallelGroup)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from float8lab.distributed.comm import ONE_GPU, NoGroup, OneGpu, Sharded, TensorParallel
 from float8lab.distributed.fsdp.weight import WeightCast
-from float8lab.distributed.tensor_parallel import NoGroup, Rows, TensorParallel
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.handles import new_handle
 from float8lab.ops import Groups, Source, as_matrix
@@ -67,17 +69,16 @@ class Call:
     """
 
     __slots__ = (
+        "comm",
         "first_microbatch",
         "fused_weight",
         "group_name",
         "is_region",
         "known",
-        "parallel",
         "plan",
         "precision",
         "recipe",
         "record",
-        "rows",
         "shards",
         "slots",
         "watched",
@@ -96,7 +97,7 @@ class Call:
         fused_weight: Any = None,
         group_name: str = "",
         parallel: TensorParallel | None = None,
-        rows: Rows | None = None,
+        tokens: ShardMap | None = None,
     ) -> None:
         self.recipe = recipe
         self.plan: LinearPlan = recipe.linear
@@ -108,9 +109,10 @@ class Call:
         self.fused_weight = fused_weight  # weight whose gradient goes into its main_grad
         self.group_name = group_name  # in a compiled graph
         self.shards = parallel  # how ranks share what is cast, if they do
-        # How the layer's GEMMs are spread over ranks; a caller may see to what these send.
-        self.parallel = None if parallel is None or parallel.casts_only else parallel
-        self.rows = rows  # of the layer's whole tokens, under sequence parallelism
+        # What the GEMMs send, unless the caller sees to that.
+        self.comm: OneGpu = ONE_GPU
+        if parallel is not None and not parallel.casts_only:
+            self.comm = Sharded(parallel, tokens, recipe.linear)
         # A compiled graph has no trace of an observer.
         self.watched = not torch.compiler.is_compiling() and PROCESS.observer is not None
         # By tensor of the forward. A list of None outside delayed scaling and in compiled graphs.
@@ -131,7 +133,8 @@ class Call:
         found = self.known[index]
         if found is None:
             assert self.slots is not None, "asked for under a delayed recipe only"
-            empty = self.rows is None or self.rows.total == 0
+            tokens = self.comm.tokens
+            empty = tokens is None or tokens.unsharded_rows == 0
             found = self.slots.scale_for(index, x, record=self.record, empty=empty)
             if self.slots.forward[index]:
                 self.known[index] = found
@@ -145,7 +148,7 @@ class Call:
         call = Call(
             self.recipe, self.slots, self.record, precision=self.precision, known=known,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=self.shards, rows=self.rows,
+            parallel=self.shards, tokens=self.comm.tokens,
         )  # fmt: skip
         if self.record and self.slots is not None:
             # Tied to the backward pass that the recomputation runs in, not to one inside of it.
@@ -165,7 +168,7 @@ class Precision:
         name: qualified name, where known.
         fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
         experts: how many weights the module has, each with a delayed scale of its own.
-        parallel: how the module is spread over tensor-parallel ranks; None: it is not.
+        parallel: how tensor-parallel ranks share the module; None: they do not.
     """
 
     experts = 1
@@ -189,7 +192,7 @@ class Precision:
         self.slots: dict[tuple[Recipe, Any], DelayedSlots] = {}
         self.handle = new_handle(self, torch.device("cpu"))  # stands for self in compiled graphs
         set_clock(torch.device("cpu"))
-        self.warned_of_recast = False
+        self.warned_of_recast = self.warned_of_misfit = False
         self.weight_cast: Any = None  # kept over microbatches; belongs to casts.py
         self._last: Call | None = None
         self._shared: Call | None = None  # for calls that have nothing of their own
@@ -234,6 +237,24 @@ class Precision:
             return self.recipe
         return autocast.recipe or self.recipe or DEFAULT_RECIPE
 
+    def _fitting(self, recipe: Recipe | None, parallel: TensorParallel | None) -> Recipe | None:
+        """The recipe, or None if its blocks of features cross shards; then it warns once.
+
+        ``parallel``: how ranks share this call, if not as they share the module's others.
+        """
+        parallel = parallel or self.parallel
+        if recipe is None or parallel is None:
+            return recipe
+        misfit = parallel.misfit(recipe.linear)
+        if misfit is None:
+            return recipe
+        if STATE.region is not None and not torch.compiler.is_compiling():
+            STATE.region.fp8_calls += 1  # it does not warn that nothing ran in FP8
+        if not self.warned_of_misfit:
+            self.warned_of_misfit = not torch.compiler.is_compiling()
+            _warn_of_misfit(self.name or "A layer", misfit, repr(recipe))
+        return None
+
     def weight_gather(self, *, shares_scales: bool = False) -> WeightCast | None:
         """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision.
 
@@ -247,6 +268,8 @@ class Precision:
         plan = recipe.linear
         if not plan.fprop or not plan.dgrad:
             return None
+        if self.parallel is not None and self.parallel.misfit(plan) is not None:
+            return None
         headroom = 2.0**recipe.margin if isinstance(recipe, DelayedScaling) else 1.0
         return WeightCast(plan.w, plan.amax_epsilon, headroom)
 
@@ -257,7 +280,7 @@ class Precision:
         training: bool,
         first_microbatch: bool | None = None,
         fused_weight: Any = None,
-        rows: Rows | None = None,
+        tokens: ShardMap | None = None,
         parallel: TensorParallel | None = None,
     ) -> Call | None:
         """Decide how a call on input ``x`` runs; keeps what a recomputation in backward needs.
@@ -267,14 +290,16 @@ class Precision:
             training: of the module.
             first_microbatch: as the user says it of the weight.
             fused_weight: a weight whose gradient goes into its ``main_grad``.
-            rows: of the module's whole tokens, under sequence parallelism.
-            parallel: how this call is spread over ranks, if not as the module always is.
+            tokens: the module's, under sequence parallelism.
+            parallel: how ranks share this call, if not as they share the module's others.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE
         if torch.compiler.is_compiling():
-            return self._begin_in_graph(x, training, first_microbatch, fused_weight, rows, parallel)
+            return self._begin_in_graph(
+                x, training, first_microbatch, fused_weight, tokens, parallel
+            )
         noted, original = (None, CHECKPOINTS.replay)
         hooks = _saved_tensors_hooks(True)
         if hooks is not None:
@@ -283,10 +308,12 @@ class Precision:
         call = None
         if original is not None or _graph_task() != NO_BACKWARD:
             call = self._begin_again(
-                original, x.device, first_microbatch, fused_weight, rows, parallel
+                original, x.device, first_microbatch, fused_weight, tokens, parallel
             )
         else:
             recipe = self.active_recipe()
+            if recipe is not None and (parallel or self.parallel) is not None:
+                recipe = self._fitting(recipe, parallel)
             if recipe is not None:
                 if type(x) is not Tensor:
                     _refuse_dtensor(x)
@@ -297,20 +324,21 @@ class Precision:
                     call = Call(
                         recipe, slots, record, is_region=record and region is None,
                         precision=self, first_microbatch=first_microbatch,
-                        fused_weight=fused_weight, parallel=parallel or self.parallel, rows=rows,
+                        fused_weight=fused_weight, parallel=parallel or self.parallel,
+                        tokens=tokens,
                     )  # fmt: skip
                     if record and region is not None:
                         region.packs[slots.pack] = None
                 else:
                     call = self._shared
                     own = first_microbatch is not None or fused_weight is not None
-                    own = own or rows is not None or parallel is not None
+                    own = own or tokens is not None or parallel is not None
                     watched = PROCESS.observer is not None
                     if own or call is None or call.recipe is not recipe or call.watched != watched:
                         call = Call(
                             recipe, None, False, precision=self,
                             first_microbatch=first_microbatch, fused_weight=fused_weight,
-                            parallel=parallel or self.parallel, rows=rows,
+                            parallel=parallel or self.parallel, tokens=tokens,
                         )  # fmt: skip
                         self._shared = None if own else call
                 if region is not None:
@@ -331,11 +359,11 @@ class Precision:
         training: bool,
         first_microbatch: bool | None,
         fused_weight: Any,
-        rows: Rows | None,
+        tokens: ShardMap | None,
         parallel: TensorParallel | None,
     ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
-        recipe = self.active_recipe()
+        recipe = self._fitting(self.active_recipe(), parallel)
         if recipe is None:
             return None
         if type(x) is not Tensor:
@@ -346,7 +374,7 @@ class Precision:
             recipe, None, record, is_region=record and STATE.region is None,
             precision=self, first_microbatch=first_microbatch, fused_weight=fused_weight,
             group_name=name_of_group(STATE.autocast.group) if delayed else "",
-            parallel=parallel or self.parallel, rows=rows,
+            parallel=parallel or self.parallel, tokens=tokens,
         )  # fmt: skip
 
     def scale_in_graph(
@@ -377,7 +405,7 @@ class Precision:
         device: torch.device,
         first_microbatch: bool | None,
         fused_weight: Any,
-        rows: Rows | None,
+        tokens: ShardMap | None,
         parallel: TensorParallel | None,
     ) -> Call | None:
         """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
@@ -401,7 +429,7 @@ class Precision:
         # autocast; one entered again inside the checkpointed function speaks for itself.
         recipe = original.recipe if original is not None else None
         if STATE.autocast.enabled is not None and STATE.autocast.backward == current_backward():
-            recipe = self.active_recipe()
+            recipe = self._fitting(self.active_recipe(), parallel)
         if recipe is None:
             return None
         if original is not None and original.recipe == recipe:
@@ -410,15 +438,15 @@ class Precision:
         return Call(
             recipe, slots, False, precision=self,
             first_microbatch=first_microbatch, fused_weight=fused_weight,
-            parallel=parallel or self.parallel, rows=rows,
+            parallel=parallel or self.parallel, tokens=tokens,
         )  # fmt: skip
 
-    def spread(self, parallel: TensorParallel | None) -> None:
-        """Set how the module is spread over tensor-parallel ranks."""
+    def set_parallel(self, parallel: TensorParallel | None) -> None:
+        """Set how tensor-parallel ranks share the module."""
         self.parallel = parallel
         self.weight_cast = self._shared = None
         for slots in self.slots.values():
-            slots.spread(parallel)
+            slots.set_parallel(parallel)
 
     def calibrate(self, x: Tensor | Groups, weight: Tensor | Groups) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration."""
@@ -509,6 +537,16 @@ def place_precisions(module: nn.Module) -> None:
     if device is not None:
         for _, precision in precisions(module):
             precision.to(device)
+
+
+def _warn_of_misfit(name: str, misfit: str, recipe: str) -> None:
+    warnings.warn(
+        f"{name} runs in high precision: {misfit}, under {recipe}.", UserWarning, stacklevel=2
+    )
+
+
+# As torch.compiler.assume_constant_result marks it: it warns while a graph is traced.
+_warn_of_misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_dtensor(x: Tensor) -> None:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab.arguments import check_choice, check_flags, check_input, check_number
-from float8lab.distributed.tensor_parallel import same_rows
+from float8lab.distributed.comm import keep_layout
+from float8lab.distributed.ranks import from_first_rank
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.layout import check_format
 from float8lab.nn.attention.masks import (
@@ -28,7 +29,6 @@ from float8lab.nn.norm import LayerNorm, RMSNorm
 from float8lab.nn.parallel import (
     ContextParallelGroup,
     ignore_extra_state,
-    of_first_rank,
     overlap_of,
     parallel_size,
 )
@@ -74,7 +74,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
         seq_length: for code that passes it to warm kernels up; nothing here needs that.
         micro_batch_size: for such code, too.
-        sequence_parallel: spread the tokens over the tensor-parallel ranks outside of the blocks'
+        sequence_parallel: shard the tokens over the tensor-parallel ranks outside of the blocks'
             GEMMs: residuals, norms and dropout are of a rank's own, the norms' and output biases'
             gradients are partial (``float8lab.distributed.reduce_sequence_parallel_gradients``).
         apply_residual_connection_post_layernorm: residuals are the norms' outputs, not their
@@ -85,7 +85,7 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
         layer_type: "encoder"; "decoder" adds cross attention to ``encoder_output``.
         drop_path_rate: in training, leave a block out for each sample with this probability, and
             divide by ``1 - drop_path_rate`` where it stays. Not of the cross attention.
-        set_parallel_mode: spread the heads and the features of the MLP over the tensor-parallel
+        set_parallel_mode: shard the heads and the features of the MLP over the tensor-parallel
             ranks, as in ``MultiheadAttention`` and ``LayerNormMLP``.
         fuse_qkv_params: as in ``MultiheadAttention``.
         zero_centered_gamma: as in ``LayerNorm``.
@@ -433,10 +433,10 @@ class TransformerLayer(nn.Module, ContextParallelGroup):
             # None is kept at a rate of 1, and nothing divided by 0.
             stays = torch.rand(shape, dtype=torch.float32, device=x.device) < kept
             if batch and self._has_part_of_the_tokens:
-                stays = of_first_rank(stays, self.tp_group)  # all ranks have tokens of a sample
+                stays = from_first_rank(stays, self.tp_group)  # all ranks have tokens of a sample
             x = x * stays / (kept or 1.0)
         total = residual + x
-        return same_rows(total, attended, residual) if self.sequence_parallel else total
+        return keep_layout(total, attended, residual) if self.sequence_parallel else total
 
     @property
     def _has_part_of_the_tokens(self) -> bool:

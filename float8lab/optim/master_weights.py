@@ -28,16 +28,15 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import check_dtype, check_flags, check_instance
+from float8lab.distributed.comm import shared_amaxes
 from float8lab.distributed.fsdp.weight import (
     layout_of,
-    local_of,
     requantize_shards_,
-    with_local,
 )
-from float8lab.distributed.tensor_parallel import shared_amaxes
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks
+from float8lab.tensor.dtensor import local_of, with_local
 
 __all__ = ["MasterWeights"]
 
@@ -343,7 +342,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     """
     shards, values = [], []
     quantized: list[tuple[Float8Tensor, Tensor]] = []
-    spread: list[tuple[Float8Tensor, Tensor]] = []
+    sharing: list[tuple[Float8Tensor, Tensor]] = []
     rounded: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for p, master in zip(parameters, masters, strict=True):
         local, value = local_of(p), local_of(master)
@@ -351,7 +350,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
             shards.append(p)
             values.append(value)
         elif isinstance(local, Float8Tensor) and local._shared_scales is not None:
-            spread.append((local, value))
+            sharing.append((local, value))
         elif isinstance(local, Float8Tensor):
             quantized.append((local, value))
         else:
@@ -362,8 +361,8 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
         [local.spec for local, _ in quantized],
         [(local.qdata, local.scale, local.amax) for local, _ in quantized],
     )
-    known = shared_amaxes([(local._shared_scales, value, local.spec) for local, value in spread])
-    for (local, value), amax in zip(spread, known, strict=True):
+    known = shared_amaxes([(local._shared_scales, value, local.spec) for local, value in sharing])
+    for (local, value), amax in zip(sharing, known, strict=True):
         new = quantize_blocks(value, local.spec, known_amax=amax)
         torch._foreach_copy_([local.scale, local.amax], list(new[1:]))
         local.qdata.copy_(new[0])

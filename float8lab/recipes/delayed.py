@@ -372,7 +372,7 @@ class DelayedSlots:
 
         self._adopt(ScalePack(recipe, group, _lasting(device, new_tensors), parallel), 0)
 
-    def spread(self, parallel: Any) -> None:
+    def set_parallel(self, parallel: Any) -> None:
         """Have a pack of ``parallel``, a TensorParallel or None."""
         pack = self.pack
         if pack.parallel != parallel:
@@ -575,7 +575,7 @@ class DelayedSlots:
         recipe = self.pack.recipe
         rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", own_amax(x)
         if self.pack.parallel is not None:
-            amax = self.pack.parallel.largest(amax)
+            amax = self.pack.parallel.amax(amax)
         scale, encode = factors_from_amax(amax, self.fp8_dtypes[index], rule)
         margin = 2.0**recipe.margin
         both = torch.stack((scale.view(-1) * margin, encode.view(-1) / margin))

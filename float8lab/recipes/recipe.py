@@ -96,7 +96,15 @@ class LinearPlan(NamedTuple):
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @property
-    def edge(self) -> int:
+    def token_blocks(self) -> set[int]:
+        """How many tokens the blocks of operands have, where that is several but not all."""
+        sizes = {gemm.left.block[0] for gemm in (self.fprop, self.dgrad) if gemm}
+        if self.wgrad:
+            sizes |= {self.wgrad.left.block[1], self.wgrad.right.block[1]}
+        return sizes - {1, -1}
+
+    @property
+    def largest_block(self) -> int:
         """The largest size of a block that is not a whole dimension; all others divide it."""
         specs = [self.x, self.w, self.dy, *(s for gemm in self[:3] if gemm for s in gemm[:2])]
         return max(1, *(size for spec in specs for size in spec.block))

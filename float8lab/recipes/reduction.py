@@ -32,6 +32,7 @@ from float8lab.recipes.delayed import DelayedSlots, ScalePack
 
 __all__ = [
     "AmaxChannel",
+    "amax_over_ranks",
     "channel",
     "channel_of",
     "group_named",
@@ -67,8 +68,8 @@ class AmaxChannel:
         self._plan: tuple[Any, list[tuple[ScalePack, Any, Any]]] | None = None
         self._host: Any = None
 
-    def host_name(self, group: Any) -> str:
-        """Name of a process group of the same ranks that exchanges tensors of the CPU.
+    def host_group(self, group: Any) -> Any:
+        """A process group of the same ranks that exchanges tensors of the CPU.
 
         It carries nothing else: a rank that waits here for another, which has gone on to its data,
         gets an error at the group's timeout, and never data that it takes for something else.
@@ -80,7 +81,7 @@ class AmaxChannel:
                 backend="gloo",
                 use_local_synchronization=True,
             )
-        return str(self._host.group_name)
+        return self._host
 
     def add(self, slots: DelayedSlots) -> None:
         """Take in the slots of a module that was used."""
@@ -119,9 +120,7 @@ class AmaxChannel:
         for pack, there, here in plan:
             pack.settle()
             wire[there] = pack.amax[here].to(device)
-        # A maximum over ranks need not keep NaN; inf is ignored by the update just the same.
-        wire.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=group)
+        wire = amax_over_ranks(wire, group)
         for pack, there, here in plan:
             pack.amax[here] = wire[there].to(pack.amax.device)
         self._send_news(wire[:1])
@@ -188,6 +187,20 @@ def _indices(places: list[int], device: Any) -> Tensor | slice:
     if places == list(range(first, first + len(places))):
         return slice(first, first + len(places))
     return torch.tensor(places, device=device)
+
+
+def amax_over_ranks(amax: Tensor, group: Any) -> Tensor:
+    """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN."""
+    # A maximum over ranks need not keep NaN; to a scale infinity is the same.
+    amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if torch.compiler.is_compiling():
+        ops, name = torch.ops._c10d_functional, group.group_name
+        reduced: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", name))
+        return reduced
+    if amax.device.type == "cpu" and amax.device not in group._device_types:  # of GPUs alone
+        group = channel(group).host_group(group)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
 
 
 def channel(group: Any) -> AmaxChannel:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8lab.ops import NO_DATA
 from float8lab.ops.declare import declare
@@ -119,11 +118,9 @@ class _State(threading.local):
 class _Process:
     """The few values that all threads share."""
 
-    __slots__ = ("clock", "notes", "observer")
+    __slots__ = ("clock", "observer")
 
     def __init__(self) -> None:
-        # What is known of tensors as long as they live, see distributed/tensor_parallel.py.
-        self.notes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
         # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
         self.observer: Any = None
@@ -226,7 +223,7 @@ def advance_scales(
     due = dict.fromkeys(each if len(each) == 1 else merge_packs(each))
     for pack in due:
         if pack.parallel is not None and not includes_shards(pack):
-            pack.amax.copy_(pack.parallel.largest(pack.amax))
+            pack.amax.copy_(pack.parallel.amax(pack.amax))
     held = _reduce(due, groups, agree=agree) if has_ranks() else []
     for pack in due:
         pack.update()

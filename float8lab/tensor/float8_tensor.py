@@ -21,6 +21,7 @@ from float8lab.tensor.dispatch import (
     run_fallback,
     table,
 )
+from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.statistics import (
     BlockStats,
     Comparison,
@@ -30,7 +31,6 @@ from float8lab.tensor.statistics import (
     compare,
     health,
     histogram,
-    is_sharded,
     stats,
 )
 from float8lab.tensor.window import Window
@@ -553,7 +553,7 @@ def quantize(
             f"x must be a float32, bfloat16 or float16 tensor; got {got}. Convert it first."
         )
     if not torch.compiler.is_compiling():  # a float may be an input of the graph there
-        if is_sharded(x):
+        if is_dtensor(x):
             raise NotImplementedError(
                 "x must be an ordinary tensor; got a DTensor. Quantize x.full_tensor() and pass "
                 "the result to distribute_tensor, or quantize x.to_local() on each rank."

@@ -33,6 +33,7 @@ from torch import Tensor
 from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor
 from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Float4Spec, Float8Spec, largest
 from float8lab.tensor.blocks import by_block, expand_scale
+from float8lab.tensor.dtensor import is_dtensor, local_of
 
 __all__ = [
     "KINDS",
@@ -47,7 +48,6 @@ __all__ = [
     "decibels",
     "health",
     "histogram",
-    "is_sharded",
     "span",
     "stats",
     "stored",
@@ -340,7 +340,7 @@ def stats(
     [[0.5], [0.5]]
     """
     check_flags(per_block=per_block, local=local)
-    if per_block and is_sharded(x) and not local:
+    if per_block and is_dtensor(x) and not local:
         raise ValueError(
             "per_block must come with local=True for a DTensor; got local=False. Blocks are cut "
             "differently on each rank: look at one shard, or x.full_tensor()."
@@ -411,12 +411,6 @@ def health(found: TensorStats) -> str:
     return ", ".join([f"{100 * found.share(kind):.3g}% {label}" for kind, label in bad] + shares)
 
 
-def is_sharded(x: Any) -> bool:
-    """Whether ``x`` is a DTensor."""
-    # These are attributes of a DTensor; importing its class would double our own import time.
-    return hasattr(x, "_local_tensor") and hasattr(x, "placements")
-
-
 def _is_stored_in_fp8(x: Any) -> bool:
     """Whether ``x`` is a Float8Tensor. Its class imports this file, so this file cannot."""
     return isinstance(x, Tensor) and isinstance(getattr(x, "spec", None), Float8Spec)
@@ -424,7 +418,7 @@ def _is_stored_in_fp8(x: Any) -> bool:
 
 def stored(x: Any) -> Any:
     """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
-    local = x._local_tensor if is_sharded(x) else x
+    local = local_of(x)
     if not _is_stored_in_fp8(local):
         raise TypeError(
             "x must be a Float8Tensor, or a DTensor whose local tensor is one; got "
@@ -512,7 +506,7 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
             f"original must have shape {tuple(x.shape)}; got {tuple(original.shape)}. Pass what "
             "was quantized, in the same view."
         )
-    if is_sharded(x) or is_sharded(original):
+    if is_dtensor(x) or is_dtensor(original):
         where = getattr(x, "placements", None), getattr(x, "device_mesh", None)
         there = getattr(original, "placements", None), getattr(original, "device_mesh", None)
         if where != there:
@@ -520,7 +514,7 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
                 f"original must have the placements of x, {where[0]}; got {there[0]}. Redistribute "
                 "it, or compare full_tensor()s."
             )
-        original = original._local_tensor  # type: ignore[attr-defined]
+        original = local_of(original)
     original = original.detach()
     if _is_stored_in_fp8(original):
         original = original.dequantize()
@@ -545,7 +539,7 @@ def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> Ten
         extremes.append(whole.error.abs())
     maxima = torch.stack([_maximum(e) for e in extremes])
     total = torch.cat(sums)
-    if is_sharded(x) and not local:
+    if is_dtensor(x) and not local:
         for dim, placement in enumerate(x.placements):
             if placement.is_partial():
                 raise ValueError(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import float8lab
-from float8lab.distributed.tensor_parallel import CallOrder
+from float8lab.distributed.comm import CallOrder
 from float8lab.recipes import Float8CurrentScaling
 from float8lab.recipes.region import PROCESS
 

@@ -183,12 +183,12 @@ def check_layers(ranks: Ranks) -> None:
         for overlaps in (False, True):
             torch.manual_seed(0)
             layer = float8lab.Linear(
-                64, 96, tp_group=group, parallel_mode=mode, sequence_parallel=True,
+                256, 256, tp_group=group, parallel_mode=mode, sequence_parallel=True,
                 device=ranks.device,
             )  # fmt: skip
             layer.overlap = overlaps
             layer.set_tensor_parallel_group(group)
-            rows, features = (128, 64) if mode == "column" else (tokens, 64 // ranks.world)
+            rows, features = (128, 256) if mode == "column" else (tokens, 256 // ranks.world)
             x = torch.randn(rows, features, device=ranks.device).requires_grad_()
             with Seen() as seen, torch.autograd.set_multithreading_enabled(False):
                 with float8lab.autocast(recipe=recipe):

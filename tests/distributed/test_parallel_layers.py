@@ -20,8 +20,8 @@ from float8lab import recipes
 from float8lab.distributed import reduce_sequence_parallel_gradients
 from float8lab.nn.attention.fp8 import AttentionPrecision
 from float8lab.nn.casts import plain
+from float8lab.nn.parallel import ParameterShard, shards_of
 from float8lab.nn.precision import precisions
-from float8lab.nn.sharding import shards_of
 from float8lab.ops import dequantize_op
 from float8lab.recipes.region import PROCESS
 from tests.distributed.ranks import RECIPES, Collectives, Ranks, check_names, ranks_fixture
@@ -125,8 +125,8 @@ def compare_operands(
                 assert torch.equal(scale, wanted.seen[".", name][0]), (path, name)
             continue
         row = layer.parallel_mode == "row"
-        features = layer._fp8.parallel.pieces or (layer.out_features,)
-        shard = fnn.sharding.Shard(-1, ranks.rank, ranks.world, (1,) if row else features)
+        features = tuple(shards.length for shards in layer._fp8.parallel.features)
+        shard = ParameterShard(-1, ranks.rank, ranks.world, features)
         x = whole_of(tensors[0], row, layer.sequence_parallel, ranks).requires_grad_()
         with watched(one) as wanted:
             with float8lab.autocast(recipe=recipe):
@@ -137,7 +137,7 @@ def compare_operands(
                     dy = joined(dy, 0, ranks)
                 elif not row:
                     parts = [part.to(dy) for part in ranks.gather(dy.cpu())]
-                    dy = shard.joined(parts)
+                    dy = shard.unshard(parts)
                 (y[0] if isinstance(y, tuple) else y).backward(dy)
             assert not gradients or len(wanted.seen) == 3, path
         sizes = {"M": x.shape[:-1].numel(), "N": one.out_features, "K": one.in_features}
@@ -147,10 +147,7 @@ def compare_operands(
                 want = want[: sizes[down], : sizes[across]]
                 for dim, name in enumerate((down, across)):
                     if name == "NK"[row]:
-                        want = shard.of(want.movedim(dim, -1)).movedim(-1, dim)
-                        mine = layer._fp8.parallel.cropped(
-                            mine, dim, want.shape[dim], recipe.linear.edge
-                        )
+                        want = shard.shard(want.movedim(dim, -1)).movedim(-1, dim)
                 mine = mine[: want.shape[0], : want.shape[1]]
                 assert torch.equal(mine, want), (path, kind, down + across, recipe)
 
@@ -236,7 +233,9 @@ def compare(
         wanted, exact = (dict(m.named_parameters()) for m in (alone, high))
         for name, p in spread.named_parameters():
             grads = [wanted[name].grad, exact[name].grad if recipe is not None else None]
-            grads = [shards[name].of(g) if g is not None and name in shards else g for g in grads]
+            grads = [
+                shards[name].shard(g) if g is not None and name in shards else g for g in grads
+            ]
             close(p.grad, *grads, size, (step, name))  # type: ignore[arg-type]
             with torch.no_grad():
                 p.sub_(grads[0], alpha=1e-3)  # type: ignore[arg-type]
@@ -295,8 +294,13 @@ def check_transformer_layer(ranks: Ranks) -> None:
     x, y = torch.randn(7, 2, HIDDEN).to(ranks.device), torch.randn(5, 2, HIDDEN).to(ranks.device)
     angles = {"rotary_pos_emb": float8lab.RotaryPositionEmbedding(D)(7).to(ranks.device)}
     for recipe in (None, *ALL):
+        block, sizes, given = 1 if recipe is None else recipe.linear.largest_block, {}, angles
+        if block > 1:  # each rank has whole blocks of features
+            sizes = {"kv_channels": block * ranks.world // G, "ffn": block * ranks.world}
+            turned = float8lab.RotaryPositionEmbedding(sizes["kv_channels"])(7)
+            given = {"rotary_pos_emb": turned.to(ranks.device)}
         compare(
-            ranks, transformer(**LLAMA), x, angles, recipe, sequence_parallel=True,
+            ranks, transformer(**sizes, **LLAMA), x, given, recipe, sequence_parallel=True,
             steps=3 if recipe is DELAYED else 1,
         )  # fmt: skip
     current = recipes.Float8CurrentScaling()
@@ -470,7 +474,7 @@ def check_cuda_graphs(ranks: Ranks) -> None:
         layers = []
         for _ in range(2):
             torch.manual_seed(3)
-            make = transformer(**LLAMA, device=ranks.device)
+            make = transformer(ffn=128 * ranks.world, kv_channels=128, **LLAMA, device=ranks.device)
             layer: Any = make(tp_size=ranks.world, set_parallel_mode=True, sequence_parallel=True)
             for module in layer.modules():
                 if hasattr(module, "overlap"):
@@ -531,9 +535,11 @@ def check_stored_weights(ranks: Ranks) -> None:
         for step in range(2):
             for name, p in spread.named_parameters():
                 q, want = (plain(t.detach()) for t in (p, values[name]))
-                assert torch.equal(q, shards[name].of(want) if name in shards else want), name
+                assert torch.equal(q, shards[name].shard(want) if name in shards else want), name
                 values[name].grad = torch.randn_like(want)
-                p.grad = shards[name].of(values[name].grad) if name in shards else values[name].grad
+                p.grad = (
+                    shards[name].shard(values[name].grad) if name in shards else values[name].grad
+                )
             for model in () if step else (alone, spread):
                 optimizer = float8lab.optim.MasterWeights(
                     model.parameters(), torch.optim.SGD, lr=0.5
@@ -591,11 +597,9 @@ def check_shards_in_transformer_engines_layout(ranks: Ranks) -> None:
 def check_grouped_linear(ranks: Ranks) -> None:
     """What ranks have of the experts' features; tokens are sent, and sums made, by others."""
     splits = torch.tensor([3, 0, 4], device=ranks.device)
-    for recipe, mode, features in itertools.product(
-        (None, *ALL), ("column", "row"), (ranks.world * 24, ranks.world * 128)
-    ):
-        if features % 128 == 0 and (recipe is None or recipe.linear.edge == 1):
-            continue  # blocks alone can lie on several ranks
+    for recipe, mode in itertools.product((None, *ALL), ("column", "row")):
+        has_blocks = recipe is not None and recipe.linear.largest_block > 1
+        features = ranks.world * (128 if has_blocks else 24)
         torch.manual_seed(1)
         sizes = {"column": (40, features), "row": (features, 40)}[mode]
         x, dy = (torch.randn(9, n).to(ranks.device) for n in sizes)
@@ -643,20 +647,16 @@ def check_grouped_linear(ranks: Ranks) -> None:
             ]
             shards = shards_of(spread)
             for name, grad in grads.items():
-                pairs.append((shards[name].of(grad) if name in shards else grad, my_grads[name]))
+                pairs.append((shards[name].shard(grad) if name in shards else grad, my_grads[name]))
             for number, (want, got) in enumerate(pairs):
                 bound = 32 * torch.finfo(want.dtype).eps * want.norm()
                 assert (got - want).norm() <= bound, (recipe, mode, features, step, number)
             if recipe is None:
                 continue
-            edge, parallel = recipe.linear.edge, spread._fp8.parallel
-            assert parallel is not None
             a, b = seen[-2].seen[".", "fprop"]
             mine_a, mine_b = seen[-1].seen[".", "fprop"]
-            if not column:
-                mine_a = parallel.cropped(mine_a, 1, 0, edge)
             for e in range(3):
-                mine = parallel.cropped(mine_b[e], 1 - column, 0, edge)
+                mine = mine_b[e]
                 want = (
                     part(b[e, : sizes[1], : sizes[0]].mT, True).mT
                     if column

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -77,10 +78,10 @@ class Block(nn.Module):
     very numbers of one rank.
     """
 
-    def __init__(self, recipe: Recipe | None, hidden: int = HIDDEN) -> None:
+    def __init__(self, recipe: Recipe | None, hidden: int = HIDDEN, width: int = WIDTH) -> None:
         super().__init__()
-        sizes = dict.fromkeys(("q", "k", "out"), (WIDTH, WIDTH))
-        sizes |= dict.fromkeys(("up", "gate"), (WIDTH, hidden)) | {"down": (hidden, WIDTH)}
+        sizes = dict.fromkeys(("q", "k", "out"), (width, width))
+        sizes |= dict.fromkeys(("up", "gate"), (width, hidden)) | {"down": (hidden, width)}
         generator = torch.Generator().manual_seed(1)
         for name, size in sizes.items():
             layer = nn.Linear(*size, bias=name != "k")
@@ -151,13 +152,12 @@ def assert_operands_of_one_rank(
         sizes = {"M": tokens, "N": layer.weight.shape[0], "K": layer.weight.shape[1]}
         for (mine, call), (whole, _) in zip(found, alone.seen[name, kind, side], strict=True):
             block = getattr(call.recipe.linear.gemms()[kind], side).block
-            cut = "N" if call.parallel.mode == "column" else "K"
+            cut = "N" if call.comm.parallel.mode == "column" else "K"
             for x, y in zip(values_of(mine, block), values_of(whole, block), strict=True):
                 for dim, axis in enumerate(axes):
                     y = y.narrow(dim, 0, sizes[axis])  # without padding
                     if axis == cut:
                         y = part_of(y, dim, ranks)
-                        x = call.parallel.cropped(x, dim, y.shape[dim], call.plan.edge)
                 assert torch.equal(x[: y.shape[0], : y.shape[1]], y), (name, kind, side)
 
 
@@ -176,21 +176,22 @@ def whole(x: Tensor) -> Tensor:
 
 
 def parallelized(
-    mesh: Any, kind: str, recipe: Recipe, *, converted_first: bool = True, hidden: int = HIDDEN
-) -> Any:
-    model = Block(recipe if converted_first else None, hidden).to(mesh.device_type)
+    mesh: Any, kind: str, recipe: Recipe, *, converted_first: bool = True, hidden: int = HIDDEN,
+    width: int = WIDTH,
+) -> Any:  # fmt: skip
+    model = Block(recipe if converted_first else None, hidden, width).to(mesh.device_type)
     parallelize_module(model, mesh, plan_of(kind))
     return model if converted_first else float8lab.convert_to_float8(model, recipe)
 
 
-def inputs(mesh: Any, kind: str, *shape: int) -> tuple[Tensor, Any]:
-    x = integers((*shape, WIDTH), torch.Generator().manual_seed(shape[1])).to(mesh.device_type)
+def inputs(mesh: Any, kind: str, *shape: int, width: int = WIDTH) -> tuple[Tensor, Any]:
+    x = integers((*shape, width), torch.Generator().manual_seed(shape[1])).to(mesh.device_type)
     return x, x if kind == "tensor" else distribute_tensor(x, mesh, [TOKENS_AS_SHARDS])
 
 
 def assert_as_alone(ranks: Ranks, model: Any, alone: Any, kind: str, *shapes: Any) -> None:
     for shape in shapes:
-        x, mine = inputs(ranks.mesh(), kind, *shape)
+        x, mine = inputs(ranks.mesh(), kind, *shape, width=alone.q.in_features)
         with operands_kept() as expected:
             results = run(alone, x)
         with operands_kept() as here:
@@ -201,22 +202,58 @@ def assert_as_alone(ranks: Ranks, model: Any, alone: Any, kind: str, *shapes: An
 
 
 def check_operands_and_results(ranks: Ranks) -> None:
-    """Features and tokens that do not divide: unequal shards, none, and parts of a block."""
+    """Features and tokens that do not divide: unequal shards, none, and tokens that cut blocks."""
     mesh = ranks.mesh()
     for recipe in RECIPES:
         # Several runs of tokens; blocks of tokens that shards cut, and do not.
         shapes = [(2, 16), (3, 5), (2, 1)]
         shapes += [(1, 150), (2, 512)] * isinstance(recipe, Float8BlockScaling)
-        for kind, hidden, after in (("float8", 150, 0), ("tensor", 5, 1), ("sequence", 530, 1)):
-            alone = Block(recipe, hidden).to(ranks.device)
-            model = parallelized(mesh, kind, recipe, converted_first=not after, hidden=hidden)
+        width, sizes, block = WIDTH, (150, 5, 530), recipe.linear.largest_block
+        if block > 1:  # the last rank has fewer
+            width = block * ranks.world
+            sizes = (width - ranks.world + 1, width, 2 * width - 1)
+        kinds = zip(("float8", "tensor", "sequence"), sizes, (0, 1, 1), strict=True)
+        for kind, hidden, after in kinds:
+            alone = Block(recipe, hidden, width).to(ranks.device)
+            model = parallelized(
+                mesh, kind, recipe, converted_first=not after, hidden=hidden, width=width
+            )
             assert float8lab.conversion_report(model).converted
             assert_as_alone(ranks, model, alone, kind, *shapes[after:][: 1 if after else None])
-    model = Block(recipe, 5).to(ranks.device)
+    model = Block(RECIPES[0], 5).to(ranks.device)
     for name, style in (("up", Float8ColwiseParallel()), ("down", Float8RowwiseParallel())):
         parallelize_module(model, mesh, {name: style})
     with pytest.raises(ValueError, match=r"inp must .*in_features"):  # on all ranks
         model.down(model.up(torch.ones(2, WIDTH, device=ranks.device)))
+
+
+def check_features_that_cut_blocks(ranks: Ranks) -> None:
+    """The layers stay in high precision; a warning or the report says so, or a strict error."""
+    mesh, recipe, hidden = ranks.mesh(), MXFP8BlockScaling(), 32 * ranks.world + 1
+    high = Block(None, hidden, 32 * ranks.world).to(ranks.device)
+    step, why = 32 * ranks.world, "features on {} tensor-parallel ranks cut blocks of 32"
+    why = why.format(ranks.world) + f"; sizes that fit are multiples of {step}, such as {step} or "
+    for first in (True, False):
+        model = parallelized(
+            mesh, "float8", recipe, converted_first=first, hidden=hidden, width=step
+        )
+        x, mine = inputs(mesh, "float8", 2, 8, width=step)
+        with contextlib.ExitStack() as stack:
+            if first:
+                warned = stack.enter_context(pytest.warns(UserWarning, match=why))
+            with operands_kept() as here:
+                got = run(model, mine)
+        assert not first or len(warned) == 3  # up, gate and down
+        assert {name for name, _, _ in here.seen} == {"q", "k", "out"}
+        assert {n for n, layer in model.named_children() if layer.weight.dtype != x.dtype} == set()
+        report = float8lab.conversion_report(model)
+        assert len(report.converted) == (6 if first else 3)
+        assert first or all(why in layer.note for layer in report.skipped)
+        for one, other in zip(got, run(high, x), strict=True):
+            assert one.shape == other.shape
+    model = parallelize_module(copy.deepcopy(high), mesh, plan_of("float8"))
+    with pytest.raises(ValueError, match=why):
+        float8lab.convert_to_float8(model, recipe, strict=True)
 
 
 def check_what_travels(ranks: Ranks) -> None:
@@ -445,8 +482,8 @@ def check_loss_over_a_sharded_vocabulary(ranks: Ranks) -> None:
 class Normed(nn.Sequential):
     """A norm before a block; the residual connections are the block's."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(nn.RMSNorm(WIDTH, eps=1e-5), Block(recipe))
+    def __init__(self, recipe: Recipe, width: int) -> None:
+        super().__init__(nn.RMSNorm(width, eps=1e-5), Block(recipe, width=width))
         nn.init.normal_(self[0].weight)
         float8lab.nn.convert_norms(self)
 
@@ -454,14 +491,15 @@ class Normed(nn.Sequential):
 def check_norms_and_prepared_inputs(ranks: Ranks) -> None:
     torch.manual_seed(0)
     # Hopper multiplies these blocks in float32, in which the sums of a few products are exact.
-    alone = Normed(MXFP8BlockScaling()).to(ranks.device)
+    width = 32 * ranks.world  # whole blocks on each rank
+    alone = Normed(MXFP8BlockScaling(), width).to(ranks.device)
     model, mesh = copy.deepcopy(alone), ranks.mesh()
     inner = {f"1.{name}": style for name, style in plan_of("float8").items()}
     prepared = PrepareFloat8ModuleInput(
         input_layouts=(TOKENS_AS_SHARDS,), desired_input_layouts=(Replicate(),)
     )
     parallelize_module(model, mesh, {"0": SequenceParallel(), "1": prepared, **inner})
-    x = torch.randn(2, 8, WIDTH).to(ranks.device)
+    x = torch.randn(2, 8, width).to(ranks.device)
     mine = part_of(x, 1, ranks).clone().requires_grad_()
     x.requires_grad_()
     expected, got = alone(x), model(mine)

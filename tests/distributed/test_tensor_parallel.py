@@ -122,7 +122,6 @@ def assert_same_operands(
 ) -> None:  # fmt: skip
     """Assert that a rank's bytes and scales are its part of one rank's."""
     assert [gemm[:2] for gemm in mine.gemms] == [gemm[:2] for gemm in whole.gemms], what
-    parallels = {name: precision.parallel for name, precision in precisions(layer)}
     for (name, kind, *here), (*_, a, b) in zip(mine.gemms, whole.gemms, strict=True):
         gemm, cut = recipe.linear.gemms()[kind], "N" if layout.modes[name] == "column" else "K"
         pieces = 2 if layout.gated and cut == "N" else 1
@@ -136,7 +135,6 @@ def assert_same_operands(
                     y = y.narrow(dim, 0, whole.sizes[name][dimension])
                     if dimension == cut:
                         y = part_of(y, dim, ranks, pieces)
-                        x = parallels[name].cropped(x, dim, y.shape[dim], recipe.linear.edge)
                 x = x[: y.shape[0], : y.shape[1]]
                 assert torch.equal(x, y), (*what, name, kind, side)
 
@@ -227,28 +225,37 @@ MLP = Layout(
 )
 
 
+def fitting(features: int, recipe: Recipe | None) -> int:
+    """At least so many features, that end where a block does."""
+    block = 1 if recipe is None else recipe.linear.largest_block
+    return -(-features // block) * block
+
+
 def check_linear(ranks: Ranks) -> None:
-    N, K = 32 * ranks.world, 48 * ranks.world
     kinds = itertools.product(RECIPES, (COLUMN, ROW), (False, True))
     for i, (recipe, layout, sequence_parallel) in enumerate(kinds):
+        N, K = (fitting(size, recipe) * ranks.world for size in (32, 48))
         make = partial(float8lab.Linear, K, N, parallel_mode=layout.modes[""])
         for M in ((7, 0), (150, 1))[(i + i // 4) % 2]:
             compare(ranks, make, layout, recipe, M, K, N, sequence_parallel)
 
 
 def check_layernorm_linear(ranks: Ranks) -> None:
-    N, K = 48 * ranks.world, 80
-    make = partial(float8lab.LayerNormLinear, K, N, parallel_mode="column", normalization="RMSNorm")
+    K, kind = 80, float8lab.LayerNormLinear
     for recipe, sequence_parallel in itertools.product(RECIPES, (False, True)):
+        N = fitting(48, recipe) * ranks.world
+        make = partial(kind, K, N, parallel_mode="column", normalization="RMSNorm")
         compare(ranks, make, COLUMN, recipe, 7 if recipe else 150, K, N, sequence_parallel)
-    row = partial(float8lab.LayerNormLinear, N, K, parallel_mode="row")
     for i, recipe in enumerate(RECIPES):
+        N = fitting(48, recipe) * ranks.world
+        row = partial(kind, N, K, parallel_mode="row")
         compare(ranks, row, ROW, recipe, (7, 0)[recipe == CURRENT], N, K, i % 2 == 0)
 
 
 def check_layernorm_mlp(ranks: Ranks) -> None:
-    F, K = 48 * ranks.world, 80
+    K = 80
     for recipe, sequence_parallel in itertools.product(RECIPES, (False, True)):
+        F = fitting(48, recipe) * ranks.world
         for activation, M in (("swiglu", 7), ("gelu", 150)):
             gated = activation == "swiglu"
             make = partial(
@@ -340,14 +347,15 @@ def check_stored_weights(ranks: Ranks) -> None:
 
 
 def assert_same_step(
-    ranks: Ranks, pair: Any, call: Callable[[Any, Tensor], Any], recipe: Recipe, what: Any
-) -> None:
+    ranks: Ranks, pair: Any, call: Callable[[Any, Tensor], Any], recipe: Recipe, what: Any,
+    features: int = 64,
+) -> None:  # fmt: skip
     """Assert that a step of a module with tokens in shards is that of the same on one rank.
 
     ``call(layer, x)`` gives an output whose tokens are in shards, too, or whole.
     """
     whole, layer, parameter = pair
-    x, mine = inputs(ranks, 6 * ranks.world, 64)
+    x, mine = inputs(ranks, 6 * ranks.world, features)
     results = []
     for module, inp in ((whole, x), (layer, mine)):
         module.zero_grad()
@@ -371,10 +379,10 @@ def assert_same_step(
 
 
 def check_arguments(ranks: Ranks) -> None:
-    N = 32 * ranks.world
-    linear = partial(float8lab.Linear, 64, N, parallel_mode="column")
+    N = 128 * ranks.world
+    linear = partial(float8lab.Linear, 64, 2 * N, parallel_mode="column")
     mlp = partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True)
-    split = dict.fromkeys(("q", "k"), 16 * ranks.world)
+    split = dict.fromkeys(("q", "k"), N)
     parts = Layout({f"{n}_{p}": 0 for n in split for p in ("weight", "bias")}, {"": "column"})
 
     def joined(layer: Any, x: Tensor) -> Tensor:
@@ -391,9 +399,9 @@ def check_arguments(ranks: Ranks) -> None:
         pair = two_of(ranks, linear, parts, parameters_split=split, return_bias=True)
         assert_same_step(ranks, pair, joined, recipe, "split")
         both = {"return_layernorm_output": True, "return_layernorm_output_gathered": True}
-        square = partial(float8lab.LayerNormLinear, 64, 64, parallel_mode="column")
+        square = partial(float8lab.LayerNormLinear, N, N, parallel_mode="column")
         pair = two_of(ranks, square, COLUMN, **both)
-        assert_same_step(ranks, pair, both_outputs, recipe, "norm")
+        assert_same_step(ranks, pair, both_outputs, recipe, "norm", N)
 
     def microbatches(layer: Any, x: Tensor) -> Tensor:
         layer(x, is_first_microbatch=True)
@@ -436,7 +444,7 @@ def check_group_that_is_set_later(ranks: Ranks) -> None:
         ranks.assert_same(layer(x))
     # From call to call the tokens change, and those of some ranks do not.
     options = {"parallel_mode": "column", "sequence_parallel": True, "device": ranks.device}
-    column = float8lab.Linear(32, 16 * ranks.world, tp_size=ranks.world, **options)
+    column = float8lab.Linear(32, 128 * ranks.world, tp_size=ranks.world, **options)
     column.set_tensor_parallel_group(dist.group.WORLD)
     with float8lab.autocast(recipe=Float8BlockScaling()):
         for tokens in (7, 8, 4092, 1, 0, 5):
@@ -444,10 +452,10 @@ def check_group_that_is_set_later(ranks: Ranks) -> None:
             dist.broadcast(x, 0)
             y, same = column(part_of(x, 0, ranks)), column(part_of(x, 0, ranks))
             parallel: Any = column._fp8.parallel
-            column._fp8.spread(None)
+            column._fp8.set_parallel(None)
             assert torch.equal(y, column(x)), tokens
             assert torch.equal(y, same), tokens
-            column._fp8.spread(parallel)
+            column._fp8.set_parallel(parallel)
     alone = dist.new_group([ranks.rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match=f"tp_group must have the {ranks.world} ranks"):
         layer.set_tensor_parallel_group(alone)
@@ -517,22 +525,21 @@ def check_tokens_that_do_not_fit_together(ranks: Ranks) -> None:
 
 
 def check_what_is_gathered_once(ranks: Ranks) -> None:
-    """``keep_gathered`` spares the gather for wgrad where that takes the codes of fprop."""
-    N = 32 * ranks.world
+    """``keep_gathered`` spares the gather for wgrad where that takes the FP8 data of fprop."""
     kinds: dict[str, tuple[Any, Layout]] = {
-        "linear": (partial(float8lab.Linear, 64, N, parallel_mode="column"), COLUMN),
-        "norm": (partial(float8lab.LayerNormLinear, 64, N, parallel_mode="column"), COLUMN),
-        "mlp": (partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True), MLP),
+        "linear": (partial(float8lab.Linear, parallel_mode="column"), COLUMN),
+        "norm": (partial(float8lab.LayerNormLinear, parallel_mode="column"), COLUMN),
+        "mlp": (partial(float8lab.LayerNormMLP, set_parallel_mode=True), MLP),
     }
-    kinds["again"] = partial(kinds["mlp"][0], checkpoint=True), MLP
+    kinds["recomputed"] = partial(kinds["mlp"][0], checkpoint=True), MLP
     e4m3 = Float8CurrentScaling(fp8_format=Format.E4M3)
     delayed = DelayedScaling(amax_history_len=4, reduce_amax=False)
     for recipe, (kind, (make, layout)) in itertools.product(
         (CURRENT, e4m3, delayed, Float8RowwiseScaling(), Float8BlockScaling()), kinds.items()
     ):
-        counts = []
+        counts, N = [], fitting(32, recipe) * ranks.world
         for keep in (False, True):
-            pair = two_of(ranks, make, layout)
+            pair = two_of(ranks, partial(make, 64, N), layout)
             pair[1].set_tensor_parallel_group(dist.group.WORLD, keep_gathered=keep)
             assert_same_step(ranks, pair, lambda m, x: m(x), recipe, (kind, keep))
             x = inputs(ranks, 6 * ranks.world, 64)[1]
@@ -555,7 +562,7 @@ def check_repeated_calls(ranks: Ranks) -> None:
     for recipe, keep in itertools.product(filter(None, RECIPES), (False, True)):
         results = []
         for enabled in (True, False):
-            make = partial(float8lab.LayerNormMLP, 64, 96 * ranks.world, set_parallel_mode=True)
+            make = partial(float8lab.LayerNormMLP, 64, 128 * ranks.world, set_parallel_mode=True)
             _, layer, _ = two_of(ranks, make, MLP)
             layer.set_tensor_parallel_group(dist.group.WORLD, keep_gathered=keep)
             torch.manual_seed(9)
@@ -572,6 +579,72 @@ def check_repeated_calls(ranks: Ranks) -> None:
             results.append(found)
         for i, (one, other) in enumerate(zip(*results, strict=True)):
             assert torch.equal(one, other), (recipe, keep, i)
+
+
+def check_shards_of_features_that_cut_blocks(ranks: Ranks) -> None:
+    """The layer runs in high precision, and says once which sizes fit."""
+    N, x = 48 * ranks.world, torch.randn(7, 64, device=ranks.device)
+    options = {"tp_group": dist.group.WORLD, "device": ranks.device}
+    fit = "multiples of {}, such as {}".format
+    kinds: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "column": (partial(float8lab.Linear, 64, N, parallel_mode="column"), (x,)),
+        "row": (partial(float8lab.Linear, N, 64, parallel_mode="row"), (torch.randn(7, 48),)),
+        "mlp": (partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True), (x,)),
+        "norm": (partial(float8lab.LayerNormLinear, 64, N, parallel_mode="column"), (x,)),
+        "experts": (
+            partial(float8lab.GroupedLinear, 2, 64, N, parallel_mode="column"),
+            (x, [3, 4]),
+        ),
+    }
+    for recipe, (kind, (make, inputs)) in itertools.product(
+        (MXFP8BlockScaling(), Float8BlockScaling()), kinds.items()
+    ):
+        block = recipe.linear.largest_block
+        step, layer = block * ranks.world, make(**options)
+        inputs = tuple(t.to(ranks.device) if isinstance(t, Tensor) else t for t in inputs)
+        sizes = f"{step} or {2 * step}" if block == 32 else f"{step}"
+        message = f"its {N} features on {ranks.world} .* cut blocks of {block}; .*"
+        message += fit(step, sizes)
+        want = layer(*inputs)
+        with float8lab.autocast(recipe=recipe), Operands(layer) as seen:
+            with pytest.warns(UserWarning, match=message) as warned:
+                y = layer(*inputs)
+            assert torch.equal(layer(*inputs), y)  # without a warning, which would raise
+            y.sum().backward()
+        assert len(warned) == 1, kind
+        assert torch.equal(y, want), kind
+        assert seen.gemms == [], kind
+        with pytest.raises(ValueError, match=message):
+            float8lab.convert_to_float8(layer, recipe, strict=True)
+        if kind == "column":
+            torch._dynamo.reset()
+            again = make(**options)
+            compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+            with float8lab.autocast(recipe=recipe), pytest.warns(UserWarning, match=message):
+                assert torch.equal(compiled(*inputs), again(*inputs))
+        float8lab.convert_to_float8(layer, CURRENT, strict=True)  # which has no such blocks
+
+
+def check_tokens_that_cut_blocks(ranks: Ranks) -> None:
+    """Their operands are gathered in high precision, and others in FP8."""
+    N = 128 * ranks.world
+    kinds = {
+        "column": (partial(float8lab.Linear, 64, N, parallel_mode="column"), COLUMN),
+        "mlp": (partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True), MLP),
+    }
+    for (make, layout), rows in itertools.product(kinds.values(), (127, 128)):
+        _, layer, _ = two_of(ranks, make, layout)
+        x = torch.randn(rows * ranks.world, 64, device=ranks.device).bfloat16()
+        leaf = part_of(x, 0, ranks).clone().requires_grad_()
+        with (
+            Collectives() as collectives,
+            torch.autograd.set_multithreading_enabled(False),
+            float8lab.autocast(recipe=Float8BlockScaling()),
+        ):
+            layer(leaf).float().square().sum().backward()
+        dtypes = {dtype for dtype, size in collectives.of("all_gather") if size > 3 * ranks.world}
+        assert (torch.bfloat16 in dtypes) == (rows == 127), (rows, dtypes)
+        assert (torch.uint8 in dtypes) == (rows == 128), (rows, dtypes)
 
 
 def check_compiled(ranks: Ranks) -> None:

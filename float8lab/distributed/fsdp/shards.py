@@ -29,19 +29,19 @@ from float8lab.distributed.fsdp.weight import (
     ShardedWeight,
     WeightCast,
     cast_rows,
-    local_of,
     shard_mesh,
 )
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.views import cut
 
 __all__ = [
     "MasterShard",
     "Shardable",
     "StoredShard",
+    "is_column_or_row_shard",
     "is_sharded_plain",
     "is_tensor_parallel",
-    "may_spread",
     "reshard",
     "settle",
     "sharded_by_fsdp",
@@ -173,9 +173,9 @@ def _first_shard(local: Any, mesh: Any, module: nn.Module) -> Any:
     """
     parameters: Any = module._parameters.values()
     sharded = [p for p in parameters if type(local_of(p)) is type(local)]
-    owner = next((p for p in sharded if p._local_tensor is local), sharded[0])
+    owner = next((p for p in sharded if local_of(p) is local), sharded[0])
     weight = ShardedWeight(Layout.of(local.spec, owner.shape, mesh))
-    return _become_shard(owner._local_tensor, owner, weight).to(local.device, non_blocking=True)
+    return _become_shard(local_of(owner), owner, weight).to(local.device, non_blocking=True)
 
 
 Float8Tensor.fsdp_pre_all_gather = Shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
@@ -185,7 +185,7 @@ Float8Tensor.fsdp_post_all_gather = Shard.fsdp_post_all_gather  # type: ignore[a
 class Shardable(nn.Module):
     """A module that has FSDP2 gather its weights in FP8, where they are stored or cast so."""
 
-    _spread: Any = None  # nn/dtensor.py: how a weight that is a DTensor is spread over ranks
+    _placement: Any = None  # a WeightPlacement, of a weight that is a DTensor of tensor parallelism
 
     def _weight_cast(self, name: str) -> WeightCast | None:
         """How a parameter in high precision is gathered in FP8; None: as it is."""
@@ -195,30 +195,27 @@ class Shardable(nn.Module):
         parameters = self.__dict__.get("_parameters", {})
         old = parameters.get(name)
         parameter = old is not None and isinstance(value, nn.Parameter)
-        spread = 0 if self._spread is None else self._spread.ndim
-        sharded = parameter and hasattr(value, "_local_tensor")
-        gathers = parameter and hasattr(old, "_local_tensor")
-        if spread:  # by tensor parallelism alone
-            sharded, gathers = (
-                found and one.device_mesh.ndim > spread
-                for found, one in ((sharded, value), (gathers, old))
-            )
+        tp_dims = 0 if self._placement is None else self._placement.ndim
+        sharded, gathers = parameter and is_dtensor(value), parameter and is_dtensor(old)
+        if tp_dims:  # by tensor parallelism alone
+            sharded = sharded and value.device_mesh.ndim > tp_dims
+            gathers = gathers and old.device_mesh.ndim > tp_dims
         if not (sharded or gathers):
             super().__setattr__(name, value)
             return
-        if sharded and name.endswith("weight") and not isinstance(value._local_tensor, Shard):
-            self._make_shard(name, value, old, spread)
+        if sharded and name.endswith("weight") and not isinstance(local_of(value), Shard):
+            self._make_shard(name, value, old, tp_dims)
         # FSDP2 exchanges sharded and gathered parameters before and after every forward. Like it,
         # this goes past a method of torch that does much more.
         parameters[name] = value
 
-    def _make_shard(self, name: str, parameter: Any, old: Any, spread: int) -> None:
+    def _make_shard(self, name: str, parameter: Any, old: Any, tp_dims: int) -> None:
         """Make the local tensor of a parameter that takes the place of ``old`` a shard.
 
-        ``spread``: how many dimensions of its mesh are those of tensor parallelism.
+        ``tp_dims``: how many dimensions of its mesh are those of tensor parallelism.
         """
-        local, before = parameter._local_tensor, local_of(old)
-        *copied, cut_by = parameter.placements[: parameter.device_mesh.ndim - spread]
+        local, before = local_of(parameter), local_of(old)
+        *copied, cut_by = parameter.placements[: parameter.device_mesh.ndim - tp_dims]
         # Experts that are stored in FP8 become shards at their first all-gather.
         may_be = parameter.ndim == 2 or (parameter.ndim == 3 and type(local) is Tensor)
         may_be = may_be or isinstance(before, Shard)
@@ -227,19 +224,21 @@ class Shardable(nn.Module):
         if isinstance(before, Shard):
             _stay_shard(parameter, before.weight)
         elif isinstance(local, Float8Tensor) and isinstance(before, Float8Tensor):
-            may, group = (True, None) if not spread else self._spread.shares(before.spec, before)
+            may, group = True, None
+            if self._placement is not None:
+                may, group = self._placement.shares_blocks(before.spec)
             if not may:
                 return
-            layout = Layout.of(before.spec, before.shape, shard_mesh(parameter, spread), group)
+            layout = Layout.of(before.spec, before.shape, shard_mesh(parameter, tp_dims), group)
             _take_rows(local, before, layout)
             _become_shard(local, parameter, ShardedWeight(layout))
         elif type(local) is Tensor and _may_be_fsdp_alone(copied):
             cast, group = self._weight_cast(name), None
-            if cast is not None and spread:
-                may, group = self._spread.shares(cast.spec, before)
+            if cast is not None and self._placement is not None:
+                may, group = self._placement.shares_blocks(cast.spec)
                 cast = cast if may else None
             if cast is not None:
-                mesh = shard_mesh(parameter, spread)
+                mesh = shard_mesh(parameter, tp_dims)
                 layout = Layout.of(cast.spec, before.shape, mesh, group)
                 _become_shard(local, parameter, ShardedWeight(layout, cast))
 
@@ -279,10 +278,11 @@ def _take_rows(local: Float8Tensor, whole: Any, layout: Layout) -> None:
     FSDP2 has copied the data into a tensor of the weight's blocks, which quantized it again where
     the shard's edge cuts a block. Such a shard gets smaller blocks.
     """
-    mine, size = slice(layout.start, layout.start + layout.rows), whole.spec.block[0]
+    start, size = layout.shards.start, whole.spec.block[0]
+    mine = slice(start, start + layout.shards.length)
     kept = whole.get_high_precision_init_val()
     if size > 1:
-        size = math.gcd(layout.rows + layout.padding, size)
+        size = math.gcd(layout.shards.chunk, size)
         whole = cut(whole.detach(), (size, whole.spec.block[1]))
     blocks = layout._replace(spec=whole.spec).block_rows(size, local.device)
     with torch.no_grad():
@@ -321,15 +321,15 @@ def is_tensor_parallel(parameter: Any, *, sharded: bool) -> bool:
     return bool(placements) and not (sharded and _may_be_fsdp_alone(placements[:-1]))
 
 
-def may_spread(placements: Sequence[Any]) -> bool:
-    """Whether the GEMMs of a weight with these placements can be spread: as columns or rows."""
+def is_column_or_row_shard(placements: Sequence[Any]) -> bool:
+    """Whether a weight so placed is a shard of its columns or rows, or replicated."""
     cuts = [placement for placement in placements if not placement.is_replicate()]
     return not cuts or (len(cuts) == 1 and (cuts[0].is_shard(0) or cuts[0].is_shard(1)))
 
 
 def is_sharded_plain(parameter: Any) -> bool:
     """Whether FSDP2 has sharded a parameter and found no hooks; it does not look again."""
-    return type(getattr(parameter, "_local_tensor", None)) is Tensor
+    return is_dtensor(parameter) and type(local_of(parameter)) is Tensor
 
 
 def reshard(model: nn.Module) -> None:

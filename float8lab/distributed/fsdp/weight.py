@@ -22,9 +22,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
 from float8lab.ops import (
     Groups,
@@ -35,10 +35,11 @@ from float8lab.ops import (
     factors_from_amax,
     round_up,
 )
-from float8lab.recipes.reduction import AmaxChannel, channel
+from float8lab.recipes.reduction import AmaxChannel, amax_over_ranks, channel
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale
+from float8lab.tensor.dtensor import local_of
 
 __all__ = [
     "Layout",
@@ -46,43 +47,26 @@ __all__ = [
     "WeightCast",
     "cast_rows",
     "layout_of",
-    "local_of",
     "reduced_amaxes",
     "requantize_shards_",
     "shard_mesh",
-    "with_local",
 ]
 
 _ALIGNED = 4
 """Floats. A GEMM on a GPU copies scales that do not begin at a multiple of 16 bytes."""
 
 
-def local_of(x: Any) -> Any:
-    """A DTensor's shard on this rank; any other tensor itself."""
-    # This is an attribute of a DTensor; importing its class would double our own import time.
-    return getattr(x, "_local_tensor", x)
+def shard_mesh(parameter: Any, tp_dims: int = 0) -> Any:
+    """The ranks that FSDP2 shards a parameter for, with or without hybrid sharding.
 
-
-def with_local(x: Any, local: Tensor) -> Any:
-    """``local``, as a DTensor of the shape and placements of ``x`` if that is one."""
-    if local_of(x) is x:
-        return local
-    return type(x).from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
-
-
-def shard_mesh(parameter: Any, spread: int = 0) -> Any:
-    """The ranks that FSDP2 cuts a parameter for, with or without hybrid sharding.
-
-    ``spread``: how many dimensions of the mesh are those of tensor parallelism; they come last.
+    ``tp_dims``: how many dimensions of the mesh are those of tensor parallelism; they come last.
     """
     mesh = parameter.device_mesh
-    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1 - spread]]
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1 - tp_dims]]
 
 
 class Layout(NamedTuple):
-    """The rows of a weight ``[N, K]`` that are a rank's shard, by the rule of ``torch.chunk``.
+    """The rows of a weight ``[N, K]`` that are a rank's shard, and their blocks.
 
     Of the weights of several experts, ``[E, N, K]`` in blocks of one expert each, they are experts.
     Under tensor parallelism the weight is itself a shard, of rows or columns, of a larger one.
@@ -92,9 +76,8 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]  # the shape of the whole weight
     blocks: tuple[int, ...]  # the shape of the weight's scales
     numbers: int  # floats from these scales to the next weight's, so that all are aligned
-    start: int  # the first row of the shard in the weight
-    rows: int  # how many rows the shard has
-    padding: int  # rows that it sends besides, where the shards of other ranks have more
+    shards: ShardMap  # of the weight's rows
+    padding: int  # rows that the shard sends besides, where the shards of other ranks have more
     runs: tuple[tuple[slice, slice], ...]
     """Runs of rows of the shard that lie on the weight's blocks, each with its block rows.
 
@@ -107,9 +90,8 @@ class Layout(NamedTuple):
     def of(spec: Float8Spec, shape: Any, mesh: Any, group: Any = None) -> Layout:
         """The layout of a weight that is cut for the ranks of ``mesh``."""
         N = shape[0]
-        chunk = -(-N // mesh.size())
-        start = min(N, chunk * mesh.get_local_rank())
-        rows = min(chunk, N - start)
+        shards = ShardMap.of(N, mesh.size(), mesh.get_local_rank())
+        start, rows = shards.start, shards.length
         size = N if spec.block[0] == -1 else spec.block[0]
         head = 0 if spec.block[0] == -1 else min(rows, -start % size)
         runs = tuple(
@@ -119,23 +101,22 @@ class Layout(NamedTuple):
         )
         blocks = spec.scale_shape(tuple(shape))
         numbers = round_up(math.prod(blocks), _ALIGNED)
-        return Layout(
-            spec, tuple(shape), blocks, numbers, start, rows, chunk - rows, runs, mesh, group
-        )
+        padding = shards.chunk - rows
+        return Layout(spec, tuple(shape), blocks, numbers, shards, padding, runs, mesh, group)
 
     def block_rows(self, size: int, device: torch.device) -> slice | Tensor:
         """The weight's block rows in which the shard's blocks, of ``size`` rows each, begin."""
         if size == -1:
             return slice(0, 1)
-        count = -(-self.rows // size)
-        if size == self.spec.block[0] and self.start % size == 0:
-            return slice(self.start // size, self.start // size + count)
-        return (torch.arange(count, device=device) * size + self.start) // self.spec.block[0]
+        start, count = self.shards.start, -(-self.shards.length // size)
+        if size == self.spec.block[0] and start % size == 0:
+            return slice(start // size, start // size + count)
+        return (torch.arange(count, device=device) * size + start) // self.spec.block[0]
 
 
 def layout_of(parameter: Any) -> Layout:
     """The layout of a sharded parameter that is stored in FP8."""
-    local = parameter._local_tensor
+    local = local_of(parameter)
     weight: ShardedWeight | None = getattr(local, "weight", None)
     if weight is not None:
         return weight.layout
@@ -260,14 +241,10 @@ def reduced_amaxes(
 
     The amax of a block that is stored in FP8 is the largest scale that a rank has for it.
     """
-    sizes = [layout.numbers for layout in layouts]
-    every = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-    amaxes = [
-        part[: math.prod(layout.blocks)].view(layout.blocks)
-        for part, layout in zip(every.split(sizes), layouts, strict=True)
-    ]
+    count = sum(layout.numbers for layout in layouts)
+    local = torch.zeros(count, dtype=torch.float32, device=device)
     targets, values = [], []
-    for amax, layout, shard in zip(amaxes, layouts, shards, strict=True):
+    for amax, layout, shard in zip(_split(local, layouts), layouts, shards, strict=True):
         if shard is None:
             continue
         if shard.device != device:
@@ -285,23 +262,29 @@ def reduced_amaxes(
                 values.append(amax_op("", (part,), part.dtype, block))
     if targets:
         torch._foreach_copy_(targets, values)
-    if mesh.size() > 1:
-        # A maximum over ranks need not keep NaN; inf gives the same scale.
-        every.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        dist.all_reduce(every, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    spanning: dict[Any, list[Tensor]] = {}
+    every = local if mesh.size() == 1 else amax_over_ranks(local, mesh.get_group())
+    amaxes = _split(every, layouts)
+    groups: dict[Any, list[Tensor]] = {}
     for amax, layout in zip(amaxes, layouts, strict=True):
         if layout.group is not None:
-            spanning.setdefault(layout.group, []).append(amax)
-    for group, parts in spanning.items():
-        both = torch.cat([part.flatten() for part in parts])
-        both.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        found = both.split([part.numel() for part in parts])
+            groups.setdefault(layout.group, []).append(amax)
+    for group, parts in groups.items():
+        shared = amax_over_ranks(torch.cat([part.flatten() for part in parts]), group)
+        split = shared.split([part.numel() for part in parts])
         torch._foreach_copy_(
-            parts, [new.view(old.shape) for new, old in zip(found, parts, strict=True)]
+            parts, [new.view(old.shape) for new, old in zip(split, parts, strict=True)]
         )
     return every, amaxes
+
+
+def _split(every: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+    """The amaxes of each weight's blocks, views of those of all."""
+    return [
+        part[: math.prod(layout.blocks)].view(layout.blocks)
+        for part, layout in zip(
+            every.split([layout.numbers for layout in layouts]), layouts, strict=True
+        )
+    ]
 
 
 def _amaxes_of_experts(weights: Tensor, block: tuple[int, ...]) -> Tensor:
@@ -372,7 +355,7 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
         layout = layout_of(parameter)
         weight = ShardedWeight(layout, WeightCast(layout.spec))
         each = meshes.setdefault(layout.mesh, [])
-        each.append((weight, parameter._local_tensor, value))
+        each.append((weight, local_of(parameter), value))
     with torch.no_grad():
         for mesh, each in meshes.items():
             weights, _, plain = zip(*each, strict=True)

@@ -46,6 +46,7 @@ from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.region import PROCESS, capturing, in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
+from float8lab.tensor.dtensor import local_of
 from float8lab.tensor.statistics import stored
 
 __all__ = ["watch"]
@@ -250,7 +251,7 @@ class watch:
                 ):
                     continue
                 self._names[precision], self._modules[precision] = name, module
-                local = getattr(module._parameters.get("weight"), "_local_tensor", None)
+                local = local_of(module._parameters.get("weight"))
                 if isinstance(local, MasterShard):
                     self._gathers[precision] = local.weight
 
@@ -421,7 +422,8 @@ def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> Measurement | N
     if shard is None or shard.numel() == 0:
         return None
     x = stored(x)
-    rows = slice(weight.layout.start, weight.layout.start + weight.layout.rows)
+    shards = weight.layout.shards
+    rows = slice(shards.start, shards.start + shards.length)
     tall, wide = x.spec.block
     scale = expand_scale(x.scale, (tall, 1), x.shape)
     scale = scale if tall == -1 else scale[rows]

@@ -32,7 +32,7 @@ from float8lab.checkpoints.safetensors import (
 from float8lab.integrations.checkpoint.weights import find_weights, products
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
-from float8lab.tensor.statistics import is_sharded
+from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = ["ExportReport", "export"]
 
@@ -223,7 +223,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or id(value) in seen:
             continue
-        if is_sharded(value):
+        if is_dtensor(value):
             raise ValueError(
                 f"model must not be sharded; {name} is a DTensor. Gather the model first, for "
                 "example by a full state dict."

@@ -37,8 +37,8 @@ from float8lab.recipes.recipe import (
     Recipe,
 )
 from float8lab.tensor import Float4Tensor, Float8Tensor
+from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.float4_tensor import pack
-from float8lab.tensor.statistics import is_sharded
 
 __all__ = ["LoadReport", "load_fp8"]
 
@@ -331,7 +331,7 @@ def _input_scale(item: Item, damage: list[str]) -> float:
 def _problem(item: Item, target: Tensor) -> str | None:
     """Why a tensor cannot be loaded into another."""
     entry = item.entry
-    if is_sharded(target):
+    if is_dtensor(target):
         return f"{item.name} is sharded in the model (load before sharding)"
     if entry.shape != tuple(target.shape):
         return f"{item.name} is {list(entry.shape)} there and {list(target.shape)} in the model"

@@ -21,8 +21,8 @@ from float8lab.arguments import (
     check_number,
     check_size,
 )
+from float8lab.distributed.comm import TensorParallel
 from float8lab.distributed.context_parallel import ContextParallel, places_of
-from float8lab.distributed.tensor_parallel import TensorParallel
 from float8lab.nn.attention.arguments import (
     Request,
     check_export,
@@ -108,7 +108,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             ``i + d + right``, with ``d = Sk - Sq`` (0 for ``causal`` and ``padding_causal``;
             lengths without padding where there is padding); -1 is no limit. A causal mask stays
             causal whatever ``right`` is.
-        sequence_parallel: the model runs its layers, whose tokens are spread over ranks, under a
+        sequence_parallel: the model runs its layers, whose tokens are shards, under a
             stream of each rank's own: dropout uses the default generator, not the tracker.
         tp_size: R; G must be a multiple of it.
         get_rng_state_tracker: returns a tracker whose ``fork()`` dropout runs under, for dropout
@@ -208,12 +208,12 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
             heads = self.num_attention_heads_per_partition
             context.check_heads(heads, self.num_gqa_groups_per_partition)
 
-    def _spread_context(self) -> None:
+    def _set_context(self) -> None:
         if self.tp_size == 1:
             context, parallel = self.context_parallel, None
             if context is not None:
                 parallel = TensorParallel(context.group, "heads", casts_only=True)
-            self._fp8.spread(parallel)
+            self._fp8.set_parallel(parallel)
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {"_fp8": ("heads", ())} if self.tp_size > 1 else {}

@@ -112,7 +112,7 @@ class MultiheadAttention(nn.Module, ContextParallelGroup):
         return_layernorm_output: return the input norm's output last.
         input_layernorm: normalize the input first.
         attention_type: "self", or "cross" for keys and values from ``encoder_output``.
-        set_parallel_mode: spread the heads over the tensor-parallel ranks: the projections of
+        set_parallel_mode: shard the heads over the tensor-parallel ranks: the projections of
             query, key and value are column parallel, ``proj`` is row parallel. Without it every
             rank has all of the module.
         fuse_qkv_params: one parameter for the three projections (two: key and value, in cross

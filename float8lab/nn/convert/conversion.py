@@ -277,7 +277,7 @@ def to_high_precision(model: _Model) -> _Model:
         layer.__class__ = class_of(layer, plain_class)
         for name in [name for name, value in vars(layer).items() if isinstance(value, Precision)]:
             delattr(layer, name)
-        vars(layer).pop("_spread", None)
+        vars(layer).pop("_placement", None)
     for module in model.modules():
         remove_hooks(module, (CallRegion, FirstCall))
         run_layers_of_encoder(module)

@@ -24,6 +24,7 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.region import in_backward
+from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = ["FirstCall", "remove_hooks", "watch_first_call"]
 
@@ -122,7 +123,7 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
             weight = layer._parameters.get("weight")
             others = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
             # FSDP2 put a sharded parameter in the place of the one that autograd knows.
-            unknown = weight is None or not weight.requires_grad or hasattr(weight, "placements")
+            unknown = weight is None or not weight.requires_grad or is_dtensor(weight)
             if (unknown or reached is None or id(weight) in reached) and not ran.intersection(
                 others
             ):

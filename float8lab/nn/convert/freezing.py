@@ -12,6 +12,7 @@ from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.linear import stored_for
 from float8lab.recipes.recipe import Recipe
 from float8lab.tensor import Float8Tensor
+from float8lab.tensor.dtensor import is_dtensor
 
 __all__ = ["Freezing", "users_of"]
 
@@ -60,7 +61,7 @@ class Freezing:
                     self._leave(name, "another module has it, too")
                 elif any(getattr(module, "tp_size", 1) > 1 for module, _ in places):
                     self._leave(name, "tensor-parallel ranks share it; build it in fp8_model_init")
-                elif hasattr(weight, "placements"):
+                elif is_dtensor(weight):
                     self._leave(name, "it is sharded; convert before sharding")
                 else:
                     self._weights.append((places, recipe))

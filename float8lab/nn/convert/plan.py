@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
+from float8lab.distributed.comm import TensorParallel, misfit
 from float8lab.distributed.expert_parallel import shares_experts
-from float8lab.distributed.fsdp.shards import is_tensor_parallel, may_spread
+from float8lab.distributed.fsdp.shards import is_column_or_row_shard, is_tensor_parallel
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES, Float4Spec
 from float8lab.nn.casts import recast
 from float8lab.nn.convert.names import ADAPTERS, matches
@@ -22,6 +24,7 @@ from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.linear import Linear
+from float8lab.nn.precision import precisions
 from float8lab.recipes.auto import Auto, Prediction, choose, explain, predict
 from float8lab.recipes.cost import Times
 from float8lab.recipes.recipe import Recipe, check_recipe
@@ -123,6 +126,9 @@ def plan_layer(layer: nn.Module, name: str, wishes: Wishes, *, sharded: bool) ->
         return plan(obstacle, failed=True)
     if isinstance(choice, Auto):
         return plan("", auto=choice)
+    cut_blocks = _misfit(layer, choice, sharded=sharded)
+    if cut_blocks is not None:
+        return plan(cut_blocks, failed=True)
     return plan(repr(choice), choice)
 
 
@@ -130,7 +136,7 @@ def choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[st
     """Give plans that ask for it a recipe or high precision, and predict their times in all."""
     done = list(plans)
     asking = [(index, plan.auto) for index, plan in enumerate(plans) if plan.auto is not None]
-    predictions = [_predict(plans[index].layer, auto) for index, auto in asking]
+    predictions = [_predict(plans[index], auto) for index, auto in asking]
     totals: dict[Auto, list[tuple[Times, Times]]] = {}
     for (index, auto), times, recipe in zip(asking, predictions, choose(predictions), strict=True):
         note = explain(times, recipe)
@@ -139,9 +145,15 @@ def choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[st
     return done, [_describe_total(auto, times) for auto, times in totals.items()]
 
 
-def _predict(layer: nn.Module, auto: Auto) -> Prediction:
+def _predict(plan: LayerPlan, auto: Auto) -> Prediction:
+    layer = plan.layer
     device = next(layer.parameters()).device
-    usable = [recipe for recipe in auto.candidates if not emulated_gemms(recipe.linear, device)]
+    usable = [
+        recipe
+        for recipe in auto.candidates
+        if not emulated_gemms(recipe.linear, device)
+        and _misfit(layer, recipe, sharded=plan.sharded) is None
+    ]
     shapes = [shape[-2:] for shape in shapes_of(layer)]  # experts: one's sizes, all rows
     return predict(shapes, usable, tokens=auto.tokens, mode=auto.mode)
 
@@ -180,7 +192,7 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
                     f"its {name} is a DTensor; FP8 takes those of torch.nn.Linear, and stacked "
                     "experts that are Shard(0)"
                 )
-            if name == "weight" and not may_spread(placements):
+            if name == "weight" and not is_column_or_row_shard(placements):
                 return (
                     f"its weight is placed as {placements}; FP8 takes one shard, of rows or columns"
                 )
@@ -208,6 +220,24 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
     if dtype not in HIGH_PRECISION_DTYPES:
         return f"its weight is {dtype}"
     return None
+
+
+def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
+    """Why the blocks of a recipe do not fit the shards that tensor-parallel ranks have."""
+    weight: Any = layer._parameters.get("weight")
+    if is_tensor_parallel(weight, sharded=sharded) and weight.ndim == 2:
+        mesh, placements = weight.device_mesh, weight.placements
+        if sharded and mesh.ndim > 1:
+            mesh, placements = mesh[mesh.mesh_dim_names[-1]], placements[-1:]
+        features = [
+            ShardMap.of(weight.shape[placement.dim], mesh.size(i), mesh.get_local_rank(i))
+            for i, placement in enumerate(placements)
+            if placement.is_shard()
+        ]
+        return misfit(features, recipe.linear)
+    parallels = (precision.parallel for _, precision in precisions(layer))
+    found = (p.misfit(recipe.linear) for p in parallels if isinstance(p, TensorParallel))
+    return next(filter(None, found), None)
 
 
 def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:

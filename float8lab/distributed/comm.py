@@ -1,0 +1,920 @@
+"""Communication between tensor-parallel ranks for the GEMMs of a layer; one GPU has none.
+
+M tokens, N out features, K in features, R ranks; ``y = x @ weight.T``.
+
+Note: the nouns of this room.
+
+- *shard*: what a rank has of an *unsharded* tensor, along one dimension, by a ``ShardMap``.
+- *column parallel*: the weight is a shard of its rows, ``[N / R, K]``; so are y and its gradient,
+  of their columns. *Row parallel*: the weight is a shard of its columns, and so is x; the GEMM of
+  each rank is a *partial sum*.
+- *sequence parallel*: x of a column parallel layer and y of a row parallel one are shards of the
+  *tokens*, the first dimension: they are *gathered* where they enter such a pair of layers, and
+  their sums are *scattered* where they leave it. Without it they are the same on all ranks.
+- *layout*: the ``ShardMap`` of the tokens of a tensor, known as long as the tensor lives.
+- *comm*: what a call sends. ``ONE_GPU`` sends nothing, ``Sharded`` what the ranks lack.
+
+What travels is bytes: FP8 data as uint8, and scales. An amax that ranks share is the largest over
+them. Where blocks of tokens cross shards, an operand is gathered in high precision before its cast;
+where blocks of features do, the layer runs in high precision. The collectives are such as gloo,
+NCCL, eager mode and compiled graphs all take.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from float8lab.arguments import check_group, check_module
+from float8lab.distributed.overlap import gather_mm, is_worth_it, mm_scatter, sees_others
+from float8lab.distributed.ranks import all_gathered, all_reduced, rank_and_size
+from float8lab.distributed.shard_map import ShardMap
+from float8lab.formats import Float8Spec
+from float8lab.ops import Ends, amax_op, as_matrix, grouped_mm_op, scaled_mm_op
+from float8lab.ops.declare import planned
+from float8lab.ops.operand import Operand
+from float8lab.ops.reference import ALIGN, scales_by_column
+from float8lab.recipes.recipe import GemmPlan, LinearPlan
+from float8lab.recipes.reduction import amax_over_ranks, channel
+from float8lab.tensor.differentiation import Float8Function
+from float8lab.tensor.dtensor import local_of
+
+__all__ = [
+    "ONE_GPU",
+    "CallOrder",
+    "Gemm",
+    "GemmTask",
+    "NoGroup",
+    "OneGpu",
+    "Sharded",
+    "SharedScales",
+    "TensorParallel",
+    "TokenShard",
+    "keep_layout",
+    "mark_sequence_parallel",
+    "misfit",
+    "reduce_sequence_parallel_gradients",
+    "shared_amaxes",
+]
+
+
+class CallOrder:
+    """The order in which this rank has called the layers that the ranks of a group share.
+
+    A rank that leaves a layer out meets the next one's collectives, which only shapes could tell
+    from its own. So ranks compare the order from time to time.
+    """
+
+    EVERY = 256
+    """After so many calls ranks compare it."""
+    of_groups: ClassVar[weakref.WeakKeyDictionary[Any, CallOrder]] = weakref.WeakKeyDictionary()
+    """The call order of each process group that is alive."""
+
+    def __init__(self) -> None:
+        self._layers = self._calls = self._order = 0
+
+    @classmethod
+    def of(cls, group: Any) -> CallOrder:
+        """The call order of a group."""
+        order = cls.of_groups.get(group)
+        if order is None:
+            order = cls.of_groups[group] = cls()
+        return order
+
+    def called(self, layer: TensorParallel) -> None:
+        """Take in a call of a layer, whose place is that of its first call.
+
+        Raises:
+            RuntimeError: on all ranks, if they have run others.
+        """
+        if not layer.place:
+            self._layers += 1
+            layer.place.append(self._layers)
+        self._calls += 1
+        self._order = hash((self._order, layer.place[0]))
+        if self._calls % self.EVERY:
+            return
+        # No sizes of shards begin with -1, should another rank be waiting for those.
+        local = torch.tensor([[-1, self._layers, self._order]])
+        host = channel(layer.group).host_group(layer.group).group_name
+        orders = all_gathered(local, layer.size, host).tolist()
+        if any(order != orders[0] for order in orders):
+            raise RuntimeError(
+                "tensor-parallel ranks must run the same layers in the same order; got others on "
+                f"some of the {layer.size} ranks within the last {self.EVERY} calls. Find what "
+                "makes a rank leave a layer out, or call one more, and go on from a checkpoint "
+                "before."
+            )
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How the ranks of a group share the GEMMs of a layer."""
+
+    group: Any
+    """The process group."""
+    mode: str
+    """``"column"`` or ``"row"``: of what the weight is a shard; ``"heads"`` of attention, whose
+    operands are shards of their heads."""
+    sequence_parallel: bool = False
+    """Whether the tokens outside a pair of layers are shards."""
+    keep_gathered: bool = False
+    """Keep what was gathered with one scale, in place of gathering it again for wgrad."""
+    overlap: bool | None = None
+    """Whether GEMMs run beside communication; None: where that was measured to pay."""
+    casts_only: bool = False
+    """Ranks share scales and nothing else: the caller sends tokens, and adds sums up."""
+    partial: bool = False
+    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
+    features: tuple[ShardMap, ...] = field(default=(), compare=False)
+    """The shards of the features that ranks share: several where the weight consists of several
+    matrices behind each other; none where they are unknown."""
+    name: str = ""
+    """The group's name for functional collectives. ``__post_init__`` sets this and the following.
+    """
+    size: int = 0
+    rank: int = 0
+    place: list[int] = field(default_factory=list, compare=False, repr=False)
+    """The layer's place among those of the group, once it has been called."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.group.group_name)
+        object.__setattr__(self, "size", dist.get_world_size(self.group))
+        object.__setattr__(self, "rank", dist.get_rank(self.group))
+
+    def __deepcopy__(self, memo: Any) -> TensorParallel:
+        return self  # a group has no copies
+
+    def __reduce__(self) -> Any:
+        return NoGroup, (self.size,)  # nor is it another process's
+
+    def sharded_dim(self, index: int) -> int | None:
+        """The dimension along which x, the weight or dy (0, 1, 2) is a shard; None: it is none."""
+        if self.mode == "heads":
+            return 1
+        tokens = 0 if self.sequence_parallel else None
+        return ((tokens, 0, 1) if self.mode == "column" else (1, 1, tokens))[index]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the tokens that enter, and their gradients, are shards."""
+        return self.sequence_parallel and self.mode == "column"
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the tokens that leave are shards."""
+        return self.sequence_parallel and self.mode == "row"
+
+    def misfit(self, plan: LinearPlan) -> str | None:
+        """Why a plan's blocks do not fit the shards of features, and what would; None: they do."""
+        return misfit(self.features, plan)
+
+    # The tokens of a call.
+
+    def tokens_of(self, x: Tensor) -> ShardMap | None:
+        """The tokens of a call's input, ``[..., K]``; None without sequence parallelism.
+
+        Of an input that is a shard a rank knows but its own size. Ranks tell each other, through
+        memory of the CPU, once for each tensor that comes from outside: the layout of what layers
+        make of it is known (``set_layout``). All ranks look for a layout, or none, as all run the
+        same program; their sizes would not do, for one may change where another's does not. A
+        compiled graph takes all shards to be as large as its own.
+
+        Raises:
+            RuntimeError: on all ranks, if some have run other layers.
+            ValueError: on all ranks, if the shards do not fit together.
+        """
+        if not torch.compiler.is_compiling():
+            CallOrder.of(self.group).called(self)
+        if not self.sequence_parallel:
+            return None
+        if x.ndim < 2:
+            raise ValueError(
+                f"inp must have a first dimension that ranks share under sequence_parallel; got "
+                f"shape {tuple(x.shape)}. Pass [tokens, ..., features]."
+            )
+        lead, *middle, _ = x.shape
+        inner = 1
+        for size in middle:
+            inner *= size
+        if self.mode == "row":
+            return ShardMap.of(lead, self.size, self.rank, inner=inner)
+        if torch.compiler.is_compiling():
+            return ShardMap(lead * self.size, lead, self.size, self.rank, inner)
+        group, layout = _Known.layouts.get(x) or ("", None)
+        if layout is None or group != self.name or layout.rows_of_run != lead * inner:
+            layout = self._agree_on_layout(lead, inner, x.shape[-1])
+            self.set_layout(x, layout)
+        tokens: ShardMap = layout
+        return tokens
+
+    def set_layout(self, x: Tensor, tokens: ShardMap | None) -> None:
+        """Keep the layout of the shard ``x``, for layers that get it as their input."""
+        if tokens is not None and not torch.compiler.is_compiling():
+            _Known.layouts[x] = self.name, tokens
+
+    def _agree_on_layout(self, lead: int, inner: int, features: int) -> ShardMap:
+        local = torch.tensor([[lead, inner, features]])
+        host = channel(self.group).host_group(self.group).group_name
+        leads, *rest = all_gathered(local, self.size, host).t().tolist()
+        tokens = ShardMap.of(sum(leads), self.size, self.rank, inner=inner)
+        if leads != tokens.lengths or any(len(set(sizes)) > 1 for sizes in rest):
+            raise ValueError(
+                "inp must be a shard of one tensor on each tensor-parallel rank, by the rule of "
+                f"torch.chunk along its first dimension, under sequence_parallel; got first "
+                f"dimensions {leads}, rows for each {rest[0]} and features {rest[1]}. Split the "
+                f"{tokens.size} into {tokens.lengths}."
+            )
+        return tokens
+
+    def output_shape(self, shape: Sequence[int], tokens: ShardMap | None, features: int) -> Any:
+        """The shape of a layer's output from that of its input."""
+        if tokens is None:
+            return (*shape[:-1], features)
+        lead = tokens.size if self.mode == "column" else tokens.length
+        return (lead, *shape[1:-1], features)
+
+    # Collectives.
+
+    def amax(self, amax: Tensor) -> Tensor:
+        """The maximum over ranks of amaxes, infinite where one of them is NaN."""
+        return amax_over_ranks(amax, self.group)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, on each of them."""
+        return all_reduced(partial, "sum", self.name)
+
+    def scatter(self, partial: Tensor, tokens: ShardMap) -> Tensor:
+        """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
+        ops, size, runs = torch.ops._c10d_functional, tokens.chunk * tokens.inner, tokens.runs
+        padded = size * self.size
+        if partial.shape[0] != padded * runs:
+            each = partial.unflatten(0, (runs, tokens.size * tokens.inner))
+            partial = F.pad(each, (0, 0, 0, padded - each.shape[1])).flatten(0, 1)
+        if runs > 1:
+            partial = partial.unflatten(0, (runs, self.size, size)).transpose(0, 1).flatten(0, 2)
+        shard: Tensor = ops.wait_tensor(
+            ops.reduce_scatter_tensor(partial.contiguous(), "sum", self.size, self.name)
+        )
+        count = tokens.rows_of_run
+        if count == size:
+            return shard
+        return shard.unflatten(0, (runs, size))[:, :count].flatten(0, 1)
+
+    def gather(self, shard: Tensor, tokens: ShardMap, dim: int = 0) -> Tensor:
+        """The unsharded matrix of a shard of its rows, or columns."""
+        size, run, runs = tokens.chunk * tokens.inner, tokens.size * tokens.inner, tokens.runs
+        raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
+        if runs > 1:
+            count = tokens.rows_of_run
+            raw = raw.narrow(dim, 0, runs * count).unflatten(dim, (runs, count))
+            dim += 1
+        if raw.shape[dim] > size:
+            raw = raw.narrow(dim, 0, size)
+        elif raw.shape[dim] < size:
+            raw = F.pad(raw, (0, 0) * (raw.ndim - 1 - dim) + (0, size - raw.shape[dim]))
+        gathered = all_gathered(raw, self.size, self.name)
+        if dim:
+            gathered = _side_by_side(gathered.unflatten(0, (self.size, -1)), dim)
+        if gathered.shape[dim] != run:
+            gathered = gathered.narrow(dim, 0, run)
+        if runs > 1:
+            gathered = gathered.flatten(dim - 1, dim)
+        return gathered.view(shard.dtype) if raw.dtype != shard.dtype else gathered
+
+    def gather_operand(
+        self, operand: Operand, block: Sequence[int], tokens: ShardMap, dim: int
+    ) -> Operand:
+        """The unsharded operand, padded; ``dim`` of it are tokens, no block of which crosses."""
+        (q, scale), size = operand, block[dim]
+        data, padding = self.gather(q, tokens, dim), -tokens.unsharded_rows % ALIGN
+        if padding:
+            data = F.pad(data.view(torch.uint8), _after(padding, dim)).view(q.dtype)
+        if size == -1:  # all ranks know the scales of all
+            return Operand(data.contiguous(), scale)
+        scale = self.gather(scale, tokens.blocks(size), dim)
+        missing = -(-data.shape[dim] // size) - scale.shape[dim]
+        if missing:
+            scale = F.pad(scale, _after(missing, dim), value=1.0)
+        if scales_by_column(block):
+            scale = scale.t().contiguous().t()
+        return Operand(data.contiguous(), scale)
+
+    # Differentiable, for layers in high precision.
+
+    def gather_features(self, x: Tensor, *, gather: bool) -> Tensor:
+        """All features of a tensor of which a rank has some; or its own of all; differentiable.
+
+        The gradient of all is the same on all ranks, as what they compute of all is.
+        """
+        moved: Tensor = _Features.run(x, self, gather)
+        return moved
+
+    def enter(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
+        """A layer's input as its GEMM takes it, differentiable."""
+        return x if self.mode == "row" else self.gather_tokens(x, tokens)
+
+    def gather_tokens(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
+        """All tokens of a tensor of which each rank has some, differentiable."""
+        moved: Tensor = _Moved.run(x, self, tokens, True)
+        return moved
+
+    def leave(self, y: Tensor, tokens: ShardMap | None) -> Tensor:
+        """A layer's output from its GEMM's, differentiable."""
+        if self.mode == "column":
+            return y
+        moved: Tensor = _Moved.run(y, self, tokens, False)
+        return moved
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
+    ) -> Tensor:
+        """A layer in high precision, differentiable, of an input that has entered."""
+        if self.mode == "column":
+            return F.linear(x, weight, bias)
+        y = self.leave(F.linear(x, weight), tokens)
+        return y if bias is None else y + bias
+
+
+def misfit(features: Sequence[ShardMap], plan: LinearPlan) -> str | None:
+    """Why a plan's blocks do not fit shards of features, and what would; None: they do."""
+    block = plan.largest_block
+    if block == 1 or not any(shards.block_crosses_shards(block) for shards in features):
+        return None
+    ranks, sizes = features[0].ranks, dict.fromkeys(shards.size for shards in features)
+    step = block * ranks
+    fitting = {max(1, size // step + more) * step for size in sizes for more in (0, 1)}
+    return (
+        f"its {' and '.join(map(str, sizes))} features on {ranks} tensor-parallel ranks cut blocks "
+        f"of {block}; sizes that fit are multiples of {step}, such as "
+        f"{' or '.join(map(str, sorted(fitting)))}"
+    )
+
+
+class _Known:
+    """Facts about tensors, as long as these live: several layers may have one as their input."""
+
+    layouts: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
+    """The group's name and the ``ShardMap`` of a shard of tokens."""
+    gathered: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
+    """The unsharded operand of FP8 data of a shard."""
+
+
+def keep_layout(y: Tensor, *others: Tensor) -> Tensor:
+    """``y``, which has the tokens of the others and gets the layout that one of them has."""
+    for x in others:
+        layout = None if torch.compiler.is_compiling() else _Known.layouts.get(x)
+        if layout is not None:
+            _Known.layouts[y] = layout
+    return y
+
+
+def _get_gathered(data: Tensor) -> Operand | None:
+    """The unsharded operand of a shard's FP8 data, if a layer has gathered it."""
+    return None if torch.compiler.is_compiling() else _Known.gathered.get(data)
+
+
+def _set_gathered(data: Tensor, operand: Operand) -> None:
+    if not torch.compiler.is_compiling():
+        _Known.gathered[data] = operand
+
+
+# The GEMMs of one call.
+
+
+class GemmTask(NamedTuple):
+    """One GEMM: the casts of its operands, and its output without padding."""
+
+    plan: GemmPlan
+    shape: tuple[int, int]
+    """The rows are those of the left operand, or of all ranks."""
+    dtype: torch.dtype
+
+
+class Gemm(NamedTuple):
+    """The output of a GEMM, and its left operand as multiplied."""
+
+    y: Tensor
+    left: Operand
+
+
+def _mm(
+    a: Operand,
+    b: Operand,
+    task: GemmTask,
+    bias: Tensor | None = None,
+    ends: Ends | None = None,
+) -> Tensor:
+    """``a @ b.T + bias`` of two operands, of each expert's if there are ``ends``."""
+    gemm, shape, dtype = task
+    if bias is not None and bias.shape[-1] != b.data.shape[-2]:
+        bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
+    operands = *a, gemm.left.block, *b, gemm.right.block, bias
+    if ends is None:
+        y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum)
+    else:
+        y = grouped_mm_op(*operands, ends.offs, dtype, gemm.fast_accum, ends.plan)
+    # Without padding. A compiled graph always crops: asking whether it must would fix the number
+    # of tokens.
+    if torch.compiler.is_compiling() or y.shape[-2:] != shape:
+        return y[..., : shape[0], : shape[1]]
+    return y
+
+
+def _mm_of_rank(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None) -> Tensor:
+    return _mm(a, b, task, bias).contiguous()
+
+
+_planned_mm = planned(_mm_of_rank)
+
+
+def _local_mm(
+    a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, ends: None = None
+) -> Tensor:
+    """This rank's GEMM, of gathered operands; on a GPU a plan, between what is sent."""
+    y: Tensor = (_planned_mm if a.data.is_cuda else _mm_of_rank)(a, b, task, bias)
+    return y
+
+
+class TokenShard:
+    """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
+
+    It is gathered beside a GEMM where one runs that has time for it, else on demand.
+    """
+
+    __slots__ = ("block", "gathered", "operand", "parallel", "tokens")
+
+    def __init__(
+        self, parallel: TensorParallel, tokens: ShardMap, operand: Operand, block: Sequence[int]
+    ) -> None:
+        """Take this rank's shard."""
+        self.parallel, self.tokens, self.operand, self.block = parallel, tokens, operand, block
+        self.gathered = _get_gathered(operand.data)
+
+    def gather(self) -> Operand:
+        """The operand of all tokens."""
+        if self.gathered is None:
+            gather = self.parallel.gather_operand
+            self.gathered = gather(self.operand, self.block, self.tokens, 1)
+            _set_gathered(self.operand.data, self.gathered)
+        return self.gathered
+
+    def leave(self) -> list[Tensor]:
+        """The tensors to gather: FP8 data, and scales unless all ranks have those of all."""
+        q, scale = self.operand
+        return [q.contiguous(), *[scale.t().contiguous()] * (self.block[1] != -1)]
+
+    def arrive(self, data: Tensor, scales: Tensor | None) -> None:
+        """Take ``[R, *shape]`` of that."""
+        raw, scale = _side_by_side(data, 1), self.operand.scale
+        if scales is not None and scales.numel():
+            scale = scales.flatten(0, 1).t()
+            scale = scale if scales_by_column(self.block) else scale.contiguous()
+        self.gathered = Operand(raw, scale)
+        _set_gathered(self.operand.data, self.gathered)
+
+
+class OneGpu:
+    """The communication of a call on one GPU: none."""
+
+    parallel: TensorParallel | None = None
+    tokens: ShardMap | None = None
+    is_sharded = False
+
+    gathers_x_first = False
+    """Whether x is gathered in high precision, before its cast: blocks of tokens cross shards."""
+    gathers_dy_first = False
+    keeps_gathered = False
+    """Whether the gathered x of fprop is kept, transposed, for wgrad."""
+    transposes_gathered = False
+    """Whether wgrad may take the transpose of the dy that dgrad gathers."""
+
+    def gather(self, x: Tensor, *, backward: bool = False) -> Tensor:
+        """The matrix that a GEMM in high precision takes: x, or in backward dy."""
+        return x
+
+    def reduce(self, y: Tensor, *, backward: bool = False) -> Tensor:
+        """The output of the layer from its GEMM's; or, in backward, dx."""
+        return y
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias as this rank's GEMM adds it."""
+        return bias
+
+    def token_operand(self, operand: Any, block: Sequence[int], *, backward: bool) -> Any:
+        """An operand of wgrad, ``[features, tokens]``, or what gathers it: of x, or of dy."""
+        return operand
+
+    def output_shape(
+        self, shape: Sequence[int], rows: int, features: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """The rows of the GEMM's output without padding, and the shape of the layer's output.
+
+        Args:
+            shape: of the layer's input.
+            rows: of that, as a matrix.
+            features: N.
+        """
+        return rows, (*shape[:-1], features)
+
+    def mm(
+        self,
+        a: Operand,
+        b: Operand,
+        task: GemmTask,
+        bias: Tensor | None = None,
+        ends: Ends | None = None,
+        *,
+        backward: bool = False,
+        beside: TokenShard | None = None,
+        keep: bool = False,
+    ) -> Gemm:
+        """fprop, ``a @ b.T + bias``, or dgrad: ``comm.reduce(mm(comm.gather(a), b))``.
+
+        Args:
+            a: x or dy in FP8, as this rank has it.
+            b: the weight, or its transpose.
+            task: what is computed.
+            bias: of this rank's features.
+            ends: the offsets of experts' rows.
+            backward: whether this is dgrad.
+            beside: what may be gathered meanwhile.
+            keep: whether the left operand is wanted, as multiplied.
+        """
+        return Gemm(_mm(a, b, task, bias, ends), a)
+
+    mm_of_gathered: Any = staticmethod(_mm)
+    """wgrad, ``a @ b.T`` of operands that are gathered."""
+
+
+ONE_GPU = OneGpu()
+
+
+class Sharded(OneGpu):
+    """The communication of a call of a layer that ranks share."""
+
+    is_sharded = True
+    parallel: TensorParallel
+    mm_of_gathered: Any = staticmethod(_local_mm)
+
+    def __init__(self, parallel: TensorParallel, tokens: ShardMap | None, plan: LinearPlan) -> None:
+        """``tokens`` are the layer's, under sequence parallelism."""
+        self.parallel, self.tokens = parallel, tokens
+        crosses = tokens is not None and any(
+            tokens.block_crosses_shards(block) for block in plan.token_blocks
+        )
+        self.gathers_x_first = crosses and parallel.gathers
+        self.gathers_dy_first = crosses and parallel.scatters
+        self.transposes_gathered = parallel.scatters and plan.dy.block == (-1, -1)
+        same_cast = plan.fprop and plan.wgrad and plan.wgrad.right == plan.fprop.left
+        has_one_scale = bool(same_cast) and plan.x.block == (-1, -1)
+        self.keeps_gathered = parallel.keep_gathered and parallel.gathers and has_one_scale
+
+    def _gathers(self, *, backward: bool) -> bool:
+        """Whether x, or dy, is a shard of the tokens."""
+        return self.parallel.scatters if backward else self.parallel.gathers
+
+    def _gathers_operand(self, *, backward: bool) -> bool:
+        """Whether x, or dy, is gathered in FP8."""
+        is_whole = self.gathers_dy_first if backward else self.gathers_x_first
+        return self._gathers(backward=backward) and not is_whole
+
+    def gather(self, x: Tensor, *, backward: bool = False) -> Tensor:
+        if not self._gathers(backward=backward):
+            return x
+        assert self.tokens is not None, "under sequence parallelism"
+        return self.parallel.gather(x, self.tokens)
+
+    def reduce(self, y: Tensor, *, backward: bool = False) -> Tensor:
+        return _reduced(self.parallel, self.tokens, y, backward=backward)
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        # Of partial sums one rank's has it.
+        return None if self.parallel.mode == "row" and self.parallel.rank else bias
+
+    def token_operand(self, operand: Any, block: Sequence[int], *, backward: bool) -> Any:
+        if operand is None or not self._gathers_operand(backward=backward):
+            return operand
+        assert self.tokens is not None, "under sequence parallelism"
+        return TokenShard(self.parallel, self.tokens, operand, block)
+
+    def output_shape(
+        self, shape: Sequence[int], rows: int, features: int
+    ) -> tuple[int, tuple[int, ...]]:
+        rows = rows if self.tokens is None else self.tokens.unsharded_rows
+        return rows, self.parallel.output_shape(shape, self.tokens, features)
+
+    def mm(
+        self,
+        a: Operand,
+        b: Operand,
+        task: GemmTask,
+        bias: Tensor | None = None,
+        ends: Ends | None = None,
+        *,
+        backward: bool = False,
+        beside: TokenShard | None = None,
+        keep: bool = False,
+    ) -> Gemm:
+        shape = task.shape
+        if self.tokens is not None:
+            shape = self.tokens.unsharded_rows, shape[1]
+            task = task._replace(shape=shape)
+        bias = self.bias(bias)
+        left = _get_gathered(a.data) if self._gathers_operand(backward=backward) else a
+        if left is not None:
+            reduces = (self.parallel.mode == "row") != backward and not self.parallel.partial
+            if reduces and self._overlaps(a, b, task.plan, arrives=False):
+                args = self._overlapping(a, b, task, bias, beside)
+                y, *gathered = mm_scatter(*args)
+                if beside is not None:
+                    beside.arrive(*gathered)
+                assert self.tokens is not None, "the rows that are scattered"
+                rows = self.tokens.rows_of_run
+                return Gemm(y[:rows, : shape[1]].contiguous(), a)
+            y = _local_mm(left, b, task, bias)
+            return Gemm(self.reduce(y, backward=backward), left)
+        if self._overlaps(a, b, task.plan, arrives=True):
+            args = self._overlapping(a, b, task, bias, beside)
+            y, q, scale, *gathered = gather_mm(*args, keep)
+            if beside is not None:
+                beside.arrive(*gathered)
+            y = y[: shape[0], : shape[1]].contiguous()
+            if not keep:
+                return Gemm(y, a)
+            left = Operand(q, scale)
+        else:
+            assert self.tokens is not None, "under sequence parallelism"
+            left = self.parallel.gather_operand(a, task.plan.left.block, self.tokens, 0)
+            y = _local_mm(left, b, task, bias)
+        _set_gathered(a.data, left)
+        return Gemm(y, left)
+
+    def _overlaps(self, a: Operand, b: Operand, gemm: GemmPlan, *, arrives: bool) -> bool:
+        """Whether a GEMM runs beside communication.
+
+        ``arrives``: ``a`` is a shard of the rows, which is gathered; else the output is scattered.
+        """
+        # What pays is told by sizes, which have to be the same on all ranks.
+        parallel, tokens = self.parallel, self.tokens
+        if parallel.overlap is False or tokens is None or tokens.runs > 1:
+            return False
+        if not all(map_.is_even for map_ in parallel.features):
+            return False
+        if not sees_others(parallel.group, a.data):
+            return False
+        local = tokens.chunk * tokens.inner
+        fits = tokens.is_even and local % ALIGN == 0
+        fits = fits and a.data.shape[0] == (local if arrives else tokens.unsharded_rows)
+        sizes = tokens.unsharded_rows, b.data.shape[0], a.data.shape[1]
+        return fits and (parallel.overlap is True or is_worth_it(*sizes, gemm.left.block))
+
+    def _overlapping(
+        self,
+        a: Operand,
+        b: Operand,
+        task: GemmTask,
+        bias: Tensor | None,
+        beside: TokenShard | None,
+    ) -> tuple[Any, ...]:
+        """The arguments of an op that overlaps."""
+        gemm, _, dtype = task
+        if bias is not None:
+            bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
+        listed = [*a, *b, *([] if bias is None else [bias])]
+        also = [] if beside is None else beside.leave()
+        blocks = gemm.left.block, gemm.right.block
+        return listed, *blocks, dtype, gemm.fast_accum, self.parallel.name, also
+
+
+def _reduced(
+    parallel: TensorParallel, tokens: ShardMap | None, y: Tensor, *, backward: bool
+) -> Tensor:
+    """The sum over ranks where this rank's GEMM is a partial one; of that its tokens, or all."""
+    if (parallel.mode == "row") == backward or parallel.partial:
+        return y
+    return parallel.sum(y) if tokens is None else parallel.scatter(y, tokens)
+
+
+class NoGroup:
+    """Stands for the ranks of a module that has yet to be given their group."""
+
+    group = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"tp_group must be set before the first call of a module for {self.size} "
+            "tensor-parallel ranks; got None. Call set_tensor_parallel_group(group)."
+        )
+
+
+@dataclass(frozen=True)
+class SharedScales:
+    """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
+
+    parallel: TensorParallel
+    dim: int
+    """The dimension that ranks share, of the weight's matrix or of each expert's."""
+
+    def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
+        """Raise if a block that has a size crosses shards."""
+        block, ranks = spec.block[self.dim - 2], self.parallel.size
+        if block > 1 and any(map_.block_crosses_shards(block) for map_ in self.parallel.features):
+            raise ValueError(
+                f"{name} must give each of {ranks} ranks whole blocks of {block} to store them in "
+                f"FP8; got {shape[self.dim - 2]} for each. Choose another size, another recipe, or "
+                "weights in high precision."
+            )
+
+    def amaxes(self, value: Tensor, spec: Float8Spec) -> Tensor | None:
+        """The amaxes over all ranks of a weight's blocks; None if no block crosses shards."""
+        return shared_amaxes([(self, value, spec)])[0]
+
+
+def shared_amaxes(
+    weights: Sequence[tuple[SharedScales, Tensor, Float8Spec]],
+) -> list[Tensor | None]:
+    """The amaxes of each weight, ``SharedScales.amaxes``: one all-reduce for each group."""
+    amaxes: list[Tensor | None] = [None] * len(weights)
+    groups: dict[TensorParallel, list[int]] = {}
+    for i, (shard, value, spec) in enumerate(weights):
+        if spec.block[shard.dim - 2] == -1:
+            amaxes[i] = _amaxes(value, spec.block)
+            groups.setdefault(shard.parallel, []).append(i)
+    for parallel, indices in groups.items():
+        local: Any = [amaxes[i] for i in indices]
+        shared = parallel.amax(torch.cat([amax.reshape(-1) for amax in local]))
+        parts = shared.split([amax.numel() for amax in local])
+        for i, amax, part in zip(indices, local, parts, strict=True):
+            amaxes[i] = part.view(amax.shape)
+    return amaxes
+
+
+def _amaxes(value: Tensor, block: Sequence[int]) -> Tensor:
+    """The amaxes of the blocks of a matrix, or of each of a batch of them."""
+    if value.ndim == 2:
+        return amax_op("", (value,), value.dtype, block)
+    return torch.stack([_amaxes(matrix, block[1:]) for matrix in value])
+
+
+def _side_by_side(shards: Tensor, dim: int) -> Tensor:
+    """``[R, *shape]``, of each rank its shard, side by side along a dimension of the shards."""
+    dtype, nbytes = shards.dtype, shards.shape[-1] * shards.element_size()
+    if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
+        shards = shards.view(torch.int64)  # bytes one by one take four times as long
+    # Of one column, what is flat is a view.
+    return shards.movedim(0, dim).flatten(dim, dim + 1).contiguous().view(dtype)
+
+
+def _after(count: int, dim: int) -> tuple[int, ...]:
+    """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
+    return (0, 0, 0, count) if dim == 0 else (0, count)
+
+
+class _Moved(Float8Function):
+    """One side of a layer moves tokens; the gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, tokens: Any, enters: bool) -> Tensor:
+        ctx.how = parallel, tokens, enters
+        ctx.shape = x.shape
+        if not enters:
+            y = _reduced(parallel, tokens, as_matrix(x), backward=False)
+        elif tokens is None:
+            return x.view_as(x)
+        else:
+            y = as_matrix(x)
+            y = parallel.gather(y, tokens) if parallel.gathers else y
+        return y.view(parallel.output_shape(x.shape, tokens, x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (parallel, tokens, enters), dx = ctx.how, as_matrix(dy)
+        if enters:
+            dx = _reduced(parallel, tokens, dx, backward=True)
+        elif parallel.scatters:
+            dx = parallel.gather(dx, tokens)
+        return dx.reshape(ctx.shape), None, None, None
+
+
+class _Features(Float8Function):
+    """Features of ranks are gathered, or taken from all; the gradient takes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        ctx.how = parallel, gather
+        return _Features._move(x, parallel, gather)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        parallel, gather = ctx.how
+        return _Features._move(dy, parallel, not gather), None, None
+
+    @staticmethod
+    def _move(x: Tensor, parallel: TensorParallel, gather: bool) -> Tensor:
+        if not gather:
+            features = ShardMap.of(x.shape[-1], parallel.size, parallel.rank)
+            return features.shard(x, -1).contiguous()
+        size = x.shape[-1] * parallel.size
+        features = ShardMap.of(size, parallel.size, parallel.rank)
+        return parallel.gather(as_matrix(x), features, 1).view(*x.shape[:-1], size)
+
+
+# Gradients that sequence parallelism makes partial: of parameters that all ranks have alike. Each
+# rank has some of the tokens, so what it computes for a norm, or for a bias that is added to
+# tokens, is a part of the gradient.
+
+
+_PARTIAL_GRADIENTS = "_partial_gradients"
+"""Attribute of a module: the names of such parameters. Their own marks are lost where they are
+replaced, by FSDP2, ``copy.deepcopy`` or on the way from the meta device."""
+
+
+def mark_sequence_parallel(module: nn.Module, sequence_parallel: bool, *names: str) -> None:
+    """Set the attribute by which trainers know a module's parameters with partial gradients."""
+    if sequence_parallel:
+        setattr(module, _PARTIAL_GRADIENTS, (*getattr(module, _PARTIAL_GRADIENTS, ()), *names))
+    for name in names:
+        parameter = getattr(module, name, None)
+        if parameter is not None:
+            parameter.sequence_parallel = sequence_parallel
+
+
+def reduce_sequence_parallel_gradients(model: nn.Module, group: Any = None) -> None:
+    """Sum the gradients of parameters that sequence parallelism made partial, over the ranks.
+
+    These are the parameters with ``parameter.sequence_parallel``, by which modules of this library
+    mark them, and by which Megatron's trainer, which sums them itself, knows them. Call this after
+    the last backward of a step, and before gradients are clipped. One all-reduce for each dtype
+    carries all of them. All ranks of the group call it, and have gradients of the same parameters.
+
+    Args:
+        model: ``grad``, and ``main_grad`` where there is one, are summed in place. Those that are
+            DTensors, of FSDP2, are summed shard by shard.
+        group: the tensor-parallel group; None is that of the modules of the model, or the default
+            group if none of them has one.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: ``group`` is None, and the modules have several.
+
+    >>> norm = float8lab.LayerNorm(4, sequence_parallel=True, device="cpu")
+    >>> norm(torch.ones(2, 4)).sum().backward()
+    >>> float8lab.distributed.reduce_sequence_parallel_gradients(norm)  # one rank: nothing to do
+    """
+    check_module("model", model)
+    check_group("group", group)
+    if group is None:
+        group = _group_of(model)
+    if rank_and_size(group)[1] == 1:
+        return
+    batches: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in _marked(model):
+        for grad in (parameter.grad, getattr(parameter, "main_grad", None)):
+            if grad is not None:
+                local = local_of(grad)
+                batches[local.dtype, local.device].append(local.detach())
+    for gradients in batches.values():
+        flat = torch.cat([grad.reshape(-1) for grad in gradients])
+        dist.all_reduce(flat, group=group)
+        for grad, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            grad.copy_(part.view(grad.shape))
+
+
+def _marked(model: nn.Module) -> list[nn.Parameter]:
+    found = {
+        id(parameter): parameter
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+        and (
+            name in getattr(module, _PARTIAL_GRADIENTS, ())
+            or getattr(parameter, "sequence_parallel", False)
+        )
+    }
+    return list(found.values())
+
+
+def _group_of(model: nn.Module) -> Any:
+    """The tensor-parallel group that the modules of a model have; None if they have none."""
+    groups = {id(g): g for m in model.modules() if (g := getattr(m, "tp_group", None)) is not None}
+    if len(groups) > 1:
+        raise ValueError(
+            f"group must be given for a model whose modules have several tensor-parallel groups; "
+            f"got None, and {len(groups)} groups. Call this for each group's part of the model."
+        )
+    return next(iter(groups.values()), None)

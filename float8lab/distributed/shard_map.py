@@ -1,0 +1,92 @@
+"""Which part of an unsharded dimension each rank has.
+
+FSDP2, tensor parallelism, sequence parallelism, DTensor and checkpoints shard by one rule, that of
+``torch.chunk``: each rank has ``ceil(size / ranks)``, but the last of them fewer, or none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["ShardMap"]
+
+
+class ShardMap(NamedTuple):
+    """A dimension of an unsharded tensor, and the shard of it that a rank has.
+
+    The rows of a matrix are often several dimensions of a tensor. Where the sharded one is among
+    others, each of its indices has ``inner`` rows, and it *runs* once for each index before it.
+
+    >>> shards = ShardMap.of(10, ranks=4, rank=3)
+    >>> shards.start, shards.length, shards.lengths
+    (9, 1, [3, 3, 3, 1])
+    """
+
+    size: int
+    """The size of the unsharded dimension."""
+    chunk: int
+    """How much of it a rank has, unless it is among the last."""
+    ranks: int
+    rank: int
+    inner: int = 1
+    """Rows for each index."""
+    runs: int = 1
+    """How often the dimension runs; a rank has as many runs of rows."""
+
+    @staticmethod
+    def of(size: int, ranks: int, rank: int, *, inner: int = 1, runs: int = 1) -> ShardMap:
+        """The shard that a rank has by the rule of ``torch.chunk``."""
+        return ShardMap(size, -(-size // ranks), ranks, rank, inner, runs)
+
+    @property
+    def start(self) -> int:
+        """The first index of this rank."""
+        return min(self.size, self.chunk * self.rank)
+
+    @property
+    def length(self) -> int:
+        """How many indices this rank has."""
+        return self._length_of(self.rank)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many indices each rank has."""
+        return [self._length_of(rank) for rank in range(self.ranks)]
+
+    def _length_of(self, rank: int) -> int:
+        return min(self.chunk, self.size - min(self.size, self.chunk * rank))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have as much."""
+        return self.chunk * self.ranks == self.size
+
+    @property
+    def unsharded_rows(self) -> int:
+        """The rows of all ranks."""
+        return self.size * self.inner * self.runs
+
+    @property
+    def rows_of_run(self) -> int:
+        """The rows of this rank in each run."""
+        return self.length * self.inner
+
+    def block_crosses_shards(self, block: int) -> bool:
+        """Whether a block of so many rows, counted from the first, has rows of two ranks or runs.
+
+        A block of all rows, -1, is not asked about: every rank has rows of it.
+        """
+        if self.runs > 1 and self.size * self.inner % block:
+            return True
+        return self.chunk < self.size and self.chunk * self.inner % block != 0
+
+    def blocks(self, block: int) -> ShardMap:
+        """The shards of the blocks, none of which crosses shards."""
+        count, chunk = -(-self.size * self.inner // block), -(-self.chunk * self.inner // block)
+        return ShardMap(count, chunk, self.ranks, self.rank, 1, self.runs)
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's shard of an unsharded tensor, a view."""
+        return x.narrow(dim, self.start, self.length)
