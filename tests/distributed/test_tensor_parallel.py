@@ -381,7 +381,6 @@ def assert_same_step(
 def check_arguments(ranks: Ranks) -> None:
     N = 128 * ranks.world
     linear = partial(float8lab.Linear, 64, 2 * N, parallel_mode="column")
-    mlp = partial(float8lab.LayerNormMLP, 64, N, set_parallel_mode=True)
     split = dict.fromkeys(("q", "k"), N)
     parts = Layout({f"{n}_{p}": 0 for n in split for p in ("weight", "bias")}, {"": "column"})
 
@@ -416,10 +415,12 @@ def check_arguments(ranks: Ranks) -> None:
 
     calls = [microbatches, evaluated, recomputed, partial(recomputed, reentrant=False)]
     for recipe, call in itertools.product((CURRENT, DelayedScaling(), Float8BlockScaling()), calls):
-        pair = two_of(ranks, mlp, MLP)
+        mlp = partial(float8lab.LayerNormMLP, set_parallel_mode=True)
+        pair = two_of(ranks, partial(mlp, 64, fitting(32, recipe) * ranks.world), MLP)
         for step in range(2 if recipe.linear.delayed else 1):
             assert_same_step(ranks, pair, call, recipe, (call, step))
 
+    mlp = partial(float8lab.LayerNormMLP, 64, 32 * ranks.world, set_parallel_mode=True)
     pair = two_of(ranks, mlp, MLP, fuse_wgrad_accumulation=True)
     for module in pair[:2]:
         for p in (module.fc1_weight, module.fc2_weight):
