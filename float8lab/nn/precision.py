@@ -230,22 +230,18 @@ class Precision:
 
     def active_recipe(self) -> Recipe | None:
         """The recipe in force right here, or None for high precision."""
-        autocast = STATE.autocast
+        autocast, recipe = STATE.autocast, self.recipe
         if autocast.enabled is False:
             return None
-        if self.pinned or autocast.enabled is None:
-            return self.recipe
-        return autocast.recipe or self.recipe or DEFAULT_RECIPE
+        if not self.pinned and autocast.enabled is not None:
+            recipe = autocast.recipe or recipe or DEFAULT_RECIPE
+        return recipe if self.parallel is None else self._fitting(recipe)
 
-    def _fitting(self, recipe: Recipe | None, parallel: TensorParallel | None) -> Recipe | None:
-        """The recipe, or None if its blocks of features cross shards; then it warns once.
-
-        ``parallel``: how ranks share this call, if not as they share the module's others.
-        """
-        parallel = parallel or self.parallel
-        if recipe is None or parallel is None:
-            return recipe
-        misfit = parallel.misfit(recipe.linear)
+    def _fitting(self, recipe: Recipe | None) -> Recipe | None:
+        """The recipe, or None if its blocks of features cross shards; then it warns once."""
+        if recipe is None or not isinstance(self.parallel, TensorParallel):
+            return recipe  # the group may come later
+        misfit = self.parallel.misfit(recipe.linear)
         if misfit is None:
             return recipe
         if STATE.region is not None and not torch.compiler.is_compiling():
@@ -312,8 +308,6 @@ class Precision:
             )
         else:
             recipe = self.active_recipe()
-            if recipe is not None and (parallel or self.parallel) is not None:
-                recipe = self._fitting(recipe, parallel)
             if recipe is not None:
                 if type(x) is not Tensor:
                     _refuse_dtensor(x)
@@ -363,7 +357,7 @@ class Precision:
         parallel: TensorParallel | None,
     ) -> Call | None:
         """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
-        recipe = self._fitting(self.active_recipe(), parallel)
+        recipe = self.active_recipe()
         if recipe is None:
             return None
         if type(x) is not Tensor:
@@ -429,7 +423,7 @@ class Precision:
         # autocast; one entered again inside the checkpointed function speaks for itself.
         recipe = original.recipe if original is not None else None
         if STATE.autocast.enabled is not None and STATE.autocast.backward == current_backward():
-            recipe = self._fitting(self.active_recipe(), parallel)
+            recipe = self.active_recipe()
         if recipe is None:
             return None
         if original is not None and original.recipe == recipe:
