@@ -189,10 +189,13 @@ def _indices(places: list[int], device: Any) -> Tensor | slice:
     return torch.tensor(places, device=device)
 
 
-def amax_over_ranks(amax: Tensor, group: Any) -> Tensor:
-    """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN."""
+def amax_over_ranks(amax: Tensor, group: Any, *, out: Tensor | None = None) -> Tensor:
+    """The maximum of amaxes over the ranks of a group, infinite where one of them is NaN.
+
+    Outside compiled graphs it is written to ``out``, if that is given.
+    """
     # A maximum over ranks need not keep NaN; to a scale infinity is the same.
-    amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf, out=out)
     if torch.compiler.is_compiling():
         ops, name = torch.ops._c10d_functional, group.group_name
         reduced: Tensor = ops.wait_tensor(ops.all_reduce(amax, "max", name))

@@ -19,7 +19,7 @@ def is_dtensor(x: Any) -> bool:
 
 def local_of(x: Any) -> Any:
     """A DTensor's shard on this rank; any other tensor itself."""
-    return x._local_tensor if is_dtensor(x) else x
+    return getattr(x, "_local_tensor", x)
 
 
 def with_local(x: Any, local: Tensor) -> Any:

@@ -196,14 +196,16 @@ class Shardable(nn.Module):
         old = parameters.get(name)
         parameter = old is not None and isinstance(value, nn.Parameter)
         tp_dims = 0 if self._placement is None else self._placement.ndim
-        sharded, gathers = parameter and is_dtensor(value), parameter and is_dtensor(old)
+        # ``is_dtensor``, spelled out: FSDP2 comes here twice for each forward of a layer.
+        sharded = parameter and hasattr(value, "_local_tensor")
+        gathers = parameter and hasattr(old, "_local_tensor")
         if tp_dims:  # by tensor parallelism alone
             sharded = sharded and value.device_mesh.ndim > tp_dims
             gathers = gathers and old.device_mesh.ndim > tp_dims
         if not (sharded or gathers):
             super().__setattr__(name, value)
             return
-        if sharded and name.endswith("weight") and not isinstance(local_of(value), Shard):
+        if sharded and name.endswith("weight") and not isinstance(value._local_tensor, Shard):
             self._make_shard(name, value, old, tp_dims)
         # FSDP2 exchanges sharded and gathered parameters before and after every forward. Like it,
         # this goes past a method of torch that does much more.

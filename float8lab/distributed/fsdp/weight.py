@@ -241,10 +241,14 @@ def reduced_amaxes(
 
     The amax of a block that is stored in FP8 is the largest scale that a rank has for it.
     """
-    count = sum(layout.numbers for layout in layouts)
-    local = torch.zeros(count, dtype=torch.float32, device=device)
+    sizes = [layout.numbers for layout in layouts]
+    every = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    amaxes = [
+        part[: math.prod(layout.blocks)].view(layout.blocks)
+        for part, layout in zip(every.split(sizes), layouts, strict=True)
+    ]
     targets, values = [], []
-    for amax, layout, shard in zip(_split(local, layouts), layouts, shards, strict=True):
+    for amax, layout, shard in zip(amaxes, layouts, shards, strict=True):
         if shard is None:
             continue
         if shard.device != device:
@@ -262,8 +266,8 @@ def reduced_amaxes(
                 values.append(amax_op("", (part,), part.dtype, block))
     if targets:
         torch._foreach_copy_(targets, values)
-    every = local if mesh.size() == 1 else amax_over_ranks(local, mesh.get_group())
-    amaxes = _split(every, layouts)
+    if mesh.size() > 1:
+        amax_over_ranks(every, mesh.get_group(), out=every)
     groups: dict[Any, list[Tensor]] = {}
     for amax, layout in zip(amaxes, layouts, strict=True):
         if layout.group is not None:
@@ -275,16 +279,6 @@ def reduced_amaxes(
             parts, [new.view(old.shape) for new, old in zip(split, parts, strict=True)]
         )
     return every, amaxes
-
-
-def _split(every: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
-    """The amaxes of each weight's blocks, views of those of all."""
-    return [
-        part[: math.prod(layout.blocks)].view(layout.blocks)
-        for part, layout in zip(
-            every.split([layout.numbers for layout in layouts]), layouts, strict=True
-        )
-    ]
 
 
 def _amaxes_of_experts(weights: Tensor, block: tuple[int, ...]) -> Tensor:
