@@ -195,17 +195,17 @@ class ParameterShard(NamedTuple):
         return [size * piece // sum(self.pieces) for piece in self.pieces]
 
 
-class _Handed:
+class _GroupRef:
     """Holds a process group for a module: a copy of the module has it, a pickled one has none."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: Any) -> _Handed:
+    def __deepcopy__(self, memo: Any) -> _GroupRef:
         return self
 
     def __reduce__(self) -> Any:
-        return _Handed, ()
+        return _GroupRef, ()
 
 
 class TensorParallelGroup:
@@ -214,16 +214,16 @@ class TensorParallelGroup:
     tp_size = 1
     sequence_parallel = False
     overlap: bool | None = None
-    _handed = _Handed()
+    _group_ref = _GroupRef()
 
     @property
     def tp_group(self) -> Any:
         """The process group of the ranks that share the weights, if it was given."""
-        return self._handed.group
+        return self._group_ref.group
 
     @tp_group.setter
     def tp_group(self, group: Any) -> None:
-        self._handed = _Handed(group)
+        self._group_ref = _GroupRef(group)
 
     _casts_only = False
     """Whether the module leaves all that is sent to others, but for scales."""
@@ -392,7 +392,7 @@ def heads_of_rank(heads: int, groups: int, ranks: int) -> tuple[int, int]:
 
 
 def shards_of(model: nn.Module) -> dict[str, ParameterShard]:
-    """Which part of the whole each parameter is, by qualified name; replicas are left out."""
+    """The shard that each parameter is, by qualified name; replicas are left out."""
     return {name: shard for name, shard in _layouts(model).items() if shard.ranks > 1}
 
 
@@ -444,14 +444,14 @@ def shard_state_dict(
             Parameters of ``parallelize_module`` are DTensors, in the model as in the state dicts.
 
     Returns:
-        What ``model.load_state_dict`` takes; parts are views of the whole where they can be. A
+        What ``model.load_state_dict`` takes; shards are views where they can be. A
         tensor that is stored in FP8 keeps its bytes, with the scales of the blocks it lies in.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: a module has no group yet.
         ValueError: state dicts of ranks that do not fit together; or a part of a tensor stored in
-            FP8 that would need a new scale, since its blocks are not those of the whole.
+            FP8 that would need a new scale, since its blocks are not those of the unsharded tensor.
         NotImplementedError: a parameter that ranks share is sharded further (FSDP2); DCP does that.
 
     >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")  # one rank: all of it
@@ -492,9 +492,9 @@ def shard_state_dict(
 def _of_rank(name: str, shard: ParameterShard, parts: list[Any]) -> Any:
     """A rank's part of the parameter that the ranks of another group have in ``parts``."""
     if len(parts) > 1:
-        parts = [_joined(name, shard._replace(ranks=len(parts)), parts)]
-    whole = parts[0]
-    return whole if shard.ranks == 1 else _cut(name, shard, whole)
+        parts = [_unshard(name, shard._replace(ranks=len(parts)), parts)]
+    unsharded = parts[0]
+    return unsharded if shard.ranks == 1 else _take_shard(name, shard, unsharded)
 
 
 def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
@@ -511,7 +511,7 @@ def _layout_of(name: str, x: Any) -> tuple[int, int | None]:
 
 
 def _of_dtensors(name: str, parts: Sequence[Any]) -> Any:
-    """The whole of a DTensor, whose parts the state dicts of all ranks of its mesh have."""
+    """The unsharded tensor of a DTensor, whose shards the state dicts of all its ranks have."""
     ranks, dim = _layout_of(name, parts[0])
     if dim is None:
         return local_of(parts[0])
@@ -521,16 +521,16 @@ def _of_dtensors(name: str, parts: Sequence[Any]) -> Any:
             f"part of {name}. Load the files of all ranks."
         )
     shard = ParameterShard(dim - parts[0].ndim, 0, ranks)
-    return _joined(name, shard, [local_of(part) for part in parts])
+    return _unshard(name, shard, [local_of(part) for part in parts])
 
 
-def _as_dtensor(name: str, own: Any, whole: Any) -> Any:
+def _as_dtensor(name: str, own: Any, unsharded: Any) -> Any:
     """This rank's part of a tensor, as a DTensor like ``own``."""
     ranks, dim = _layout_of(name, own)
-    part = whole
+    part = unsharded
     if dim is not None:
-        part = _cut(
-            name, ParameterShard(dim - own.ndim, own.device_mesh.get_local_rank(), ranks), whole
+        part = _take_shard(
+            name, ParameterShard(dim - own.ndim, own.device_mesh.get_local_rank(), ranks), unsharded
         )
     return type(own).from_local(
         part.to(own.device), own.device_mesh, own.placements, run_check=False, shape=own.shape,
@@ -565,7 +565,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
             sharded further (FSDP2).
 
     Returns:
-        The model's state dict with each parameter whole; one that is stored in FP8 has the bytes
+        The model's state dict with unsharded parameters; one that is stored in FP8 has the bytes
         and scales of all ranks.
 
     Raises:
@@ -587,41 +587,43 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
                 f"{type(part).__name__}. Save it by torch.distributed.checkpoint."
             )
         parts = tensors_of_ranks(part, groups[name.rpartition(".")[0]])
-        state[name] = _joined(name, shard, parts)
+        state[name] = _unshard(name, shard, parts)
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
 
 def _full(name: str, x: Any) -> Any:
-    """The whole of a DTensor; DTensor's own method would give one stored in FP8 other blocks."""
+    """The unsharded tensor; DTensor's own method would give one stored in FP8 other blocks."""
     if type(local_of(x)) is not Float8Tensor:  # FSDP2's shards know how to be gathered
         return x.full_tensor()
     ranks, dim = _layout_of(name, x)
     if dim is None:
         return local_of(x)
     parts = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
-    return _joined(name, ParameterShard(dim - x.ndim, 0, ranks), parts).to(x.device)
+    return _unshard(name, ParameterShard(dim - x.ndim, 0, ranks), parts).to(x.device)
 
 
 # Tensors that are stored in FP8: codes are cut and joined as those of any tensor; scales as if each
 # of a few rows, or columns, had its own.
 
 
-def _cut(name: str, shard: ParameterShard, whole: Any) -> Any:
+def _take_shard(name: str, shard: ParameterShard, unsharded: Any) -> Any:
     """A rank's part of a tensor."""
-    if not isinstance(whole, Float8Tensor):
-        return shard.shard(whole)
-    unit = _unit(shard, whole, whole.shape[shard.dim])
-    qdata = shard.shard(whole.qdata)
+    if not isinstance(unsharded, Float8Tensor):
+        return shard.shard(unsharded)
+    unit = _unit(shard, unsharded, unsharded.shape[shard.dim])
+    qdata = shard.shard(unsharded.qdata)
 
     def cut(scale: Tensor) -> Tensor:
-        expanded = _expand(scale, shard.dim, whole.spec.block, whole.shape, unit)
-        return _merged(name, shard.shard(expanded), shard.dim, whole.spec.block, qdata.shape, unit)
+        expanded = _expand(scale, shard.dim, unsharded.spec.block, unsharded.shape, unit)
+        return _merged(
+            name, shard.shard(expanded), shard.dim, unsharded.spec.block, qdata.shape, unit
+        )
 
-    return whole.replace(qdata=qdata, scale=cut(whole.scale), amax=cut(whole.amax))
+    return unsharded.replace(qdata=qdata, scale=cut(unsharded.scale), amax=cut(unsharded.amax))
 
 
-def _joined(name: str, shard: ParameterShard, parts: Sequence[Any]) -> Any:
-    """The whole, from the parts of all ranks."""
+def _unshard(name: str, shard: ParameterShard, parts: Sequence[Any]) -> Any:
+    """The unsharded tensor, from the shards of all ranks."""
     first = parts[0]
     if not isinstance(first, Float8Tensor):
         return shard.unshard(parts)

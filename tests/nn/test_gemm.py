@@ -184,6 +184,8 @@ BOTH, DX, DW, NONE = (True, True), (True, False), (False, True), (False, False)
         ("delayed", BOTH, "is_prologue requantizes_weight", "REQUANTIZE", "REQUANTIZE", True),
         ("block", BOTH, "", "FP8_DATA", "FP8_DATA", False),
         ("block", BOTH, "is_prologue", "NOTHING", "FP8_DATA", False),
+        ("block", BOTH, "gathers_before_cast", "HIGH_PRECISION", "FP8_DATA", False),
+        ("block", DX, "gathers_before_cast", "NOTHING", "FP8_DATA", False),
         ("rowwise", BOTH, "", "FP8_DATA", "NOTHING", True),
         ("rowwise", BOTH, "requantizes_weight", "FP8_DATA", "NOTHING", True),
         ("mx", BOTH, "", "FP8_DATA", "NOTHING", True),
