@@ -56,6 +56,17 @@ LOCAL_IMPORTS = {
     "float8lab/inspect/watch/views.py": "pandas is optional, and loaded by its view",
 }
 
+# Files that call collectives; everything else calls functions of these. Tensor parallelism has two.
+COLLECTIVES = {
+    "distributed/broadcast.py",
+    "distributed/comm.py",
+    "distributed/overlap.py",
+    "distributed/ranks.py",
+    "recipes/reduction.py",
+    "tensor/collectives.py",
+    "tensor/statistics.py",
+}
+
 # Never imported by `import float8lab`.
 OPTIONAL = (
     "triton",
@@ -179,6 +190,18 @@ def test_no_import_inside_a_function(path: Path):
             for node in ast.walk(function):
                 local = isinstance(node, ast.Import | ast.ImportFrom)
                 assert not local, f"{path}:{node.lineno}: import at the top of the file"
+
+
+def test_collectives_are_called_in_few_files():
+    name = re.compile(r"(all_gather|all_reduce|all_to_all|broadcast|reduce_scatter)(_\w+)?")
+    callers = set()
+    for path in MODULES:
+        for node in ast.walk(_parse(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = ast.unparse(node.func.value)
+                if name.fullmatch(node.func.attr) and owner in ("dist", "ops", "torch.distributed"):
+                    callers.add(path.relative_to(PACKAGE).as_posix())
+    assert callers == COLLECTIVES
 
 
 @each_module
