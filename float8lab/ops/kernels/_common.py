@@ -229,7 +229,8 @@ def nan_for_infinity(x, dtype: tl.constexpr):
     """
     if dtype == tl.float8e4nv:
         if INTERPRETED:
-            x = tl.where(tl.abs(x.to(tl.float32)) == float("inf"), float("nan"), x)
+            wide = x.to(tl.float32)
+            x = (wide * 0.0 + wide).to(x.dtype)
         elif x.dtype == tl.float32:
             x = tl.fma(x, tl.zeros_like(x), x)
         else:
@@ -259,7 +260,7 @@ def saturate(y, x, dtype: tl.constexpr):
     elif INTERPRETED:
         q = y.to(dtype)
         byte = (q.to(tl.uint8, bitcast=True) & 0x80) | 0x7C
-        infinite = tl.abs(x) == float("inf")
+        infinite = abs_bits(x) == 0x7F800000
         q = tl.where(infinite, byte, q.to(tl.uint8, bitcast=True)).to(dtype, bitcast=True)
     else:
         q = tl.inline_asm_elementwise(
