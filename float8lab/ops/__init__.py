@@ -31,6 +31,7 @@ from float8lab.ops.reference import (
     encode_from_amax,
     factors_from_amax,
     prologue_shape,
+    round_to_fp8,
     round_up,
     scale_from_amax,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "plan_groups_op",
     "prologue_shape",
     "rotate_op",
+    "round_to_fp8",
     "round_up",
     "route_backward_op",
     "route_op",

@@ -19,6 +19,7 @@ from float8lab.ops import (
     cast_op,
     dequantize_op,
     factors_from_amax,
+    round_to_fp8,
 )
 
 __all__ = [
@@ -114,7 +115,8 @@ def quantize_blocks(
     """FP8 data, scales and amaxes of a tensor of any number of dimensions.
 
     Args:
-        x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32.
+        x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32,
+            and saturates where that overflows.
         spec: the format to quantize to.
         scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
             they follow from ``x``.
@@ -122,8 +124,6 @@ def quantize_blocks(
         known_amax: of a matrix, or a batch: the amaxes, one per block, if ``x`` does not tell them.
     """
     shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
-    if x.dtype == torch.float64:
-        x = x.float()
     if scale is not None:
         scale = scale.to(device=x.device, dtype=torch.float32).expand(scales)
     block = _matrix_block(spec, x.ndim)
@@ -191,11 +191,7 @@ def _by_arithmetic(
     else:
         amax, scale = scale * spec.largest(), scale.clone()
         value = x.float() / expand_scale(scale, spec.block, x.shape)
-    return _saturated(value, spec), scale, amax
-
-
-def _saturated(value: Tensor, spec: Float8Spec) -> Tensor:
-    return value.clamp(-spec.largest(), spec.largest()).to(spec.fp8_dtype)
+    return round_to_fp8(value, x, spec.fp8_dtype), scale, amax
 
 
 def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) -> Tensor:
@@ -209,7 +205,8 @@ def requantize_blocks(x: Tensor, spec: Float8Spec, scale: Tensor, amax: Tensor) 
     found, encode, scale = (
         expand_scale(t, spec.block, x.shape) for t in (own == scale, encode, scale)
     )
-    return _saturated(torch.where(found, x.float() * encode, x.float() / scale), spec)
+    value = torch.where(found, x.float() * encode, x.float() / scale)
+    return round_to_fp8(value, x, spec.fp8_dtype)
 
 
 _Stored = tuple[Tensor, Tensor, Tensor]

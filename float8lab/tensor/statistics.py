@@ -10,7 +10,8 @@ zero       the code is 0 or -0
 subnormal  the code is nonzero with an exponent field of 0
 nan, inf   the code is NaN, or an infinity (e5m2 only)
 clipped    needs an original: it lay beyond the largest by more than rounding, so that with one
-           more step of the format it would have become more. Infinities count.
+           more step of the format it would have become more. An infinity counts where a finite
+           code took its place.
 flushed    needs an original: the code is 0 or -0 and the original is not
 ========== ========================================================================================
 
@@ -639,7 +640,7 @@ class Errors:
             source=wide.masked_fill(~finite, 0.0),
             error=error,
             finite=finite,
-            clipped=quotient.abs() > top + half_step,
+            clipped=(quotient.abs() > top + half_step) & value.isfinite(),
             flushed=(qdata.float() == 0) & (wide != 0),
         )
 

@@ -677,12 +677,29 @@ def steps_of_tiles(program: str, *, of_each: bool) -> list[str]:
     return bounds
 
 
+def without_marks(ptx: str) -> tuple[str, int]:
+    """PTX without the exact products and sums that make infinities NaN, and of how many values."""
+    rest, wide = re.subn(r"fma\.rn\.f32\s+%r\d+, (%r\d+), 0f00000000, \1;", "", ptx)
+    rest, pairs = re.subn(r"fma\.rn\.b?f16x2\s+%r\d+, (%r\d+), zero, \1;", "", rest)
+    return rest, wide + 2 * pairs
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_cast_tells_infinities_from_large_numbers(name: str) -> None:
+    """The instruction that casts makes the largest number of both."""
+    for launch in launches(LAUNCHES[name]):
+        ptx = compile_launch(launch, 90).asm["ptx"]
+        assert 2 * ptx.count("cvt.rn.satfinite.e4m3x2.f32") <= without_marks(ptx)[1]
+        assert 2 * ptx.count("cvt.rn.satfinite.e5m2x2.f32") == ptx.count("set.eq.f32.f32")
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_arithmetic_is_ieee(name: str) -> None:
     """No flushed denormals, no approximate division, no NaN-propagating minimum (triton 11111)."""
     for launch in launches(LAUNCHES[name]):
         ptx = compile_launch(launch, 90).asm["ptx"]
         ptx = ptx.replace("rcp.approx.ftz", "")  # of a sigmoid, whose argument is at least 1
+        ptx, _ = without_marks(ptx)
         assert ".ftz" not in ptx
         assert "div.full" not in ptx
         assert "div.approx" not in ptx

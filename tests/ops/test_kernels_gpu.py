@@ -208,6 +208,86 @@ def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list
             )
 
 
+def with_infinities(x: Tensor) -> Tensor:
+    """Values that are not finite, and the largest, in random places of which some are neighbours."""
+    x = x.clone()
+    if x.numel() > 1:
+        places = torch.randperm(x.numel(), device=x.device)[: max(x.numel() // 50, 1)]
+        places = torch.cat((places, places[: len(places) // 2] + 1)) % x.numel()
+        most = torch.finfo(x.dtype).max
+        values = x.new_tensor([torch.inf, -torch.inf, torch.nan, most, -most])
+        x.view(-1)[places] = values[torch.arange(len(places), device=x.device) % 5]
+    return x
+
+
+@each_layout
+@each_fp8_dtype
+@each_dtype
+def test_infinities_anywhere(dtype: torch.dtype, fp8_dtype: torch.dtype, layout: Any) -> None:
+    """Every kernel of a matrix: scales found by each recipe, given ones, slots, transposes."""
+    for number, shape in enumerate(SHAPES.values()):
+        x = layout(with_infinities(matrix(shape, dtype)))
+        align = (1, 16)[number % 2]
+        for block, rule, eps in RECIPES.values():
+            how = (fp8_dtype, block, rule, eps, align)
+            got = forms.quantize(ops.cast_op, x, *how, transposed=number % 3 == 0)
+            want = forms.quantize(reference.cast, x.cpu(), *how, transposed=number % 3 == 0)
+            all_same(got[:2], want[:2])
+            *got, _ = forms.quantize_pair(ops.cast_op, x, *how, False)
+            all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *how, False)[:4])
+        for factor in (torch.tensor([0.73]), torch.tensor([3e38])):
+            slot, wanted_slot = torch.zeros(1, device="cuda"), torch.zeros(1)
+            how = (fp8_dtype, align, False)
+            *got, _ = forms.encode_pair(ops.cast_op, x, factor.cuda(), slot, *how)
+            want = forms.encode_pair(reference.cast, x.cpu(), factor, wanted_slot, *how)
+            all_same(got, want[:2])
+            same(slot, wanted_slot)
+            for divide in (False, True):
+                how = (fp8_dtype, (-1, -1), align, divide)
+                got = forms.encode(ops.cast_op, x, factor.cuda(), None, *how)
+                same(got, forms.encode(reference.cast, x.cpu(), factor, None, *how))
+
+
+@pytest.mark.parametrize("prologue", ["", "relu", "reglu"])
+@each_fp8_dtype
+@each_dtype
+def test_infinities_in_groups(dtype: torch.dtype, fp8_dtype: torch.dtype, prologue: str) -> None:
+    offs = torch.tensor([0, 17, 145, 300], dtype=torch.int32)
+    x = with_infinities(matrix((320, 528), dtype))
+    batch = with_infinities(matrix((3 * 48, 272), dtype)).view(3, 48, 272)
+    factor, slot = torch.tensor([0.73]), torch.zeros(1)
+    used = 128 + 128 + 256  # columns of the transpose that groups of 17, 128 and 155 rows have
+    recipes = [((-1, -1), "fp32"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 32), "e8m0")]
+    for block, rule in recipes:
+        for wanted in ((True, True, False), (True, False, False), (False, True, False)):
+            how = (fp8_dtype, block, rule, 0.0, *wanted)
+            got = ops.cast_groups_op(prologue, [x], dtype, offs.cuda(), *how)
+            want = reference.cast_groups(prologue, [x.cpu()], dtype, offs, *how)
+            same_groups(got, want, used)
+            if not prologue:
+                got = ops.cast_groups_op("", [batch], dtype, None, *how)
+                same_groups(got, reference.cast_groups("", [batch.cpu()], dtype, None, *how))
+    how = (fp8_dtype, (-1, -1), "encode", 0.0, True, True, False)
+    there = slot.cuda()
+    got = ops.cast_groups_op(prologue, [x], dtype, offs.cuda(), *how, factor.cuda(), there)
+    want = reference.cast_groups(prologue, [x.cpu()], dtype, offs, *how, factor, slot)
+    same_groups(got, want, used)
+    same(there, slot)
+
+
+def same_groups(
+    got: Sequence[Tensor | None], want: Sequence[Tensor | None], used: int = 0
+) -> None:
+    """Equal data, scales and amaxes, of a transpose in its first ``used`` columns if they count."""
+    for index, (one, other) in enumerate(zip(got[:5], want[:5], strict=True)):
+        if used and one is not None and other is not None and index in (3, 4) and other.ndim == 2:
+            q_t = want[3]
+            assert q_t is not None
+            columns = -(-used * other.shape[1] // q_t.shape[1])
+            one, other = one[:, :columns].contiguous(), other[:, :columns].contiguous()
+        same(one, other)
+
+
 @each_fp8_dtype
 def test_every_float16_casts_as_the_reference_does(fp8_dtype: torch.dtype) -> None:
     x = torch.arange(2**16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.float16)

@@ -11,7 +11,13 @@ from torch import Tensor
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2, FP8_DTYPES
 from float8lab.inspect.environment import why_gemm_is_emulated
-from float8lab.inspect.selfcheck.grid import REFERENCE, all_to, format_of, name_of
+from float8lab.inspect.selfcheck.grid import (
+    REFERENCE,
+    all_to,
+    format_of,
+    name_of,
+    with_infinities,
+)
 from float8lab.inspect.selfcheck.harness import BF16, FP32, Cases, checks
 from float8lab.inspect.selfcheck.products import GEMM_BOUND, Product
 from float8lab.ops import reference
@@ -54,7 +60,8 @@ def _groups(cases: Cases) -> Iterator[tuple[str, tuple[int, ...], Tensor, Tensor
     for turn, (name, sizes) in enumerate(_SIZES.items()):
         dtype = (BF16, FP32)[turn % 2]
         offs = _ends(sizes, (torch.int32, torch.int64)[turn % 2])
-        yield f"{name} {name_of(dtype)}", sizes, _rows(cases, sizes, 200 + turn, dtype), offs
+        x = _rows(cases, sizes, 200 + turn, dtype)
+        yield f"{name} {name_of(dtype)}", sizes, with_infinities(x) if turn % 2 else x, offs
 
 
 @checks("casts", REFERENCE, "cast_groups_op")

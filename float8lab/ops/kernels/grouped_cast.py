@@ -29,6 +29,7 @@ from float8lab.ops.kernels._common import (
     block_amax,
     ceil_div,
     largest_bits,
+    nan_for_infinity,
     next_power_of_2,
     pack_scaled,
     record_amax,
@@ -274,7 +275,8 @@ def _write_rows_of_blocks(
     """Every fourth row of a tile, with a scale for every 1 x BLOCK."""
     wide = widen(x)
     scale, encode = scale_from_amax(block_amax(abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE)
-    q = saturate(scale_tile(wide, encode, 1, BLOCK), q_ptr.dtype.element_ty)
+    wide = nan_for_infinity(wide, q_ptr.dtype.element_ty)
+    q = saturate(scale_tile(wide, encode, 1, BLOCK), wide, q_ptr.dtype.element_ty)
     _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
     k = tile_k * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
     mask = (row + local < limit)[:, None] & (k * BLOCK < COLUMNS)[None, :]
@@ -377,15 +379,17 @@ def _cast_groups_kernel(  # noqa: PLR0915
                     first = group * ROWS if offs_ptr is None else 0
                     of_rows = given_ptr + first + row + local
                     encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
-                _store_rows(
-                    q_ptr, saturate(widen(x) * encode, fp8), row, local, columns, limit, COLUMNS
-                )
+                x = widen(nan_for_infinity(x, fp8))
+                q = saturate(x * encode, x, fp8)
+                _store_rows(q_ptr, q, row, local, columns, limit, COLUMNS)
     if TRANSPOSE:
         if BLOCK > 0 and not SQUARE:
             encode = _column_factors(
                 largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr, COLUMNS,
                 stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
             )  # fmt: skip
+            # As the rows are cast, from wide values: else it takes half as many registers again.
+            x0, x1, x2, x3 = widen(x0), widen(x1), widen(x2), widen(x3)
         elif PER_ROW:
             of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
             mask = (columns < COLUMNS) & (group < E)
