@@ -20,6 +20,7 @@ from float8lab.ops import (
     dequantize_op,
     factors_from_amax,
     round_to_fp8,
+    scales_by_column,
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "quantize_blocks_",
     "refine_scale",
     "requantize_blocks",
+    "stores_scales_by_column",
 ]
 
 _OP_SIZES = (-1, 1, 32, 128)
@@ -102,6 +104,12 @@ def _matrix_block(spec: Float8Spec, ndim: int) -> tuple[int, int] | None:
     if len(block) == 2 or all(size == 1 for size in block[:-1]):
         return (block[-2], block[-1])
     return None
+
+
+def stores_scales_by_column(spec: Float8Spec) -> bool:
+    """Whether ``quantize_blocks`` stores the scales of ``spec`` column by column."""
+    block = _matrix_block(spec, len(spec.block))
+    return block is not None and scales_by_column(block)
 
 
 def quantize_blocks(

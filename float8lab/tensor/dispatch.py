@@ -11,7 +11,7 @@ function that takes one whole, for the class's ``__torch_function__``, which is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "ANY_VIEW",
     "announce",
     "announce_address",
+    "check_size",
     "fallback",
     "implements",
     "implements_whole",
@@ -232,6 +233,8 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
     partial = op._schema.name in _PARTIAL
     before = [plain[id(x)].clone() for x in written] if partial else []
     result = op(*args, **kwargs)
+    for x in written:  # all of them, before one is written
+        check_size(op, x, plain[id(x)].shape)
     for index, x in enumerate(written):
         value = plain[id(x)]
         if partial and x._window is None:
@@ -244,6 +247,15 @@ def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool
         return result
     back = {id(plain[id(x)]): x for x in written}
     return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
+
+
+def check_size(op: Any, x: Any, size: Sequence[int]) -> None:
+    """Raise if ``op`` resizes the Float8Tensor ``x`` in place, as torch's ``out`` may be."""
+    if tuple(size) != tuple(x.shape):
+        raise NotImplementedError(
+            f"{op} must keep the size of a Float8Tensor, {tuple(x.shape)}; got {tuple(size)}. Use "
+            "view(), or quantize() a new tensor."
+        )
 
 
 def _written(cls: type[Any], op: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -133,7 +133,8 @@ class Float8Tensor(Tensor):
             return NotImplemented  # the other class's turn
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            whole = table.whole.get(function)
+            # A handler of a whole function returns a fresh tensor: torch splits one with ``out``.
+            whole = table.whole.get(function) if kwargs.get("out") is None else None
             if whole is not None and not torch._C._are_functorch_transforms_active():
                 result = whole(*args, **kwargs)
                 if result is not NotImplemented:

@@ -25,7 +25,9 @@ from float8lab.recipes import (
     Float8BlockScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
+    Recipe,
 )
+from tests.distributed.equality import Step, assert_row, take_step
 from tests.distributed.ranks import Ranks, check_names, ranks_fixture
 
 E, H = 8, 96
@@ -161,6 +163,39 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
     module.register_parameter("fc2_weight", replicated)
     with pytest.raises(NotImplementedError, match="experts' parameters must be placed as"):
         module.run_rows(x, [len(x)] * E)
+
+
+def check_what_is_equal(ranks: Ranks) -> None:
+    """Each rank has some of the experts, and some of the tokens."""
+    groups = [dist.new_group([r]) for r in range(ranks.world)]
+    group = groups[ranks.rank]  # the ranks that hold an expert
+    x, probs, routing_map, starts = batch(ranks, *[6, 1, 0, 9][: ranks.world])
+    x *= x[:, :1].exp()
+    dy = x.flip(0)
+    here = slice(starts[ranks.rank], [*starts, len(x)][ranks.rank + 1])
+    own = slice(E // ranks.world * ranks.rank, E // ranks.world * (ranks.rank + 1))
+
+    def call(module: Any, where: slice, group: Any) -> Callable[[Tensor], Tensor]:
+        def run(tokens: Tensor) -> Tensor:
+            sent = tokens, probs[where], routing_map[where]
+            rows, beside, counts, handle = float8lab.moe_dispatch(*sent, group)
+            out = module.run_rows(rows, counts) * beside[:, None]
+            return float8lab.moe_combine(out, handle)
+
+        return run
+
+    def layer(recipe: Recipe) -> tuple[Step, Step]:
+        alone = stacked("mlp", ranks.device)
+        module = float8lab.ExpertMLP(E // ranks.world, H, H, bias=True, device=ranks.device)
+        with torch.no_grad():
+            for p, whole in zip(module.parameters(), alone.parameters(), strict=True):
+                p.copy_(whole[own])
+        run, run_alone = call(module, here, None), call(alone, slice(None), group)
+        got = take_step(module, recipe, x[here], dy[here], group=group, call=run)
+        want = take_step(alone, recipe, x, dy, group=group, call=run_alone)
+        return got, Step(want.y[here], want.dx[here], [g[own] for g in want.gradients])
+
+    assert_row(ranks, "experts: `moe_dispatch`, `ExpertMLP`", layer)
 
 
 outcome = ranks_fixture(__name__, 2, 4)

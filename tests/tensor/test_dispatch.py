@@ -217,6 +217,35 @@ def test_refused_with_the_reason(call):
         call(make((4, 4), (1, -1)))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (0,)], ids=str)
+def test_a_result_of_another_size_is_refused_and_nothing_is_written(shape):
+    """Torch resizes the tensor; some ops that write in place do so, too."""
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 4, 5)
+    x, y = quantize(torch.zeros(shape)), quantize(torch.zeros(3, 4))
+    with float8lab.fallback("silent"):
+        calls = [lambda: torch.mm(a[0], b[0], out=x), lambda: torch.aminmax(a, dim=0, out=(y, x))]
+        if x.numel():
+            calls.append(lambda: x.addbmm_(a, b))
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=r"must keep the size of a Float8Tensor"):
+                call()
+    assert (x.shape, y.shape) == (shape, (3, 4))
+    assert not torch.cat([x.dequantize().view(-1), y.dequantize().view(-1)]).any()
+
+
+def test_out_of_a_function_that_torch_would_split_is_written():
+    x = quantize(torch.eye(4) * 2)
+    for function in (torch.cholesky_inverse, torch.linalg.pinv):
+        out = quantize(torch.zeros(4, 4))
+        with float8lab.fallback("silent"):
+            function(x, out=out)
+        assert torch.equal(out.dequantize(), quantize(function(x.dequantize())).dequantize())
+    out = quantize(torch.zeros(4, 4))
+    with float8lab.fallback("silent"):
+        torch._C._nn.linear(x, x, out=out)
+    assert torch.equal(out.dequantize(), torch.eye(4) * 4)
+
+
 def differentiated_twice(function):
     x = quantize(torch.randn(2, 2, 8, 4)).requires_grad_()
     return torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
