@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from float8lab.formats import E4M3, Float4Spec
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.dispatch import run_fallback
+from float8lab.tensor.dispatch import announce_address, run_fallback, storage_without_memory
 
 __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
@@ -90,6 +90,8 @@ class Float4Tensor(Tensor):
     scale: Tensor
     tensor_scale: Tensor | None
     spec: Float4Spec
+    _readable: Tensor | None = None
+    """The dequantized copy of which ``data_ptr`` gave the address."""
 
     def __new__(
         cls,
@@ -203,6 +205,22 @@ class Float4Tensor(Tensor):
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
+
+    def data_ptr(self) -> int:
+        """Address of a dequantized copy, which is there as long as this object; 0 without data.
+
+        It is for code that reads a tensor's memory as ``dtype``: safetensors, and what saves by it.
+        """
+        if type(self.packed) is not Tensor or self.packed.is_meta:
+            return super().data_ptr()
+        announce_address(self.dtype, "4 bits", "torch.save(model.state_dict(), path)")
+        with torch.no_grad():
+            self._readable = self._decode().contiguous()
+        return self._readable.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
+        return storage_without_memory(super().untyped_storage(), self)
 
     def share_memory_(self) -> Float4Tensor:
         """Move the parts to shared memory."""
