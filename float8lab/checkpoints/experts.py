@@ -2,7 +2,8 @@
 
 Checkpoints name them ``P.<expert>.gate_proj.weight``, ``up_proj`` and ``down_proj`` (Qwen3-MoE,
 DeepSeek-V3, OLMoE), or ``w1``, ``w3`` and ``w2``. Models of Transformers 5 have two parameters,
-``P.gate_up_proj``, whose rows are those of the first two, and ``P.down_proj``.
+``P.gate_up_proj``, whose rows are those of the first two, or ``P.up_proj`` where there is no gate,
+and ``P.down_proj``.
 
 Source: Transformers, ``conversion_mapping.py`` (``qwen2_moe``, ``deepseek_v2``).
 """
@@ -23,7 +24,11 @@ from float8lab.formats import Float4Spec, Float8Spec
 
 __all__ = ["PARTS", "Stack", "is_stack", "stack_experts"]
 
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PARTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
 """Stacked parameters, and the matrices of an expert whose rows they join."""
 _ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _NAME = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")

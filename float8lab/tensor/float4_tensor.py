@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,6 +232,17 @@ class Float4Tensor(Tensor):
     def is_shared(self) -> bool:
         """Whether the parts are in shared memory."""
         return self.packed.is_shared()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float4Tensor:
+        if id(self) not in memo:
+            with torch.no_grad():
+                x: Any = self.detach().clone()
+            memo[id(self)] = x
+            own = ("packed", "scale", "tensor_scale", "spec", "_readable")
+            extra = {name: value for name, value in vars(self).items() if name not in own}
+            vars(x).update(copy.deepcopy(extra, memo))  # nn.Parameter's mark is one
+        result: Float4Tensor = memo[id(self)]
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         scale = self.scale.view(torch.uint8)  # which every loader of pickles can take
