@@ -22,7 +22,7 @@ from float8lab.integrations.checkpoint.saved_names import SavedNames
 from float8lab.nn.casts import cast, cast_by, spec_of_experts
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.other_experts import ExpertWeight, experts_class
-from float8lab.nn.convert.other_linear import OtherLinear
+from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.convert.report import is_unseen
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
@@ -34,7 +34,15 @@ from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
 from float8lab.tensor.dispatch import fallback
 
-__all__ = ["FoundWeights", "Product", "find_weights", "products"]
+__all__ = [
+    "FoundWeights",
+    "HeldWeight",
+    "Product",
+    "find_weights",
+    "held_weights",
+    "products",
+    "spec_of_held",
+]
 
 
 class Product(NamedTuple):
@@ -113,14 +121,16 @@ def find_weights(
     Raises:
         ValueError: siblings that cannot share a scale.
     """
-    found, held = products(model), list(_held_weights(model))
-    converted = any(one.precision is not None for one in (*found, *held))
-    converted |= any(isinstance(one.parameter(), Float8Tensor) for one in held)
-    shared = _shared_with_others(model, found)
+    found, held = products(model), list(held_weights(model))
+    converted = any(product.precision is not None for product in found)
+    converted |= any(
+        one.precision is not None or isinstance(one.parameter(), Float8Tensor) for one in held
+    )
+    shared = _shared_with_others(model, found, held)
     reasons: dict[str, str] = {}
 
     def chosen_for(
-        layer: Product | _Held, paths: Sequence[str], parameters: Sequence[Any]
+        layer: Product | HeldWeight, paths: Sequence[str], parameters: Sequence[Any]
     ) -> Recipe | None:
         """The recipe by which parameters in high precision are cast, or None and the reason."""
         chosen = _recipe(layer.precision, recipe, default)
@@ -155,7 +165,7 @@ def find_weights(
                 weights.append(_held_weight(one, None, names))
         elif one.precision is not None:
             chosen = chosen_for(one, (one.path,), (one.parameter(),))
-            if chosen is not None and _spec_of(one, chosen) is None:
+            if chosen is not None and spec_of_held(one, chosen) is None:
                 reasons[one.path] = "blocks of its scales lie across matrices that are cast as one"
             elif chosen is not None:
                 weights.append(_held_weight(one, chosen, names))
@@ -166,7 +176,7 @@ def _excluded_by(name: str, exclude: Sequence[str]) -> str | None:
     return next((pattern for pattern in exclude if matches(name, pattern)), None)
 
 
-class _Held(NamedTuple):
+class HeldWeight(NamedTuple):
     """A parameter that is no ``torch.nn.Linear``'s weight, and how its module casts it."""
 
     module: nn.Module
@@ -186,11 +196,20 @@ class _Held(NamedTuple):
     """Why no format of another library has names for it; empty if one has."""
     first: int = 0
     """The number of the first expert."""
+    joined: bool = False
+    """Whether other parameters are cast with it as one matrix."""
 
     @property
     def path(self) -> str:
         """Qualified name of the parameter."""
         return f"{self.name}.{self.local}" if self.name else self.local
+
+    @property
+    def castable(self) -> bool:
+        """Whether its module can be converted; experts in a loop of a model's own cannot."""
+        return isinstance(self.module, (ExpertsBase, GroupedLinear)) or bool(
+            experts_class(self.module) or known_linear(type(self.module))
+        )
 
     def parameter(self) -> Tensor:
         """The parameter; parametrized, its value."""
@@ -198,11 +217,13 @@ class _Held(NamedTuple):
         return found
 
 
-def _held_weights(model: nn.Module) -> Iterator[_Held]:
+def held_weights(model: nn.Module) -> Iterator[HeldWeight]:
     """The weights of layers of other libraries, and of experts: one, or all in a parameter."""
     for name, module in model.named_modules():
-        if isinstance(module, OtherLinear):
-            yield _held_by_linear(name, module)
+        known = known_linear(type(module))
+        if known is not None:
+            if known is not nn.Linear:
+                yield _held_by_linear(name, module, known)
         elif isinstance(module, GroupedLinear):
             yield from _held_by_grouped(name, module)
         else:
@@ -212,30 +233,30 @@ def _held_weights(model: nn.Module) -> Iterator[_Held]:
             elif isinstance(module, ExpertsBase):
                 found = {f"{part}_weight": ExpertWeight(part) for part in module.parts}
             else:
-                stacks = (local for local in PARTS if local in module._parameters)
+                stacks = ((local, module._parameters.get(local)) for local in PARTS)
                 found = {
                     local: ExpertWeight("")
-                    for local in stacks
-                    if isinstance(module._parameters[local], Float8Tensor)
-                    and module._parameters[local].ndim == 3  # type: ignore[union-attr]
+                    for local, stack in stacks
+                    if isinstance(stack, Float8Tensor) and stack.ndim == 3
                 }
             for local, weight in found.items():
                 yield _held_by_experts(name, module, local, weight)
 
 
-def _held_by_linear(name: str, module: OtherLinear) -> _Held:
-    def take(experts: slice) -> Tensor:
-        return module.matrix(module).detach().unsqueeze(0)
+def _held_by_linear(name: str, module: Any, known: type) -> HeldWeight:
+    kind = load_float8_class(known)
 
-    shape = (1, *module.matrix(module).shape)
-    obstacle = f"no other library has an FP8 form of {module.original.__name__}"
-    return _Held(
-        module, name, "weight", module._fp8, shape, take,
-        lambda x: module.from_matrix(x[0]), obstacle,
+    def take(experts: slice) -> Tensor:
+        return kind.matrix(module).detach().unsqueeze(0)
+
+    return HeldWeight(
+        module, name, "weight", module._fp8 if isinstance(module, OtherLinear) else None,
+        (1, *kind.matrix(module).shape), take, lambda x: kind.from_matrix(x[0]),
+        f"no other library has an FP8 form of {known.__name__}",
     )  # fmt: skip
 
 
-def _held_by_grouped(name: str, module: GroupedLinear) -> Iterator[_Held]:
+def _held_by_grouped(name: str, module: GroupedLinear) -> Iterator[HeldWeight]:
     locals_of = module._names["weight"]
     obstacle = "no other library has names for the weights of GroupedLinear"
     for index, local in enumerate(locals_of):
@@ -247,7 +268,7 @@ def _held_by_grouped(name: str, module: GroupedLinear) -> Iterator[_Held]:
 
         weight = getattr(module, local)
         shape = tuple(weight.shape) if single else (1, *weight.shape)
-        yield _Held(
+        yield HeldWeight(
             module, name, local, module._fp8, shape, take,
             _same if single else operator.itemgetter(0), obstacle, index,
         )  # fmt: skip
@@ -257,7 +278,7 @@ def _same(x: Any) -> Any:
     return x
 
 
-def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWeight) -> _Held:
+def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWeight) -> HeldWeight:
     kind = experts_class(module)
     parameter: Tensor = operator.attrgetter(local)(module)
     experts = parameter.shape[0] if kind is None else kind.shapes(module)[0][0]
@@ -282,10 +303,10 @@ def _held_by_experts(name: str, module: nn.Module, local: str, weight: ExpertWei
         return x if x.shape == parameter.shape else x.reshape(parameter.shape)
 
     precision = dict(precisions(module)).get(weight.part)
-    return _Held(
+    return HeldWeight(
         module, name, local, precision if isinstance(module, ExpertsBase) else None,
         (experts, sum(rows), matrices(local).shape[2]), take, lay_out,
-        _obstacle(module, local, weight),
+        _obstacle(module, local, weight), joined=len(joined) > 1,
     )  # fmt: skip
 
 
@@ -312,7 +333,7 @@ def _hollow(shape: tuple[int, ...], spec: Float8Spec) -> Float8Tensor:
     return Float8Tensor(data, scale, scale, spec, torch.float32)
 
 
-def _spec_of(held: _Held, recipe: Recipe) -> Float8Spec | None:
+def spec_of_held(held: HeldWeight, recipe: Recipe) -> Float8Spec | None:
     """How a parameter is stored that holds the cast of its layer; None if no blocks say it."""
     with fallback("silent"):
         found = held.lay_out(_hollow(held.shape, spec_of_experts(recipe.linear.w)))
@@ -320,7 +341,7 @@ def _spec_of(held: _Held, recipe: Recipe) -> Float8Spec | None:
 
 
 def _cast_batch(
-    held: _Held, recipe: Recipe, experts: slice = slice(None), *, amax: bool = False
+    held: HeldWeight, recipe: Recipe, experts: slice = slice(None), *, amax: bool = False
 ) -> Float8Tensor:
     """Cast matrices as a forward in evaluation would now."""
     x, spec = held.take(experts), recipe.linear.w
@@ -344,13 +365,13 @@ def _cast_batch(
     return Float8Tensor(qdata[:, : x.shape[1], : x.shape[2]], scale, amaxes, batch, x.dtype)
 
 
-def _held_weight(held: _Held, recipe: Recipe | None, names: SavedNames) -> Weight:
+def _held_weight(held: HeldWeight, recipe: Recipe | None, names: SavedNames) -> Weight:
     """A parameter that is stored in FP8, if ``recipe`` is None, or cast by it.
 
     ``experts`` are each expert's matrices, as other libraries have them.
     """
     parameter: Any = held.parameter()
-    spec = parameter.spec if recipe is None else _spec_of(held, recipe)
+    spec = parameter.spec if recipe is None else spec_of_held(held, recipe)
     assert spec is not None, "it was found before"
 
     def make(*, amax: bool = False) -> list[Stored]:
@@ -379,7 +400,7 @@ def _held_weight(held: _Held, recipe: Recipe | None, names: SavedNames) -> Weigh
 
 
 def _split_experts(
-    held: _Held,
+    held: HeldWeight,
     spec: Float8Spec,
     make_part: Callable[..., list[Stored]],
     names: SavedNames,
@@ -421,9 +442,14 @@ def _split_experts(
     return tuple(found)
 
 
-def _shared_with_others(model: nn.Module, found: Sequence[Product]) -> set[int]:
+def _shared_with_others(
+    model: nn.Module, found: Sequence[Product], held: Sequence[HeldWeight]
+) -> set[int]:
     """Parameters that some module uses in another way, as an embedding does."""
     ours = {(id(p.module), name) for p in found for name in p.parameters}
+    for one in held:
+        below, _, local = one.local.rpartition(".")
+        ours.add((id(one.module.get_submodule(below)), local))
     return {
         id(parameter)
         for module in model.modules()
