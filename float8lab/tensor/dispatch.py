@@ -29,6 +29,7 @@ __all__ = [
     "implements",
     "implements_whole",
     "run_fallback",
+    "storage_without_memory",
     "table",
 ]
 
@@ -190,24 +191,43 @@ def _announce_update(op: Any, written: list[Any], args: Any, kwargs: Any) -> Non
         )
 
 
-def announce_address(dtype: torch.dtype) -> None:
-    """Warn once that a Float8Tensor's memory is read as ``dtype``, or raise, as the policy says."""
+def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
+    """Warn once that the memory of a quantized weight is read as ``dtype``, or raise.
+
+    Args:
+        dtype: the dtype that the weight stands for.
+        stored: how it is stored, in words.
+        keeper: what saves it as it is stored.
+    """
     if _POLICY.name == "error":
         raise NotImplementedError(
-            "data_ptr() of a Float8Tensor must dequantize it. Save with "
-            "float8lab.integrations.export, which keeps FP8, or allow dequantizing with "
+            f"data_ptr() of a weight stored in {stored} must dequantize it. Save with {keeper}, "
+            f"which keeps {stored}, or allow dequantizing with "
             'float8lab.fallback("warn").'
         )
-    if _POLICY.name == "warn" and "data_ptr" not in _POLICY.warned:
-        _POLICY.warned.add("data_ptr")
+    if _POLICY.name == "warn" and f"data_ptr {stored}" not in _POLICY.warned:
+        _POLICY.warned.add(f"data_ptr {stored}")
         warnings.warn(
-            f"weights stored in FP8 are read, and so saved, in {dtype}: safetensors and what saves "
-            "by it, such as save_pretrained, get dequantized copies. "
-            "float8lab.integrations.export writes them in FP8 "
+            f"weights stored in {stored} are read, and so saved, in {dtype}: safetensors and what "
+            "saves by it, such as save_pretrained, get dequantized copies. "
+            f"{keeper} writes them in {stored} "
             '(said once; float8lab.fallback("silent") or ("error") changes this).',
             UserWarning,
             stacklevel=3,
         )
+
+
+def storage_without_memory(storage: Any, owner: Tensor) -> Any:
+    """Make torch's record of a wrapper's storage say 0 bytes, and an address like no other.
+
+    safetensors looks by these for tensors that share memory. One that shares its quantized data
+    with another is written as a copy of its own.
+    """
+    if "size" not in vars(storage):
+        storage.size = storage.nbytes  # torch takes storages of size 0 for freed ones
+        storage.nbytes = int
+    storage.data_ptr = id(owner).__int__
+    return storage
 
 
 def run_fallback(cls: type[Any], op: Any, args: Any, kwargs: Any, *, quiet: bool = False) -> Any:

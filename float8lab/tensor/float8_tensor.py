@@ -19,6 +19,7 @@ from float8lab.tensor.dispatch import (
     ANY_VIEW,
     announce_address,
     run_fallback,
+    storage_without_memory,
     table,
 )
 from float8lab.tensor.statistics import (
@@ -298,24 +299,15 @@ class Float8Tensor(Tensor):
         """
         if not self._has_data():
             return super().data_ptr()
-        announce_address(self.dtype)
+        announce_address(self.dtype, "FP8", "float8lab.integrations.export")
         with torch.no_grad():
             if self._readable is None:
                 self._readable = torch.empty_like(self.qdata, dtype=self.dtype)
             return self._readable.copy_(self._decode()).data_ptr()
 
     def untyped_storage(self) -> Any:
-        """Torch's record of a storage, which has no memory: 0 bytes, and an address like no other.
-
-        safetensors looks by these for tensors that share memory. One that shares its FP8 data with
-        another is written as a copy of its own.
-        """
-        storage: Any = super().untyped_storage()
-        if "size" not in vars(storage):
-            storage.size = storage.nbytes  # torch takes storages of size 0 for freed ones
-            storage.nbytes = int
-        storage.data_ptr = id(self).__int__
-        return storage
+        """Torch's record of a storage, which has no memory: see ``storage_without_memory``."""
+        return storage_without_memory(super().untyped_storage(), self)
 
     def share_memory_(self) -> Float8Tensor:
         """Move the FP8 data and scales to shared memory."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,18 @@ from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.permute import gather_rows, routed
 
-__all__ = ["OtherExperts", "experts_class", "routers"]
+__all__ = ["ExpertWeight", "OtherExperts", "experts_class", "routers"]
+
+
+class ExpertWeight(NamedTuple):
+    """A parameter with matrices of all experts, as a layer of theirs takes it."""
+
+    part: str
+    """The layer, of ``ExpertsBase.parts``."""
+    transposed: bool = False
+    """Whether the matrices are ``[in, out]``."""
+    joined: tuple[str, ...] = ()
+    """Parameters, this one included, whose rows the layer casts as those of one matrix."""
 
 
 class OtherExperts(ExpertsBase):
@@ -45,6 +56,11 @@ class OtherExperts(ExpertsBase):
     @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         """``[E, out, in]`` of the weights."""
+        raise NotImplementedError
+
+    @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        """The parameters with the experts' matrices, by their names below the module."""
         raise NotImplementedError
 
     @staticmethod
@@ -139,6 +155,14 @@ class TransformersExperts(OtherExperts):
         return (weights[0], biases[0]), (weights[1], biases[1])
 
     @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        transposed = bool(module.is_transposed)
+        return {
+            first: ExpertWeight("fc1", transposed), "down_proj": ExpertWeight("fc2", transposed)
+        }  # fmt: skip
+
+    @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in TransformersExperts.layers(module)]
 
@@ -209,6 +233,12 @@ class LlamaExperts(OtherExperts):
         return (module.gate_up_proj.mT, None), (module.down_proj.mT, None)
 
     @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        return {
+            "gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)
+        }  # fmt: skip
+
+    @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         return [tuple(weight.shape) for weight, _ in LlamaExperts.layers(module)]
 
@@ -250,6 +280,11 @@ class DbrxExperts(OtherExperts):
         return (torch.cat((w1, v1), 1), None), (w2.mT, None)
 
     @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        first = ExpertWeight("fc1", joined=("mlp.w1", "mlp.v1"))
+        return {"mlp.w1": first, "mlp.v1": first, "mlp.w2": ExpertWeight("fc2", True)}
+
+    @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         inner = module.mlp
         E, F, H = inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size
@@ -284,6 +319,12 @@ class TitanExperts(OtherExperts):
         return (torch.cat((w1, w3), 1), None), (w2, None)
 
     @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        w1, w2, w3 = _names_of_titan(module) or _W
+        first = ExpertWeight("fc1", joined=(w1, w3))
+        return {w1: first, w2: ExpertWeight("fc2"), w3: first}
+
+    @staticmethod
     def shapes(module: Any) -> list[tuple[int, ...]]:
         E, F, D = getattr(module, (_names_of_titan(module) or _W)[0]).shape
         return [(E, 2 * F, D), (E, D, F)]
@@ -313,6 +354,10 @@ class TitanGroupedMM(OtherExperts):
     @staticmethod
     def fits(module: Any) -> bool:
         return hasattr(module, "_grouped_mm") and _names_of_titan(module) is not None
+
+    @staticmethod
+    def weights(module: Any) -> dict[str, ExpertWeight]:
+        return dict(zip(_names_of_titan(module) or _W, map(ExpertWeight, _W), strict=True))
 
     shapes = TitanExperts.shapes
 

@@ -37,6 +37,7 @@ __all__ = [
     "candidates",
     "conversion_report",
     "emulated_gemms",
+    "explain_layer",
     "forget_conversion",
     "has_recipe",
     "is_unseen",
@@ -210,6 +211,11 @@ def remember_conversion(
     for layer, note in layers:
         vars(layer)[_NOTE] = note
         vars(layer).pop(_UNSEEN, None)
+
+
+def explain_layer(layer: nn.Module, note: str) -> None:
+    """Say in the report why a layer stays in high precision, in place of what was said before."""
+    vars(layer)[_NOTE] = note
 
 
 def mark_unseen(layer: nn.Module) -> None:
