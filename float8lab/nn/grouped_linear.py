@@ -21,7 +21,11 @@ from float8lab.arguments import (
     has_values,
     shown,
 )
-from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
+from float8lab.distributed.expert_parallel import (
+    check_held_experts,
+    experts_here,
+    held_experts,
+)
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -281,7 +285,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         weights = self._parameters_of("weight")
         biases = self._parameters_of("bias") if self.use_bias else None
-        experts = self.num_gemms
+        experts, held = self.num_gemms, held_experts(weights[0])
         if hasattr(weights[0], "placements"):
             weights, biases = self._experts_here(weights, biases)
             experts = weights[0].shape[0]
@@ -294,12 +298,12 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         fused = self._fused(weights)
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
-            fused_weight=fused if len(fused) == len(weights) else None,
+            fused_weight=fused if len(fused) == len(weights) else None, experts=held,
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
-        if call is not None and call.plan.delayed and experts != self.num_gemms:
-            refuse_delayed(experts, self.num_gemms)
+        if call is not None and call.plan.delayed:
+            check_held_experts(experts, self.num_gemms, held)
         as_it_is = type(weights[0]) in (nn.Parameter, Float8Tensor)
         if call is None and (self.fuse_wgrad_accumulation or not as_it_is):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
@@ -312,6 +316,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
             self._fp8.calibrate(
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
+                held,
             )
         bias = None
         if biases is not None and not self.return_bias:

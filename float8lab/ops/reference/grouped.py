@@ -177,7 +177,8 @@ def _record_amaxes(x: Tensor, bounds: Sequence[tuple[int, int, int]], slot: Tens
     for index, (start, end, _) in enumerate(bounds):
         if end > start and x.shape[1]:
             amax = x[start:end].abs().max().float()
-            slot[index] = torch.maximum(slot[index], amax)
+            of_group = slot.view(-1)[index]
+            of_group.copy_(torch.maximum(of_group, amax))
 
 
 def _cast_groups_per_tensor(
@@ -246,8 +247,9 @@ def _cast_batch(
         parts: Any = zip(*found, strict=True)
         return [torch.stack(of)[:E] if of[0] is not None else None for of in parts]
 
-    q, scale, amax = cast(False) if straight else (None, None, None)
+    q, scale, amax = cast(False) if straight or not transposed else (None, None, None)
     q_t, scale_t, amax_t = cast(True) if transposed else (None, None, None)
+    q, scale = (q, scale) if straight else (None, None)
     return q, scale, amax_t if amax is None else amax, q_t, scale_t, None
 
 
