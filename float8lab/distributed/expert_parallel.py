@@ -84,9 +84,9 @@ def check_held_experts(here: int, experts: int, held: range | None) -> None:
     """
     if here != (experts if held is None else len(held)):
         raise NotImplementedError(
-            f"weights must be those of all {experts} experts under DelayedScaling, or DTensors with "
-            f"Shard(0); got plain ones of {here}: nothing says which slots are theirs. Place them "
-            "so, or choose another recipe."
+            f"weights must be those of all {experts} experts under DelayedScaling, or DTensors "
+            f"with Shard(0); got plain ones of {here}, and nothing says which slots are theirs. "
+            "Place them so, or choose another recipe."
         )
 
 

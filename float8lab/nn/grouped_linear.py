@@ -85,9 +85,9 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     sums made, where tokens are sent to experts and back.
 
     Parameters: ``weight0``, ``[out_features, in_features]``, ``bias0``, ``[out_features]``,
-    ``weight1`` and so on, in this order, to ``bias<num_gemms - 1>``; or, for less work for the host, ``weight``,
-    ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of either kind loads into
-    the other.
+    ``weight1`` and so on, in this order, to ``bias<num_gemms - 1>``; or, for less work for the
+    host, ``weight``, ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of
+    either kind loads into the other.
 
     Args:
         num_gemms: number of experts.
@@ -301,11 +301,10 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         if dgrad_out is not None:
             self._check_buffer("dgrad_out", dgrad_out, (*inp.shape[:-1], self.in_features))
             x = into_buffer(x, dgrad_out.view_as(x))
-        fused = self._fused(weights)
-        all_fused = 0 < len(fused) == len(weights) and self._are_one(weights)
+        fused, from_one = self._fused(weights)
         call = self._fp8.begin(
             x, training=self.training, first_microbatch=is_first_microbatch,
-            fused_weight=fused if all_fused else None, experts=held,
+            fused_weight=fused if from_one else None, experts=held,
         )  # fmt: skip
         if call is not None and weights[0].dtype not in HIGH_PRECISION_DTYPES:
             call = None
@@ -314,7 +313,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         as_it_is = type(weights[0]) in (nn.Parameter, Float8Tensor)
         if call is None and (self.fuse_wgrad_accumulation or not as_it_is):
             weights = [plain_weight(self, w, is_first_microbatch) for w in weights]
-        elif fused and not all_fused:
+        elif fused and not from_one:
             weights = [plain_weight(self, w, is_first_microbatch, as_main=True) for w in weights]
         weight, parts = self._whole("weight", weights, kept=is_first_microbatch is not None)
         count = len(parts)
@@ -404,19 +403,21 @@ class GroupedLinear(Shardable, TensorParallelGroup):
         y: Tensor = GroupedFunction.run(x, weight, bias, offs, call)
         return parallel.cropped(y, 1, length, edge).contiguous() if column else y
 
-    def _fused(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The weights whose gradients are to go into their ``main_grad``."""
-        if not self.fuse_wgrad_accumulation:
-            return ()
-        return tuple(w for w in weights if w.requires_grad and fused_weight(self, w) is not None)
+    def _fused(self, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], bool]:
+        """The weights whose gradients are to go into their ``main_grad``, and whether from one.
 
-    def _are_one(self, weights: Sequence[Tensor]) -> bool:
-        """Whether one gradient of all weights tells which of them have it.
-
-        It does not where autograd has the gradient of a copy.
+        That is the gradient of all. Where autograd has it of a copy of the weights, it does not
+        tell which of them have it.
         """
-        is_one = self.single_grouped_weight or torch.compiler.is_compiling()
-        return is_one or bool(self._whole("weight", weights)[1])
+        if not self.fuse_wgrad_accumulation:
+            return (), False
+        fused = tuple(w for w in weights if w.requires_grad and fused_weight(self, w) is not None)
+        from_one = len(fused) == len(weights) and (
+            self.single_grouped_weight
+            or torch.compiler.is_compiling()
+            or bool(self._whole("weight", weights)[1])
+        )
+        return fused, from_one
 
     def _check_buffer(self, name: str, buffer: Any, shape: tuple[int, ...]) -> None:
         check_tensor(name, buffer, optional=True)

@@ -104,8 +104,8 @@ def _cast(
     if offs is not None or inputs[0].ndim == 3:
         groups = Groups(prologue, inputs, dtype, offs)
         experts = range(first_expert, first_expert + (inputs[0] if offs is None else offs).shape[0])
-        x = groups if offs is not None else inputs[0]
-        factors, slot = owner_of(handle).scale_in_graph(*found, index, record, x, experts)
+        grouped = groups if offs is not None else inputs[0]
+        factors, slot = owner_of(handle).scale_in_graph(*found, index, record, grouped, experts)
         q, _, _, q_t, _, total = cast_groups_op(
             *(*groups[:4], fp8_dtype, (-1, -1), "encode", 0.0),
             *(straight, transposed, column_sum, factors.encode, slot),

@@ -121,9 +121,7 @@ class Call:
         if known is not None:  # a recomputation: under the scales of its original
             self.known = known
         else:
-            self.known = (
-                _UNKNOWN if slots is None else slots.known(record=record, experts=experts)
-            )
+            self.known = _UNKNOWN if slots is None else slots.known(record=record, experts=experts)
 
     def asks_for_values(self, index: int) -> bool:
         """Whether ``scale`` will look at the values of its ``x``, not at its shape alone."""

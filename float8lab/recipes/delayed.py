@@ -1,15 +1,16 @@
 """Delayed-scaling state: amax history and scale of every tensor that a module casts.
 
 A *slot* is the state of one cast tensor, or of one expert's part of it: an amax accumulator, an
-encode factor and the scale that is 1 over it, a history column. A rank that holds some of a
-module's experts has the slots of all, so that columns mean the same on every rank; those of the
-others record nothing. An expert has its first scale from its own first rows, whenever they come.
-Until all have one, casts look for the amaxes of those that come first. Casts multiply by the encode factor, which the scale does not tell
-exactly unless it is a power of two; a scale that comes from elsewhere has 1 over it. A module's
-slots for one recipe are a ``DelayedSlots``; the slots of many modules lie side by side in a
-``ScalePack``, so that one launch advances them all (``reduction.py`` makes ranks agree). Each
-``DelayedSlots`` starts in a pack of its own; the first region in which several packs are used
-merges them.
+encode factor and the scale that is 1 over it, a history column. Casts multiply by the encode
+factor, which the scale does not tell exactly unless it is a power of two; a scale that comes from
+elsewhere has 1 over it. A module's slots for one recipe are a ``DelayedSlots``; the slots of many
+modules lie side by side in a ``ScalePack``, so that one launch advances them all (``reduction.py``
+makes ranks agree). Each ``DelayedSlots`` starts in a pack of its own; the first region in which
+several packs are used merges them.
+
+A rank that holds some of a module's experts has the slots of all of them, so that columns mean the
+same on every rank; those of experts elsewhere record nothing here. An expert has its first scale
+from its own first rows, in whatever step they come. Until all have one, casts look for amaxes.
 
 Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' casts share from one
 update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA

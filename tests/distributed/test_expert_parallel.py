@@ -116,6 +116,12 @@ def stacked(kind: str, device: torch.device) -> Any:
     return module
 
 
+def place(_: str, module: nn.Module, mesh: Any) -> None:
+    """Give each rank some experts of every parameter."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+
+
 def check_shards_of_stacked_weights(ranks: Ranks) -> None:
     """Experts that are DTensors, converted before and after, have the bytes of one rank's.
 
@@ -140,10 +146,6 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
             y.backward((y.detach() * 1.7).cos())
             results += [y.detach(), tokens.grad]
         return [*results, *(p.grad for p in module.parameters())]
-
-    def place(_: str, module: nn.Module, mesh: Any) -> None:
-        for name, p in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
 
     for recipe in (
         Float8RowwiseScaling(), Float8BlockScaling(), MXFP8BlockScaling(), Float8CurrentScaling(),
@@ -178,8 +180,12 @@ def check_shards_of_stacked_weights(ranks: Ranks) -> None:
                 forward = (..., slice(2 * E))  # gradients' amaxes wait for the next region
                 assert torch.equal(mine[forward], states[1][name][forward])
             saved[0].load_state_dict(states[1])
+
+
+def check_experts_that_are_placed_otherwise(ranks: Ranks) -> None:
+    mesh = ranks.mesh()
+    x, probs, routing_map, _ = batch(ranks, 3, 4, 1, 6)
     module = distribute_module(stacked("mlp", ranks.device), mesh, place)
-    x, probs, routing_map, _ = batches[0]
     with pytest.raises(NotImplementedError, match="ExpertMLP must be given the rows"):
         module(x, probs, routing_map)
     few = stacked("mlp", ranks.device)

@@ -30,7 +30,9 @@ def test_groups_have_the_bytes_of_being_cast_alone(sizes, cast):
         "", [x], x.dtype, ends(sizes), E4M3, block, rule, 0.0, True, True, True
     )
     if block == (-1, -1):
-        parts = [part.abs().max() if len(part) else torch.zeros(()) for part in x.split([*sizes, 9])]
+        parts = [
+            part.abs().max() if len(part) else torch.zeros(()) for part in x.split([*sizes, 9])
+        ]
         assert torch.equal(amax.flatten(), torch.stack(parts[:-1]))
         assert (scale[amax == 0] == 1).all()
     assert q.shape == (M, 80)

@@ -274,7 +274,8 @@ def grouped_mm(
     that is in groups: ``[E, N, K]``.
 
     Operands in FP8 are as ``cast_groups`` gives them, so a contraction has its groups at multiples
-    of ``SPAN``; one scale may also serve all groups of a matrix. Operands without scales are in high precision, and there groups follow each other.
+    of ``SPAN``; one scale may also serve all groups of a matrix. Operands without scales are in
+    high precision, and there groups follow each other.
 
     ``plan`` is that of ``plan_groups`` for the rows in groups, or those that a transpose had, where
     several products share it. It changes nothing.
