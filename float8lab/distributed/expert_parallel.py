@@ -36,10 +36,11 @@ from float8lab.tensor.permute import (
 
 __all__ = [
     "DispatchHandle",
+    "check_held_experts",
     "experts_here",
+    "held_experts",
     "moe_combine",
     "moe_dispatch",
-    "refuse_delayed",
     "shares_experts",
 ]
 
@@ -65,12 +66,28 @@ def experts_here(parameter: Any) -> Any:
     return parameter.to_local()
 
 
-def refuse_delayed(here: int, experts: int) -> None:
-    """Raise for delayed scaling of weights of which a rank has but some."""
-    raise NotImplementedError(
-        f"recipe must not be DelayedScaling where ranks share {experts} experts; got it, and {here}"
-        " of them here: amaxes of one would be reduced with those of others. Choose another recipe."
-    )
+def held_experts(parameter: Any) -> range | None:
+    """Which experts of a stacked parameter this rank holds; None: all, or nothing says which."""
+    if not hasattr(parameter, "placements") or not shares_experts(parameter.placements):
+        return None
+    experts, mesh = parameter.shape[0], parameter.device_mesh
+    each = -(-experts // mesh.size())  # as DTensor cuts
+    first = min(mesh.get_local_rank() * each, experts)
+    return range(first, min(first + each, experts))
+
+
+def check_held_experts(here: int, experts: int, held: range | None) -> None:
+    """Check that a layer under delayed scaling has the weights of the experts that it is for.
+
+    Raises:
+        NotImplementedError: it has other weights, and nothing says of which experts.
+    """
+    if here != (experts if held is None else len(held)):
+        raise NotImplementedError(
+            f"weights must be those of all {experts} experts under DelayedScaling, or DTensors "
+            f"with Shard(0); got plain ones of {here}, and nothing says which slots are theirs. "
+            "Place them so, or choose another recipe."
+        )
 
 
 @dataclass(frozen=True)

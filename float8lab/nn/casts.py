@@ -39,6 +39,7 @@ from float8lab.ops import (
     transpose_op,
 )
 from float8lab.ops.declare import planned
+from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import Factors, QuantParams, own_amax
@@ -130,7 +131,7 @@ def cast(
             matrix, index, call, fp8_dtype, align, *wanted,
             offs=x.offs if isinstance(x, Groups) else None,
         )  # fmt: skip
-        if isinstance(x, Tensor) and x.ndim == 3:
+        if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
             scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
         return Quantized(q, scale, encode, q_t, scale, total)
     if call.shards is not None:
@@ -525,6 +526,7 @@ def show_cast(
     there.
     """
     if isinstance(x, Groups):
+        operand, spec = _by_row(x, operand, spec)
         x = x.owned()
     if call.parallel is not None and not isinstance(x, Float8Tensor):
         padded = tuple(round_up(size, ALIGN) for size in _shape(x))
@@ -532,6 +534,16 @@ def show_cast(
             return  # a shard whose blocks lie on several ranks has more beside it
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
+
+
+def _by_row(x: Groups, operand: Operand, spec: Float8Spec) -> tuple[Operand, Float8Spec]:
+    """The operand with a scale for each row, where it has one for each group."""
+    if spec.block != (-1, -1):
+        return operand, spec
+    assert x.offs is not None, "not a batch"
+    of_rows = groups_of_rows(operand.data.shape[0], x.offs)
+    scale = operand.scale.reshape(-1, 1).expand(x.offs.shape[0], 1)[of_rows]
+    return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
 def show_input(x: Matrix, specs: Orientations, quantized: Quantized, call: Call) -> None:

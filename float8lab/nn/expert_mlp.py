@@ -17,7 +17,11 @@ from float8lab.arguments import (
     check_input,
     check_size,
 )
-from float8lab.distributed.expert_parallel import experts_here, refuse_delayed
+from float8lab.distributed.expert_parallel import (
+    check_held_experts,
+    experts_here,
+    held_experts,
+)
 from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -110,16 +114,21 @@ class ExpertsBase(nn.Module):
                 precision.end(call)
         return y
 
+    def _held_experts(self) -> range | None:
+        """Which experts this rank holds; None: all of them."""
+        stacks = (p for p in self.parameters() if p.ndim == 3)
+        return held_experts(next(stacks, None))
+
     def _begin_layer(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
-        fused = fused_weight(self, weight)
+        fused, held = fused_weight(self, weight), self._held_experts()
         call = precision.begin(
             x, training=self.training, first_microbatch=first_microbatch,
-            fused_weight=None if fused is None else (fused,),
+            fused_weight=None if fused is None else (fused,), experts=held,
         )  # fmt: skip
-        if call is not None and call.plan.delayed and weight.shape[0] != precision.experts:
-            refuse_delayed(weight.shape[0], precision.experts)
+        if call is not None and call.plan.delayed:
+            check_held_experts(weight.shape[0], precision.experts, held)
         return call if weight.dtype in HIGH_PRECISION_DTYPES else None
 
     def _apply_experts(
@@ -137,6 +146,7 @@ class ExpertsBase(nn.Module):
             precision.calibrate(
                 Groups.of(x.detach(), Ends(offs, None)),
                 weight.detach(),
+                self._held_experts(),
             )
         y: Tensor = GroupedFunction.run(x, weight, bias, offs, call, True)
         return y

@@ -95,7 +95,7 @@ class ScalingState:
             if f"{key}/encode" in state:  # else 1 over the scale
                 names.append("encode")
             mine = {name: slots.tensors()[name] for name in names}
-            theirs = {name: state.get(f"{key}/{name}") for name in names}
+            theirs = {name: _fitted(slots, state.get(f"{key}/{name}")) for name in names}
             if any(value is None for value in theirs.values()):
                 missing.append(key)
             elif not all(_is_like(theirs[name], mine[name]) for name in mine):
@@ -129,6 +129,10 @@ class ScalingState:
                 path = ".".join(filter(None, (name, part)))
                 for (recipe, _), slots in precision.slots.items():
                     yield f"{path}/{recipe!r}", slots
+
+
+def _fitted(slots: DelayedSlots, value: Any) -> Any:
+    return slots.fitted(value) if isinstance(value, Tensor) else value
 
 
 def _is_like(value: Any, tensor: Tensor) -> bool:
