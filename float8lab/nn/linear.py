@@ -28,6 +28,7 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import Rows, SharedScales
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
@@ -472,7 +473,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         parts = f", parameters_split={self._split}" if self._split else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={first is not None}{parts}"
+            f"bias={first is not None}{parts}{describe_fp8(self)}"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.linear import moved_in_place
 from float8lab.nn.precision import Precision
@@ -72,6 +73,9 @@ class OtherLinear(nn.Module):
         if call.is_region:
             self._fp8.end(call)
         return y
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}{describe_fp8(self)}".removeprefix(", ")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with moved_in_place(self, fn):

@@ -18,6 +18,8 @@ from float8lab.nn.convert.other_experts import OtherExperts, experts_class
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.convert.plan import CONVERTED, LayerPlan
 from float8lab.nn.convert.report import has_recipe
+from float8lab.nn.convert.wrapped_forward import rebind_forward
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, place_precisions, precisions
 
@@ -33,6 +35,7 @@ def set_recipe(plan: LayerPlan) -> None:
     if plan.recipe is not None and not isinstance(layer, CONVERTED):
         kind, key = experts_class(layer), f"name {plan.name}"
         layer.__class__ = class_of(layer, functools.partial(_float8_class, kind=kind))
+        rebind_forward(layer)
         if kind is None:
             layer._fp8 = Precision(key=key)
         else:
@@ -58,6 +61,7 @@ def _float8_class(original: type, kind: type[OtherExperts] | None = None) -> typ
                 "__qualname__": original.__qualname__,
                 "__reduce_ex__": functools.partialmethod(_reduce, original, kind),
                 "forward": float8.forward,
+                "extra_repr": functools.partialmethod(_extra_repr, original),
             }
             if kind is not None:
                 namespace["original"] = original
@@ -65,6 +69,11 @@ def _float8_class(original: type, kind: type[OtherExperts] | None = None) -> typ
             float8 = type(original.__name__, (original, float8), namespace)
         _CLASSES[original] = float8
     return _CLASSES[original]
+
+
+def _extra_repr(layer: nn.Module, original: Any) -> str:
+    """What the original class says of a layer, and its recipe."""
+    return f"{original.extra_repr(layer)}{describe_fp8(layer)}".removeprefix(", ")
 
 
 def _reduce(layer: nn.Module, original: Any, kind: Any, protocol: Any) -> Any:
