@@ -410,7 +410,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
-        if spread is not None:
+        # In inference Transformers gives the layer its local shards: plain tensors.
+        if spread is not None and hasattr(weight, "placements"):
             y = spread.run(self, inp, weight, added, is_first_microbatch)
             return (y, bias) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp

@@ -8,6 +8,8 @@ own (``other_linear.py``).
 from __future__ import annotations
 
 import logging
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -47,6 +49,7 @@ from float8lab.nn.convert.report import (
     remember_conversion,
 )
 from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoder, set_recipe
+from float8lab.nn.convert.wrapped_forward import rebind_forward
 from float8lab.nn.expert_mlp import ExpertMLP
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
@@ -82,7 +85,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
     Modules of this library, such as ``Linear`` and ``ExpertMLP``, take the recipe as their own.
 
     ``conversion_report(model)`` says of each candidate whether it was converted, and why not. Its
-    summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``.
+    summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``. A call that
+    converts nothing warns, with the commonest reason.
 
     Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
     state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
@@ -166,7 +170,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
         if plan.recipe is not None and TRAINED_COPIES not in plan.name.split(".")
     ]
     freezing = Freezing(model, frozen if freeze_weights else ())
-    nothing = not plans and not any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
+    attention_in_fp8 = any(asks_for_fp8_attention(r) for _, _, r, _ in attention if r)
+    nothing = not plans and not attention_in_fp8
     recasts = lines_about_recasts(plans) if strict else []
     if strict and (undone or unmatched or freezing.obstacles or nothing or recasts):
         lines = [
@@ -202,8 +207,23 @@ def convert_to_float8(  # each is a keyword that users set on its own
             (p.layer, p.note) for p in plans if p.recipe is not None or not has_recipe(p.layer)
         ],
     )
+    if not any(plan.recipe is not None for plan in plans) and not attention_in_fp8:
+        _warn_of_nothing(model, plans)
     _LOG.info("%s: %s", type(model).__name__, conversion_report(model).summary)
     return model
+
+
+def _warn_of_nothing(model: nn.Module, plans: Sequence[LayerPlan]) -> None:
+    """Warn that a conversion has converted no layer, and say the commonest reason."""
+    text = f"convert_to_float8 found no linear layer in a {type(model).__name__}."
+    if plans:
+        note, count = Counter(plan.note for plan in plans).most_common(1)[0]
+        text = (
+            f"convert_to_float8 converted none of the {len(plans)} linear layers of a "
+            f"{type(model).__name__}; the commonest reason, of {count}: {note}. "
+            "conversion_report(model) has the reason of each."
+        )
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def _choose_all_gather(model: nn.Module, plans: Sequence[LayerPlan], wanted: bool) -> list[str]:
@@ -275,6 +295,7 @@ def to_high_precision(model: _Model) -> _Model:
                 precision.recipe, precision.pinned = None, False
     for layer in layers:
         layer.__class__ = class_of(layer, plain_class)
+        rebind_forward(layer)
         for name in [name for name, value in vars(layer).items() if isinstance(value, Precision)]:
             delattr(layer, name)
         vars(layer).pop("_spread", None)

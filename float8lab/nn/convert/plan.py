@@ -18,6 +18,7 @@ from float8lab.nn.convert.names import ADAPTERS, matches
 from float8lab.nn.convert.other_experts import experts_class
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear
 from float8lab.nn.convert.report import emulated_gemms, own_matrices, shapes_of
+from float8lab.nn.convert.wrapped_forward import forward_is_replaced
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
@@ -197,7 +198,7 @@ def _obstacle(layer: Any, *, told: bool, sharded: bool) -> str | None:
         return "not initialised yet; run one batch first"
     if isinstance(layer, CONVERTED):
         return None
-    if "forward" in vars(layer):
+    if forward_is_replaced(layer):
         return "forward was replaced on the layer itself"
     if kind is not None:
         dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
