@@ -40,7 +40,7 @@ from float8lab.inspect.trial import (
     without_reduction,
 )
 from float8lab.nn.convert import unambiguous
-from float8lab.nn.convert.report import shapes_of
+from float8lab.nn.convert.walk import shapes_of
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
 from float8lab.recipes.auto import Prediction, choose

@@ -1,7 +1,7 @@
 """Find converted layers whose forward never runs, since their parent reads the weight itself.
 
-A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that product is
-in high precision, whatever class the layer has. A model is watched during its first call in eager
+A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that GEMM is in
+high precision, whatever class the layer has. A model is watched during its first call in eager
 mode, by hooks on the model alone. They stay, and return at once in later calls: a model that was
 compiled with them would be compiled again without. Nothing is seen of a call that runs compiled.
 """
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from float8lab.nn.convert.freezing import users_of
 from float8lab.nn.convert.names import TRAINED_COPIES
 from float8lab.nn.convert.other_linear import OtherLinear
-from float8lab.nn.convert.report import mark_unseen
+from float8lab.nn.convert.walk import mark_unseen, users_of
 from float8lab.nn.in_graph import leave_to_python
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
@@ -62,7 +61,7 @@ class FirstCall:
     def _look(self, model: nn.Module) -> None:
         recording, outputs = self._recording, self._outputs
         assert recording is not None, "set before the call"
-        STATE.recordings = tuple(other for other in STATE.recordings if other is not recording)
+        STATE.recordings = tuple(r for r in STATE.recordings if r is not recording)
         self._recording = self._outputs = None
         if outputs is None:  # it raised
             return
@@ -100,9 +99,9 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
     parent ran. Where autograd recorded the call, nor are those whose weight it does not know, such
     as a projection of images when the batch has none.
     """
-    users = users_of(model)
+    users = users_of(model.modules())
     reached = _reached(outputs)
-    found: dict[str, nn.Module] = {}
+    unseen: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
         layers = {
             name: layer
@@ -118,14 +117,13 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
             continue
         for name, layer in idle.items():
             weight = layer._parameters.get("weight")
-            others = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
+            precisions = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
             # FSDP2 put a sharded parameter in the place of the one that autograd knows.
             unknown = weight is None or not weight.requires_grad or hasattr(weight, "placements")
-            if (unknown or reached is None or id(weight) in reached) and not ran.intersection(
-                others
-            ):
-                found[f"{prefix}.{name}" if prefix else name] = layer
-    return found
+            may_have_been_read = unknown or reached is None or id(weight) in reached
+            if may_have_been_read and not ran.intersection(precisions):
+                unseen[f"{prefix}.{name}" if prefix else name] = layer
+    return unseen
 
 
 def _reached(outputs: list[Tensor]) -> set[int] | None:
@@ -144,10 +142,10 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
             following = [n for n, _ in node.next_functions if not hasattr(n, "variable")]
         else:
             following = [n for n, _ in node.next_functions]
-        for other in following:
-            if other is not None and other not in seen:
-                seen.add(other)
-                nodes.append(other)
+        for successor in following:
+            if successor is not None and successor not in seen:
+                seen.add(successor)
+                nodes.append(successor)
     return leaves
 
 
