@@ -1,4 +1,4 @@
-"""What the ``repr`` of a module says of FP8: its own recipe, and weights that are stored in FP8."""
+"""The end of a module's ``repr``: its own recipe, and weights that are stored in FP8."""
 
 from __future__ import annotations
 

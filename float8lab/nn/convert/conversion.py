@@ -135,8 +135,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
         reshard(model)
     users = users_of(walk.modules)
     layers = plan.converted_layers()
-    frozen = layers if freeze_weights else []
-    freezing = Freezing(filter(_is_no_resting_layer, frozen), users)
+    freezing = Freezing([p for p in layers if freeze_weights and not _is_trained_copy(p)], users)
     if strict:
         _require_all(model, plan, freezing)
     _set_recipes(plan)
@@ -178,9 +177,9 @@ def _checked_options(
     return ConversionOptions(base, filter_fn, exclude, choices)
 
 
-def _is_no_resting_layer(plan: LayerPlan) -> bool:
-    """Whether a layer is none of which PEFT trains a copy."""
-    return TRAINED_COPIES not in plan.candidate.name.split(".")
+def _is_trained_copy(plan: LayerPlan) -> bool:
+    """Whether a layer is a copy that PEFT trains, whose weight must not be frozen."""
+    return TRAINED_COPIES in plan.candidate.name.split(".")
 
 
 def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> None:

@@ -74,7 +74,7 @@ class FirstCall:
         warnings.warn(
             f"{len(unseen)} converted layers did not run in the model's first call, though layers "
             f"beside them did: {', '.join(unseen)}. If the module above one reads its weight "
-            "instead of calling it, that product is in high precision; conversion_report(model) "
+            "instead of calling it, that GEMM is in high precision; conversion_report(model) "
             "marks these layers. Name them in exclude to leave them as they are.",
             UserWarning,
             stacklevel=3,
@@ -103,27 +103,37 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
     reached = _reached(outputs)
     unseen: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
-        layers = {
-            name: layer
-            for name, layer in parent.named_children()
-            if isinstance(layer, (Linear, OtherLinear)) and layer._fp8.recipe is not None
-        }
-        idle = {name: layer for name, layer in layers.items() if layer._fp8 not in ran}
-        # Containers such as ModuleList do not run: others choose among the layers that they hold.
-        # PEFT holds the copy of a layer that it trains beside the layer, which rests.
-        if type(parent).forward is nn.Module.forward or TRAINED_COPIES in parent._modules:
+        if not _runs_its_layers(parent):
             continue
         if not any(precision in ran for precision in precisions_below(parent)):
             continue
-        for name, layer in idle.items():
+        for name, layer in parent.named_children():
+            if not isinstance(layer, (Linear, OtherLinear)) or layer._fp8.recipe is None:
+                continue
             weight = layer._parameters.get("weight")
-            precisions = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
-            # FSDP2 put a sharded parameter in the place of the one that autograd knows.
-            unknown = weight is None or not weight.requires_grad or hasattr(weight, "placements")
-            may_have_been_read = unknown or reached is None or id(weight) in reached
-            if may_have_been_read and not ran.intersection(precisions):
+            precisions = {getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])}
+            if ran.isdisjoint({layer._fp8, *precisions}) and _may_be_read(weight, reached):
                 unseen[f"{prefix}.{name}" if prefix else name] = layer
     return unseen
+
+
+def _runs_its_layers(parent: nn.Module) -> bool:
+    """Whether a module has a forward that is to run all of its layers.
+
+    Containers such as ModuleList have none: their owners choose among the layers that they hold.
+    PEFT holds the copy of a layer that it trains beside the layer, which rests.
+    """
+    return type(parent).forward is not nn.Module.forward and TRAINED_COPIES not in parent._modules
+
+
+def _may_be_read(weight: Any, reached: set[int] | None) -> bool:
+    """Whether the outputs may depend on a weight; ``reached`` are ids of those that they do.
+
+    FSDP2 put a sharded parameter in the place of the one that autograd knows.
+    """
+    if reached is None or weight is None or hasattr(weight, "placements"):
+        return True
+    return not weight.requires_grad or id(weight) in reached
 
 
 def _reached(outputs: list[Tensor]) -> set[int] | None:

@@ -77,7 +77,7 @@ class AttentionPlan(NamedTuple):
 
 
 class ConversionPlan(NamedTuple):
-    """What a conversion is to do."""
+    """The plans of all layers and attention modules of a model."""
 
     layers: list[LayerPlan]
     attention: list[AttentionPlan]
@@ -179,7 +179,7 @@ def plan_conversion(
 def _plan_layer(
     candidate: Candidate, options: LayerOptions, *, is_router: bool, sharded: bool
 ) -> LayerPlan:
-    """The plan for a layer by what its user asks for and what is possible."""
+    """The plan for a layer, which depends on its user's options and on what FP8 can do."""
     choice, is_named = options.choice, options.is_named
 
     def plan(note: str, recipe: Recipe | None = None, **flags: Any) -> LayerPlan:
@@ -189,7 +189,7 @@ def _plan_layer(
         return plan(options.exclusion)
     if choice is None:
         return plan("high precision by overrides", stays=True)
-    if not is_named and any(part in ADAPTERS for part in candidate.name.split(".")):
+    if not is_named and any(component in ADAPTERS for component in candidate.name.split(".")):
         return plan("low rank, in which FP8 saves nothing; name it in overrides to convert")
     obstacle = _obstacle(candidate, is_named=is_named, sharded=sharded)
     if is_router and not is_named:
@@ -237,7 +237,7 @@ def _predict(candidate: Candidate, auto: Auto) -> Prediction:
 def _describe_times(auto: Auto, times: Sequence[tuple[Times, Times]]) -> str:
     gpu, cpu, high_gpu, high_cpu = (
         f"{1e3 * sum(seconds):.2f} ms"
-        for seconds in zip(*((*chosen, *high) for chosen, high in times), strict=True)
+        for seconds in zip(*((*fp8, *bfloat16) for fp8, bfloat16 in times), strict=True)
     )
     return (
         f"predicted on Hopper, {auto.tokens} tokens, {auto.mode}: "

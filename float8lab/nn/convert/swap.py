@@ -77,7 +77,7 @@ def _float8_class(original: type, experts: type[OtherExperts] | None = None) -> 
 
 
 def _extra_repr(layer: nn.Module, original: Any) -> str:
-    """What the original class says of a layer, and its recipe."""
+    """Return the ``extra_repr`` of the original class, and the recipe after it."""
     return f"{original.extra_repr(layer)}{describe_fp8(layer)}".removeprefix(", ")
 
 
