@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import float8lab
 from float8lab import recipes
-from float8lab.nn.convert import matches, swap
+from float8lab.nn.convert import matches, swap, walk
 from float8lab.nn.convert import report as reports
 from float8lab.tensor import Float8Tensor
 
@@ -100,6 +100,27 @@ def test_fp8_runs_by_default_and_obeys_autocast():
     assert (counts.fp8, counts.high_precision) == (5, 0)
     with float8lab.autocast(enabled=False):
         assert torch.equal(model(TOKENS), reference(TOKENS))
+
+
+def test_the_model_is_walked_once_and_each_module_asked_once(monkeypatch):
+    model = Model()
+    walks, asked = [], []
+    named_modules, experts_class = nn.Module.named_modules, walk.experts_class
+
+    def count_walks(module, *args, **kwargs):
+        walks.extend([module] if module is model else [])
+        return named_modules(module, *args, **kwargs)
+
+    def count_modules(module):
+        asked.append(module)
+        return experts_class(module)
+
+    monkeypatch.setattr(nn.Module, "named_modules", count_walks)
+    monkeypatch.setattr(walk, "experts_class", count_modules)
+    float8lab.convert_to_float8(model, recipes.DelayedScaling(), freeze_weights=True)
+    assert len(walks) == 1
+    assert len(asked) == len(set(asked))
+    assert not any(isinstance(module, nn.Linear) for module in asked)  # whose class is known
 
 
 def test_idempotent_and_recipes_can_change():
