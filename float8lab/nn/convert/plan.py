@@ -21,7 +21,7 @@ from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import emulated_gemms
 from float8lab.nn.convert.walk import Candidate, ModelWalk, matrix_shapes
-from float8lab.nn.convert.wrapped_forward import forward_is_replaced
+from float8lab.nn.convert.wrapped_forward import has_wrapped_forward
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.grouped_linear import GroupedLinear
@@ -303,7 +303,9 @@ def _obstacle_of_placements(
 def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
     """Why the forward of a layer that is not converted yet cannot be replaced, or None."""
     layer, linear_class = candidate.layer, candidate.linear_class
-    if forward_is_replaced(layer):
+    # Transformers' expert parallelism calls the forward of experts in several ways of its own.
+    is_experts = candidate.experts_class is not None
+    if "forward" in vars(layer) and (is_experts or not has_wrapped_forward(layer)):
         return "forward was replaced on the layer itself"
     if linear_class is not None and type(layer).forward is not linear_class.forward:
         name = type(layer).__name__

@@ -13,14 +13,14 @@ from types import CellType, FunctionType
 
 from torch import nn
 
-__all__ = ["forward_is_replaced", "rebind_forward"]
+__all__ = ["has_wrapped_forward", "rebind_forward"]
 
 _VARIABLE = "original_forward"
 
 
-def forward_is_replaced(layer: nn.Module) -> bool:
-    """Whether a layer's forward is another than its class's, or a wrapper that we do not know."""
-    return "forward" in vars(layer) and _wrapped_forward(layer) is None
+def has_wrapped_forward(layer: nn.Module) -> bool:
+    """Whether a layer's forward is Transformers' wrapper around the forward of its class."""
+    return _wrapped_forward(layer) is not None
 
 
 def rebind_forward(layer: nn.Module) -> None:

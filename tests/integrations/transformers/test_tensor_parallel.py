@@ -38,11 +38,11 @@ def llama(ranks: Ranks) -> Any:
     return transformers.LlamaForCausalLM(config).to(ranks.device)
 
 
-def sharded(model: Any, ranks: Ranks) -> Any:
+def sharded(model: Any, ranks: Ranks, **options: Any) -> Any:
     """The same model, as Transformers loads and shards it."""
     model.save_pretrained(ranks.tmp_path)  # the first rank alone writes
     dist.barrier()
-    config = DistributedConfig(tp_plan="auto", tp_size=ranks.world)
+    config = DistributedConfig(tp_plan="auto", tp_size=ranks.world, **options)
     return type(model).from_pretrained(ranks.tmp_path, distributed_config=config)
 
 
@@ -120,16 +120,19 @@ def check_a_model_trains_generates_and_goes_back(ranks: Ranks):
 
 
 def check_the_report_says_why_experts_stay(ranks: Ranks):
-    """Transformers cuts experts by features; the layers beside them run in FP8."""
+    """Transformers cuts experts by features, or calls them itself; other layers run in FP8."""
     config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
-    model = sharded(transformers.MixtralForCausalLM(config).to(ranks.device), ranks)
-    report = float8lab.conversion_report(float8lab.convert_to_float8(model))
-    notes = {layer.name.split(".")[-1]: layer.note for layer in report.skipped}
-    assert notes.keys() == {"experts", "gate"}
-    assert notes["experts"].startswith("its gate_up_proj is a DTensor; FP8 takes those of ")
-    assert len(report.converted) == 5
-    tokens = TOKENS.to(ranks.device)
-    model(tokens, labels=tokens).loss.backward()
+    plain, tokens = transformers.MixtralForCausalLM(config).to(ranks.device), TOKENS
+    by_features = "its gate_up_proj is a DTensor; FP8 takes those of torch.nn.Linear, and stacked"
+    replaced = "forward was replaced on the layer itself"
+    for options, reason in (({}, by_features), ({"ep_size": ranks.world}, replaced)):
+        model = sharded(plain, ranks, **options)
+        report = float8lab.conversion_report(float8lab.convert_to_float8(model))
+        notes = {layer.name.split(".")[-1]: layer.note for layer in report.skipped}
+        assert notes.keys() == {"experts", "gate"}
+        assert notes["experts"].startswith(reason)
+        assert len(report.converted) == 5
+        model(tokens.to(ranks.device), labels=tokens.to(ranks.device)).loss.backward()
 
 
 job = ranks_fixture(__name__, 2)
