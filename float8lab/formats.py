@@ -216,13 +216,18 @@ class Float8Spec(_Blocks):
         """The format of an element, as a ``Float4Spec`` has it, too."""
         return self.fp8_dtype
 
+    @property
+    def storage(self) -> str:
+        """Format and granularity, such as ``e4m3 128x128``."""
+        return f"{_NAMES[self.fp8_dtype]} {self.granularity}"
+
     def describe(self) -> str:
         """One short phrase, as reprs and reports print it.
 
         >>> Float8Spec(block=(1, 128)).describe()
         'e4m3 1x128 fp32'
         """
-        return f"{_NAMES[self.fp8_dtype]} {self.granularity} {self.scale_rule}"
+        return f"{self.storage} {self.scale_rule}"
 
     def largest(self) -> float:
         """Largest finite value of the format."""

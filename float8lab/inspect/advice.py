@@ -41,7 +41,7 @@ from float8lab.inspect.trial import (
 )
 from float8lab.nn.casts import share_cast
 from float8lab.nn.convert import unambiguous
-from float8lab.nn.convert.report import shapes_of
+from float8lab.nn.convert.walk import shapes_of
 from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.linear import Linear
 from float8lab.recipes.auto import Prediction, choose

@@ -27,6 +27,7 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain, spec_of_experts
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.expert_function import Layer, expert_mlp
 from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction
@@ -414,6 +415,7 @@ class ExpertMLP(ExpertsBase, Shardable):
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation}"
+            f"{describe_fp8(self)}"
         )
 
 

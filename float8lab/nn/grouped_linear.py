@@ -30,6 +30,7 @@ from float8lab.distributed.fsdp.shards import Shardable
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain, spec_of_experts
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.grouped_function import (
     GroupedFunction,
     as_one,
@@ -430,7 +431,7 @@ class GroupedLinear(Shardable, TensorParallelGroup):
     def extra_repr(self) -> str:
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.use_bias}"
+            f"out_features={self.out_features}, bias={self.use_bias}{describe_fp8(self)}"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

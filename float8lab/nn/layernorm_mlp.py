@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from float8lab.arguments import check_callables, check_flags, check_size
 from float8lab.distributed.tensor_parallel import Rows
 from float8lab.nn.activation_function import activate, check_activation
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.fused_function import MlpCall, norm_mlp
 from float8lab.nn.fused_module import FusedModule
 from float8lab.nn.gemm import output_dtype
@@ -260,4 +261,5 @@ class LayerNormMLP(FusedModule):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"normalization={self.normalization}, activation={self.activation}, eps={self.eps}"
+            f"{describe_fp8(self)}"
         )

@@ -28,6 +28,7 @@ from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import Rows, SharedScales
 from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.casts import plain
+from float8lab.nn.describe import describe_fp8
 from float8lab.nn.gemm import LinearFunction
 from float8lab.nn.main_grad import fused_weight, plain_weight
 from float8lab.nn.parallel import (
@@ -409,7 +410,8 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         if not isinstance(inp, Tensor) or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
-        if spread is not None:
+        # In inference Transformers gives the layer its local shards: plain tensors.
+        if spread is not None and hasattr(weight, "placements"):
             y = spread.run(self, inp, weight, added, is_first_microbatch)
             return (y, bias) if self.return_bias else y
         x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
@@ -472,7 +474,7 @@ class Linear(Shardable, nn.Linear, TensorParallelGroup):
         parts = f", parameters_split={self._split}" if self._split else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={first is not None}{parts}"
+            f"bias={first is not None}{parts}{describe_fp8(self)}"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -29,9 +29,9 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor
+from float8lab.arguments import check_choice, check_flags, check_instance, check_tensor, shown
 from float8lab.formats import E2M1, E2M1_VALUES, E4M3, Float4Spec, Float8Spec, largest
 from float8lab.tensor.blocks import by_block, expand_scale
 
@@ -423,14 +423,25 @@ def _is_stored_in_fp8(x: Any) -> bool:
     return isinstance(x, Tensor) and isinstance(getattr(x, "spec", None), Float8Spec)
 
 
+def _advice_for(x: Any) -> str:
+    """What to do about an argument that is no Float8Tensor."""
+    if isinstance(x, nn.Module):
+        return (
+            "float8lab.convert_to_float8(model) runs a model's layers in FP8 and "
+            "float8lab.conversion_report(model) lists them; pass one tensor, such as "
+            "float8lab.quantize(layer.weight)."
+        )
+    return "float8lab.quantize() it first."
+
+
 def stored(x: Any) -> Any:
     """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
     local = x._local_tensor if is_sharded(x) else x
     if not _is_stored_in_fp8(local):
+        got = f"{type(local).__name__} of {local.dtype}" if isinstance(x, Tensor) else shown(x)
         raise TypeError(
             "x must be a Float8Tensor, or a DTensor whose local tensor is one; got "
-            f"{type(local).__name__} of {getattr(local, 'dtype', 'no dtype')}. "
-            "float8lab.quantize() it first."
+            f"{got}. {_advice_for(x)}"
         )
     if not local._has_data():
         what = "meta" if local.qdata.is_meta else "fake"

@@ -338,6 +338,11 @@ def test_bad_arguments():
     t = quantize(torch.ones(2, 2))
     with pytest.raises(TypeError, match=r"x must be a Float8Tensor.*got Tensor of torch\.float32"):
         inspect.stats(torch.ones(2))
+    advice = (
+        r"got a module of Linear\. float8lab\.convert_to_float8\(model\) runs .*quantize\(layer"
+    )
+    with pytest.raises(TypeError, match=advice):
+        inspect.summary(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"original must have shape \(2, 2\); got \(4,\)"):
         t.stats(torch.ones(4))
     with pytest.raises(TypeError, match=r"original must be a torch\.Tensor; got 1\.0"):

@@ -7,6 +7,7 @@ dtypes, and the scales. Weights are then read one at a time, in pieces.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,12 +33,8 @@ from float8lab.integrations.checkpoint.weights import (
 )
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_experts import routers
-from float8lab.nn.convert.report import (
-    candidates,
-    conversion_report,
-    explain_layer,
-    has_recipe,
-)
+from float8lab.nn.convert.report import conversion_report, explain_layer
+from float8lab.nn.convert.walk import has_recipe, walk_model
 from float8lab.nn.precision import Precision, W, X, precisions
 from float8lab.recipes.recipe import (
     DelayedScaling,
@@ -541,9 +538,11 @@ def _fits(held: HeldWeight, item: Item | None, recipe: Recipe) -> bool:
 
 def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
     """Let the conversion's report say why layers that the checkpoint has not in FP8 stay so."""
-    choosing = routers(model)
-    for name, layer in candidates(model):
-        if name in chosen or has_recipe(layer):
+    walk = walk_model(model)
+    choosing = routers(walk.named_modules)
+    for candidate in walk.candidates:
+        layer = candidate.layer
+        if candidate.name in chosen or has_recipe(layer):
             continue
         parameters = list(layer.parameters(recurse=False))
         note = "in high precision in the checkpoint"
@@ -557,7 +556,9 @@ def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
 
 
 def _convert(model: nn.Module, recipe: Recipe, meant: set[str]) -> list[str]:
-    convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
+    with warnings.catch_warnings():  # the notes say it
+        warnings.filterwarnings("ignore", "convert_to_float8 converted none")
+        convert_to_float8(model, recipe, filter_fn=lambda _, name: name in meant)
     undone = [layer for layer in conversion_report(model).skipped if layer.name in meant]
     return [f"{layer.name} runs without a recipe: {layer.note}" for layer in undone]
 

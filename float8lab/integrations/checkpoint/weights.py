@@ -23,7 +23,7 @@ from float8lab.nn.casts import cast, cast_by, spec_of_experts
 from float8lab.nn.convert import matches
 from float8lab.nn.convert.other_experts import ExpertWeight, experts_class
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
-from float8lab.nn.convert.report import is_unseen
+from float8lab.nn.convert.walk import is_unseen
 from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.precision import Call, Precision, W, X, precisions
