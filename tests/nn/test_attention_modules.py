@@ -348,7 +348,7 @@ def test_activation_checkpointing_changes_nothing(variant, name, checkpointed, d
     ("variant", "name"),
     [
         ("attention-layer-norm", "delayed-dpa"),
-        ("cross-attention", "current"),
+        pytest.param("cross-attention", "current", marks=pytest.mark.slow),
         pytest.param("decoder-LayerNorm-gelu", "delayed", marks=pytest.mark.slow),
         ("decoder-LayerNorm-gelu", "block"),
     ],
