@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -254,7 +256,6 @@ def check_a_region_for_each_microbatch(ranks: Ranks) -> None:
 outcome = ranks_fixture(__name__, 2)
 
 
-def test_on_two_processes(outcome: Any) -> None:
-    # One test, for else each worker of pytest-xdist would start processes of its own.
-    for name in check_names(sys.modules[__name__]):
-        outcome(name)
+@pytest.mark.parametrize("name", check_names(sys.modules[__name__]))
+def test_on_ranks(name: str, outcome: Callable[[str], None]) -> None:
+    outcome(name)
