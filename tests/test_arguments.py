@@ -24,7 +24,8 @@ from float8lab.arguments import (
     check_number,
     check_size,
 )
-from tests.wrong_calls import CALLS, H, S, cases, complaint
+from tests.public_calls import CALLS, H, S
+from tests.wrong_calls import cases, complaint
 
 MODULE = float8lab.RotaryPositionEmbedding(8, device="cpu")
 X = torch.ones(4, 2, 1, 8)

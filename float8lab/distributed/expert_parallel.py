@@ -249,4 +249,4 @@ class _Gradient(Float8Function):
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
         if ctx.spec is None or isinstance(grad, Float8Tensor):
             return grad.dequantize() if isinstance(grad, Float8Tensor) else grad, None
-        return Float8Tensor(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None
+        return Float8Tensor._make(*quantize_blocks(grad, ctx.spec), ctx.spec, grad.dtype), None

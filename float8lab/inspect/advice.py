@@ -201,7 +201,8 @@ def advise(
     """
     check_module("model", model)
     check_recipe("recipe", recipe)
-    check_callables(loss_fn=loss_fn, filter_fn=filter_fn)
+    check_callables(("model", "batch"), loss_fn=loss_fn)
+    check_callables(("module", "name"), filter_fn=filter_fn)
     exclude = check_names("exclude", exclude)
     check_choice("mode", mode, MODES)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -15,6 +15,9 @@ from float8lab.arguments import (
     check_dtype,
     check_flags,
     check_input,
+    check_instance,
+    check_module,
+    check_names,
     check_size,
 )
 from float8lab.distributed.expert_parallel import (
@@ -220,7 +223,9 @@ class ExpertMLP(ExpertsBase, Shardable):
     ) -> None:
         gated = check_activation(activation)
         check_flags(bias=bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_callables(
+            ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
+        )
         check_dtype("params_dtype", params_dtype)
         super().__init__()
         self.num_experts = E = check_size("num_experts", num_experts, minimum=1)
@@ -282,7 +287,12 @@ class ExpertMLP(ExpertsBase, Shardable):
         >>> float8lab.ExpertMLP.from_experts(torch.nn.ModuleList(Expert() for _ in range(4)))
         ExpertMLP(num_experts=4, hidden_size=64, ffn_hidden_size=32, activation=swiglu)
         """
+        check_instance("experts", experts, Iterable, "modules, such as a ModuleList")
         modules = list(experts)
+        for module in modules:
+            check_module("experts", module)
+        if names is not None:
+            names = check_names("names", names)
         gated = check_activation(activation)
         layers = [_layers_of(module, names) for module in modules]
         kinds = {tuple((x.weight.shape, x.bias is None) for x in of) for of in layers}
@@ -372,6 +382,7 @@ class ExpertMLP(ExpertsBase, Shardable):
                 "ExpertMLP must be given the rows of its experts where ranks share them; got a "
                 "call with tokens. Call moe_dispatch, run_rows and moe_combine."
             )
+        check_size("num_out_tokens", num_out_tokens, optional=True)
         check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
         x = x.to(output_dtype(x))  # before it is copied to each expert

@@ -135,7 +135,9 @@ class LayerNormMLP(FusedModule):
             fp8_activation_input=fp8_activation_input,
         )
         ranks = parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
-        check_callables(init_method=init_method, output_layer_init_method=output_layer_init_method)
+        check_callables(
+            ("weight",), init_method=init_method, output_layer_init_method=output_layer_init_method
+        )
         check_size("seq_length", seq_length, minimum=1, optional=True)
         check_size("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         super().__init__()

@@ -89,7 +89,7 @@ def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = No
         spec = replace(spec, block=block)
         known = sharing.amaxes(weight.detach(), spec)
         q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=known)
-        return Float8Tensor(*q, spec, weight.dtype)
+        return Float8Tensor._make(*q, spec, weight.dtype)
     return quantize(
         weight.detach(), spec.fp8_dtype, block=block, scale_rule=spec.scale_rule,
         amax_epsilon=epsilon,
@@ -217,7 +217,8 @@ def drawn_from(
     rng_tracker_name: str | None,
 ) -> Callable[[Tensor], Any] | None:
     """The init method, or one that draws from a stream of the tracker if there is one."""
-    check_callables(init_method=init_method, get_rng_state_tracker=get_rng_state_tracker)
+    check_callables(("weight",), init_method=init_method)
+    check_callables((), get_rng_state_tracker=get_rng_state_tracker)
     check_instance("rng_tracker_name", rng_tracker_name, str, "a name", optional=True)
     if get_rng_state_tracker is None:
         return init_method

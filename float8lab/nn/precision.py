@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from float8lab.arguments import check_flags
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.tensor_parallel import NoGroup, Rows, TensorParallel
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -278,6 +279,8 @@ class Precision:
             parallel: how this call is spread over ranks, if not as the module always is.
             experts: which of the module's experts this rank holds, if not all.
         """
+        if first_microbatch is not None and not isinstance(first_microbatch, bool):
+            check_flags(is_first_microbatch=first_microbatch)
         if x.dtype not in HIGH_PRECISION_DTYPES:
             return None
         state = STATE

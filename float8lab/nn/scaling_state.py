@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_group, check_module
+from float8lab.arguments import check_flags, check_group, check_module
 from float8lab.nn.precision import precisions
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import Recipe, check_recipe
@@ -80,6 +80,7 @@ class ScalingState:
             TypeError: ``state`` is no mapping.
             ValueError: ``state`` is not that of the model's modules and recipes; nothing is loaded.
         """
+        check_flags(strict=strict)
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "

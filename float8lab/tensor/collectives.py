@@ -94,7 +94,7 @@ def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
     parts = data.split([per_row, per_row, data.shape[1] - 2 * per_row], 1)
     # Copies, since bytes can only be looked at as float32 from an address that is a multiple of 4.
     scale, amax, q = (t.clone(memory_format=torch.contiguous_format) for t in parts)
-    return Float8Tensor(
+    return Float8Tensor._make(
         q.view(spec.fp8_dtype).reshape(shape),
         scale.view(torch.float32).reshape(scales),
         amax.view(torch.float32).reshape(scales),
@@ -116,7 +116,7 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     scale, amax = block_amax(scales, block), block_amax(amaxes, block)
     differ = block_amax(scales != expand_scale(scale, block, x.shape), block) > 0
     spec = replace(x.spec, block=block)
-    result = Float8Tensor(
+    result = Float8Tensor._make(
         torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax), spec, x.dtype
     )
     values = dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
@@ -559,8 +559,8 @@ def _all_gather(op: Any, x: Float8Tensor, size: int, group: Any) -> Any:
     qdata = gather(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
     scale, amax = gather(x.scale), gather(x.amax)
     if x.spec.per_tensor and bool((scale == scale[:1]).all()):
-        return Float8Tensor(qdata, scale[:1], amax.amax(0, keepdim=True), x.spec, x.dtype)
-    return Float8Tensor(qdata, scale, amax, spec, x.dtype)
+        return Float8Tensor._make(qdata, scale[:1], amax.amax(0, keepdim=True), x.spec, x.dtype)
+    return Float8Tensor._make(qdata, scale, amax, spec, x.dtype)
 
 
 @implements(*_existing(functional, "wait_tensor", "_wrap_tensor_autograd"))

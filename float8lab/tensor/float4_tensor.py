@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from float8lab.formats import E4M3, Float4Spec
+from float8lab.arguments import check_dtype, check_instance, check_tensor
+from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, Float4Spec
 from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.dispatch import announce_address, run_fallback, storage_without_memory
 
@@ -103,6 +104,11 @@ class Float4Tensor(Tensor):
         dtype: torch.dtype,
     ) -> Float4Tensor:
         """Make a tensor of these."""
+        check_instance("spec", spec, Float4Spec, "a Float4Spec")
+        check_dtype("dtype", dtype, DEQUANTIZED_DTYPES, optional=False)
+        check_tensor("packed", packed)
+        check_tensor("scale", scale)
+        check_tensor("tensor_scale", tensor_scale, optional=True)
         dim = spec.packed_dim
         shape = tuple(n * 2 if d == dim else n for d, n in enumerate(packed.shape))
         strides = tuple(s if d == dim else s * 2 for d, s in enumerate(packed.stride()))

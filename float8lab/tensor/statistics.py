@@ -168,6 +168,7 @@ class TensorStats(_Shares[float]):
 
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
+        check_choice("kind", kind, KINDS)
         flags = _code_kinds(self.spec.element_dtype)[kind]
         return sum(n for n, flag in zip(self.codes, flags, strict=True) if flag)
 
@@ -266,21 +267,21 @@ class BlockStats(_Shares[Tensor]):
 
     def share(self, kind: str) -> Tensor:
         """float64: ``counts[kind]`` as a share of the block's elements, 0 if it has none."""
-        if kind not in self.counts:
-            raise KeyError(
-                f"kind must be one of {', '.join(self.counts)}; got {kind!r}. Shares clipped and "
-                "flushed need an original: stats(original, per_block=True)."
+        if not isinstance(kind, str) or kind not in self.counts:
+            raise ValueError(
+                f"kind must be one of {', '.join(self.counts)}; got {shown(kind)}. Shares clipped "
+                "and flushed need an original: stats(original, per_block=True)."
             )
         return self.counts[kind].double() / self.numel.clamp(min=1)
 
     @property
     def flushed(self) -> Tensor:
-        """Share of elements that became zero and were not. Raises KeyError without an original."""
+        """Share of elements that became zero and were not. ValueError without an original."""
         return self.share("flushed")
 
     @property
     def clipped(self) -> Tensor:
-        """Share beyond the largest value. Raises KeyError without an original."""
+        """Share beyond the largest value. ValueError without an original."""
         return self.share("clipped")
 
     @property

@@ -230,7 +230,7 @@ def test_blocks_by_hand():
 def test_share_without_original_says_what_to_do():
     found = quantize(torch.ones(2, 2)).stats(per_block=True)
     assert found.sqnr is found.effective_bits is None
-    with pytest.raises(KeyError, match="need an original"):
+    with pytest.raises(ValueError, match="need an original"):
         _ = found.flushed
 
 

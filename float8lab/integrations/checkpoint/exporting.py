@@ -147,7 +147,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         check_instance("share_scales", group, (list, tuple), "a list of lists of names")
         check_names("share_scales", group)
     check_size("max_shard_size", max_shard_size, minimum=1)
-    check_flags(overwrite=overwrite)
+    check_flags(overwrite=overwrite, unseen=unseen)
     found = FORMATS[format]
     path = Path(path)
     check_target(path, overwrite=overwrite)

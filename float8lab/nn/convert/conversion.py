@@ -126,7 +126,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     1 of 2 linear layers in FP8, 89.0 % of 9,352 parameters
     """
     check_module("model", model)
-    check_callables(filter_fn=filter_fn)
+    check_callables(("module", "name"), filter_fn=filter_fn)
     check_flags(strict=strict, fp8_all_gather=fp8_all_gather, freeze_weights=freeze_weights)
     options = _checked_options(recipe, filter_fn, exclude, overrides)
     walk = walk_model(model)
