@@ -749,3 +749,37 @@ def test_a_cuda_graph_takes_groups_of_any_size(name, large):
         splits.copy_(torch.tensor(sizes))
         graph.replay()
         assert torch.equal(y, run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [list, torch.tensor], ids=["list", "tensor"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"], RECIPES["block"]], ids=str)
+def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
+    """Its replays have those of the capture, whatever becomes of the memory that held them."""
+    layer, x, dy, splits = large
+    sizes = kind(LARGE)
+    x.requires_grad_()
+
+    def run(sizes) -> tuple[Tensor, ...]:
+        with float8lab.autocast(recipe is not None, recipe=recipe):
+            y = layer(x, sizes)
+        return y, *torch.autograd.grad(y, (x, layer.weight), dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(sizes)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(sizes)
+    for index in range(len(sizes)):
+        sizes[index] = 0
+    del sizes
+    for _ in range(2):
+        with torch.no_grad():
+            x[: sum(LARGE)].normal_()
+        graph.replay()
+        for mine, other in zip(got, run(splits), strict=True):
+            assert torch.equal(mine, other)

@@ -295,7 +295,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     ),
     "groups-of-tokens": groups((1, 128), prologue="permute"),
     "groups-of-tokens-row": groups((1, -1), prologue="permute"),
-    "groups-given": groups((-1, -1), "encode", given=one),
+    "groups-given": groups((-1, -1), "encode", given=slots[:2]),
     "batch-128x128": groups((128, 128), wanted=(True, False, False), batch=True),
     "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),
     "batch-row": groups((1, -1), batch=True),
@@ -457,7 +457,7 @@ def product_of_groups(
     E, M, N, K = 2, 256, 512, 384
     a = torch.zeros(M, K).to(a_dtype)
     b = torch.zeros((N, K) if contracts else (E, N, K)).to(E4M3)
-    scale = {"fast": (1, 1), "precise": (E, M, 1) if contracts else (M, 1)}
+    scale = {"fast": (E, 1, 1), "precise": (E, M, 1) if contracts else (M, 1)}
     a_scale = torch.ones(scale.get(mode, (3, M)))
     a_scale = a_scale if mode in scale else a_scale.t()
     b_scale = torch.ones(

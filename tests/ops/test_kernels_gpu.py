@@ -655,12 +655,11 @@ def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int
     columns = (2048 + 16, 1536)
     torch.manual_seed(0)
     x, dy = (torch.randn(sum(sizes), n, device="cuda").bfloat16() for n in columns)
-
-    amax = torch.full((1, 1), 6.0, device="cuda") if block == (-1, -1) else None
+    x *= torch.arange(1, len(x) + 1, device="cuda")[:, None]  # of another size in each group
 
     def multiply(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
         offs = torch.tensor(sizes, device="cuda").cumsum(0).int()
-        how = (offs, E4M3, block, "fp32", 0.0, False, True, False, amax)
+        how = (offs, E4M3, block, "fp32", 0.0, False, True, False)
         turned = [ops.cast_groups_op("", [part], part.dtype, *how)[3:5] for part in (x, dy)]
         return ops.grouped_mm_op(
             *turned[0], block, *turned[1], block, None, offs, torch.float32, False
@@ -669,3 +668,72 @@ def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int
     product = multiply(x, dy, sizes)
     for group, (one, other) in enumerate(zip(x.split(sizes), dy.split(sizes), strict=True)):
         assert torch.equal(product[group], multiply(one, other, [len(one)])[0]), group
+
+
+JAGGED = [300, 0, 1500, 130, 0, 0, 1400, 7, 1, 2600, 0]
+"""Rows of groups with more tiles, of 2064 columns, than programs find amaxes."""
+
+
+@pytest.mark.parametrize("kind", ["", "swiglu", "swiglu_backward", "permute"])
+def test_each_group_of_rows_has_a_scale(kind: str) -> None:
+    """Under one scale per tensor: the bytes of its rows alone, found or given; rows of nobody."""
+    torch.manual_seed(0)
+    M, K, E = sum(JAGGED) + 200, 2064, len(JAGGED)
+    offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
+    size = 10.0 ** torch.randint(-4, 4, (M, 1), device="cuda")
+    x = (torch.randn(M, 2 * K if "swiglu" in kind else K, device="cuda") * size).bfloat16()
+    inputs = [x]
+    if kind == "swiglu_backward":
+        inputs.append(torch.randn(M, K, device="cuda").bfloat16())
+    if kind == "permute":
+        inputs.append(torch.randperm(M, device="cuda").int())
+        value = x[inputs[1].long()]
+    else:
+        value = ops.value_of_op(kind, inputs, x.dtype) if kind else x
+    if not kind:
+        x[sum(JAGGED) :] = torch.nan
+    for rule, plan in (("fp32", None), ("pow2", ops.plan_groups_op(offs, M))):
+        how = (x.dtype, offs, E4M3, (-1, -1), rule, 0.0)
+        got = ops.cast_groups_op(kind, inputs, *how, True, True, False, None, None, plan)
+        want = reference.cast_groups(
+            "", [value.cpu()], x.dtype, offs.cpu(), *how[2:], True, True, False
+        )
+        used = sum(-(-rows // 128) * 128 for rows in JAGGED)
+        all_same([*got[:3], got[3][:, :used], got[4]], [*want[:3], want[3][:, :used], want[4]])
+        (amax,) = [t for t in ops.cast_groups_op(kind, inputs, *how, False, False) if t is not None]
+        all_same([amax], [want[2]])
+    factors = torch.rand(E, 8, device="cuda")[:, 0]
+    slots = [torch.full((E,), ops.NO_DATA, device=device) for device in ("cuda", "cpu")]
+    how = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
+    got = ops.cast_groups_op(kind, inputs, x.dtype, offs, *how, factors, slots[0])
+    want = reference.cast_groups(
+        "", [value.cpu()], x.dtype, offs.cpu(), *how, factors.cpu(), slots[1]
+    )
+    all_same([got[0], got[3][:, :used], slots[0]], [want[0], want[3][:, :used], slots[1]])
+
+
+def test_rows_of_groups_are_products_alone() -> None:
+    """Under one scale per tensor: each group by its matrix, whatever is beside it."""
+    torch.manual_seed(0)
+    M, E, block = sum(JAGGED) + 200, len(JAGGED), (-1, -1)
+    offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
+    x = (
+        torch.randn(M, 512, device="cuda").bfloat16()
+        * torch.arange(1, M + 1, device="cuda")[:, None]
+    )
+    w, bias = torch.randn(E, 384, 512, device="cuda").bfloat16(), torch.randn(E, 384, device="cuda")
+
+    def multiply(x: Tensor, w: Tensor, bias: Tensor, offs: Tensor, *, fast: bool) -> Tensor:
+        left = ops.cast_groups_op("", [x], x.dtype, offs, E4M3, block, "fp32")[:2]
+        right = ops.cast_groups_op("", [w], w.dtype, None, E4M3, block, "fp32")[:2]
+        return ops.grouped_mm_op(*left, block, *right, block, bias, offs, x.dtype, fast)
+
+    for fast in (False, True):
+        y = multiply(x, w, bias, offs, fast=fast)
+        assert not y[sum(JAGGED) :].any()
+        for group, part in enumerate(y[: sum(JAGGED)].split(JAGGED)):
+            end = sum(JAGGED[: group + 1])
+            rows = x[end - len(part) : end]
+            ends = torch.tensor([len(part)], device="cuda", dtype=torch.int32)
+            one = multiply(rows, w[group : group + 1], bias[group : group + 1], ends, fast=fast)
+            assert torch.equal(part, one), group

@@ -303,10 +303,12 @@ def test_groups(block: tuple[int, int], device: torch.device) -> None:
 
 def test_groups_by_what_is_given(device: torch.device) -> None:
     x, offs = torch.randn(20, 48, device=device), torch.tensor([3, 17], device=device)
-    slot, how = torch.full((1,), ops.NO_DATA, device=device), (E4M3, (-1, -1))
+    slot, how = torch.full((2,), ops.NO_DATA, device=device), (E4M3, (-1, -1))
     one, wanted = torch.ones(1, device=device), (0.0, True, True, False)
     x_in_groups, whole = ("", [x], x.dtype, offs, *how), device.type == "cpu"
-    check(ops.cast_groups_op, *x_in_groups, "encode", *wanted, one, slot, whole=whole)
+    for factors in (one, torch.rand(2, 1, 1, device=device)):
+        check(ops.cast_groups_op, *x_in_groups, "encode", *wanted, factors, slot, whole=whole)
+    check(ops.cast_groups_op, *x_in_groups, "fp32", 0.0, False, False)  # amaxes alone
     arguments = ("swiglu", *x_in_groups[1:], "pow2", *wanted, one.view(1, 1))
     check(ops.cast_groups_op, *arguments, whole=whole)
     check(ops.grouped_mm_op, x, None, (), torch.randn(2, 8, 48, device=device), None, (), None,

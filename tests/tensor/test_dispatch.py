@@ -419,7 +419,10 @@ GROUPED = [(-1, -1, -1), (1, -1, -1), (1, 1, -1), (1, 128, 128), (1, 1, 32)]
 @pytest.mark.parametrize("block", GROUPED, ids=str)
 @pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "high"])
 def test_products_of_groups(block, quantized):
-    """The rows of each expert by its matrix, which is given turned; rows beyond are zeros."""
+    """The rows of each expert by its matrix, which is given turned; rows beyond are zeros.
+
+    Of a Float8Tensor one scale serves all experts.
+    """
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     x, w = torch.randn(50, 160), quantize(torch.randn(3, 48, 160), block=block)
     rows = (1, *block[2:]) if block[2] != -1 or block[1] == 1 else (-1, -1)
@@ -427,8 +430,8 @@ def test_products_of_groups(block, quantized):
     y = torch._grouped_mm(inner if quantized else x, w.mT, offs=offs)
     assert type(y) is torch.Tensor
     assert not y[40:].any()
-    if not quantized and rows == (-1, -1):  # the rows beyond are in no scale
-        inner = torch.cat([quantize(x[:40]).dequantize(), x[40:]])
+    if not quantized and rows == (-1, -1):  # each expert's rows have a scale
+        inner = torch.cat([quantize(part).dequantize() for part in (x[:10], x[10:40])])
     else:
         inner = inner.dequantize()
     for start, end, one in ((0, 10, w[0]), (10, 40, w[1:].chunk(2)[1][0])):

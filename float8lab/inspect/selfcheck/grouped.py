@@ -89,11 +89,11 @@ def _check_cast_groups(cases: Cases) -> None:
 
 
 def _check_what_is_given(cases: Cases) -> None:
-    """A factor with a slot; an activation."""
+    """Factors with slots; an activation."""
     for name, sizes, x, offs in _groups(cases):
-        cases.begin(f"{name} by a factor, with a slot")
-        slots = [torch.full((1,), -1.0, device=at) for at in (cases.device, "cpu")]
-        factor = torch.full((1,), 0.3, device="cpu")
+        cases.begin(f"{name} by factors, with slots")
+        slots = [torch.full((len(sizes),), -1.0, device=at) for at in (cases.device, "cpu")]
+        factor = 0.3 + torch.arange(len(sizes), device="cpu") / 7
         arguments = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
         got = ops.cast_groups_op(
             "", [x.to(cases.device)], x.dtype, offs.to(cases.device), *arguments,
@@ -212,7 +212,8 @@ def _multiply(
     for index, end in enumerate(offs.tolist()):
         columns = slice(place, place + round_up(end - start, SPAN))
         if b.ndim == 3:
-            own = a_scale if a_scale.numel() == 1 else a_scale[start:end]  # type: ignore
+            assert a_scale is not None, "cast"
+            own = a_scale[index] if a_scale.ndim == 3 else a_scale[start:end]
             left = reference.dequantize(a[start:end], own, blocks[0], torch.float64)  # type: ignore
             right = reference.dequantize(b[index], b_scale[index], blocks[1], torch.float64)  # type: ignore
             part = got[start:end]

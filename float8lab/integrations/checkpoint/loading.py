@@ -592,7 +592,8 @@ def _set_input_scale(
             state = {name: value.clone() for name, value in slots.tensors().items()}
             for slot, scale in ((X, max(found)), (W, weight)):
                 if scale > 0:
-                    state["scale"][slot] = scale
-                    state["seeded"][slot] = True
+                    columns = slice(slots.first[slot], slots.first[slot] + slots.widths[slot])
+                    state["scale"][columns] = scale
+                    state["seeded"][columns] = True
             slots.load({name: state[name] for name in ("scale", "seeded")})
     return True

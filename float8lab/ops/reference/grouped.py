@@ -145,7 +145,7 @@ def cast_groups(
     amax: Tensor | None = None
     if how[1] == (-1, -1):
         q, scale, amax = _cast_groups_per_tensor(x, bounds, how, given)
-        q_t, scale_t = None, scale
+        q_t, scale_t = None, None if scale is None else scale.clone()
         if padded is not None:
             places = [(place, place + end - start, place) for start, end, place in bounds]
             known = amax if amax is not None else given
