@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -187,6 +188,13 @@ def _are_finite(y: Any) -> None:
     assert all(t.isfinite().all() for t in tree_leaves(y) if t is not None)
 
 
+def _called(make: Callable[[], nn.Module], arguments: dict[str, Any], folder: Path) -> nn.Module:
+    """A module that has been called in FP8, and so has state of delayed scaling."""
+    module = make()
+    _in_fp8(type(module).forward)(module, **arguments)
+    return module
+
+
 def _forward_calls() -> dict[str, Call]:
     """Calls of modules. A use is a finite output, or several."""
     q, x, angles = _x(S, B, 2, 8), _x(S, B, H), _x(8, 1, 1, 8)
@@ -226,40 +234,40 @@ def _forward_calls() -> dict[str, Call]:
         "core_attention_bias": (torch.ones(S, S),),
     }
     cross = {"encoder_output": (None, *inputs, x[:, :1])}
-    modules: dict[str, tuple[nn.Module, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
-        "Linear": (float8lab.Linear(H, H), {"inp": x}, {"inp": inputs}),
+    modules: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
+        "Linear": (partial(float8lab.Linear, H, H), {"inp": x}, {"inp": inputs}),
         "GroupedLinear": (
-            float8lab.GroupedLinear(2, H, H),
+            partial(float8lab.GroupedLinear, 2, H, H),
             {"inp": x, "m_splits": [S * B, 0]},
             {"inp": inputs, "m_splits": ([S * B], [S * B + 1, 0], [-1, 1], [1.5, 1])},
         ),
         "ExpertMLP": (
-            float8lab.ExpertMLP(2, H, H),
+            partial(float8lab.ExpertMLP, 2, H, H),
             {"inp": x, "probs": torch.ones(S * B, 1), "routing_map": torch.ones(S * B, 1).long()},
             {"inp": inputs},
         ),
-        "LayerNorm": (float8lab.LayerNorm(H), {"inp": x}, {"inp": inputs}),
-        "RMSNorm": (float8lab.RMSNorm(H), {"inp": x}, {"inp": inputs}),
-        "LayerNormLinear": (float8lab.LayerNormLinear(H, H), {"inp": x}, {"inp": inputs}),
-        "LayerNormMLP": (float8lab.LayerNormMLP(H, H), {"inp": x}, {"inp": inputs}),
+        "LayerNorm": (partial(float8lab.LayerNorm, H), {"inp": x}, {"inp": inputs}),
+        "RMSNorm": (partial(float8lab.RMSNorm, H), {"inp": x}, {"inp": inputs}),
+        "LayerNormLinear": (partial(float8lab.LayerNormLinear, H, H), {"inp": x}, {"inp": inputs}),
+        "LayerNormMLP": (partial(float8lab.LayerNormMLP, H, H), {"inp": x}, {"inp": inputs}),
         "RotaryPositionEmbedding": (
-            float8lab.RotaryPositionEmbedding(8), {"max_seq_len": S}, {}
+            partial(float8lab.RotaryPositionEmbedding, 8), {"max_seq_len": S}, {}
         ),
         "DotProductAttention": (
-            float8lab.DotProductAttention(2, 8, layer_number=1), qkv, mixed
+            partial(float8lab.DotProductAttention, 2, 8, layer_number=1), qkv, mixed
         ),
         "DotProductAttention(padding)": (
-            float8lab.DotProductAttention(2, 8, attn_mask_type="padding"),
+            partial(float8lab.DotProductAttention, 2, 8, attn_mask_type="padding"),
             {**qkv, "attention_mask": padding},
             padded,
         ),
         "DotProductAttention(arbitrary)": (
-            float8lab.DotProductAttention(2, 8, attn_mask_type="arbitrary"),
+            partial(float8lab.DotProductAttention, 2, 8, attn_mask_type="arbitrary"),
             {**qkv, "attention_mask": padding},
             {"attention_mask": (None, *no_mask, padding.float()), "cu_seqlens_q": (ends,)},
         ),
         "DotProductAttention(bias)": (
-            float8lab.DotProductAttention(2, 8),
+            partial(float8lab.DotProductAttention, 2, 8),
             {
                 **qkv, "core_attention_bias": torch.zeros(S, S),
                 "core_attention_bias_type": "post_scale_bias",
@@ -267,12 +275,14 @@ def _forward_calls() -> dict[str, Call]:
             {"core_attention_bias": (torch.zeros(5, 7), torch.zeros(S, S).long(), None)},
         ),
         "DotProductAttention(alibi)": (
-            float8lab.DotProductAttention(2, 8),
+            partial(float8lab.DotProductAttention, 2, 8),
             {**qkv, "alibi_slopes": torch.ones(2), "core_attention_bias_type": "alibi"},
             {"alibi_slopes": (torch.ones(3), torch.ones(3, 2), torch.ones(2).long())},
         ),
         "DotProductAttention(thd)": (
-            float8lab.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding"),
+            partial(
+                float8lab.DotProductAttention, 2, 8, qkv_format="thd", attn_mask_type="padding"
+            ),
             thd,
             {
                 "cu_seqlens_q": (None, *not_lengths, torch.tensor([0, 1, 9])),
@@ -284,31 +294,31 @@ def _forward_calls() -> dict[str, Call]:
             },
         ),
         "MultiheadAttention": (
-            float8lab.MultiheadAttention(H, 4, layer_number=1, attention_dropout=0.0),
+            partial(float8lab.MultiheadAttention, H, 4, layer_number=1, attention_dropout=0.0),
             {"hidden_states": x, "rotary_pos_emb": angles},
             layers,
         ),
         "MultiheadAttention(cross)": (
-            float8lab.MultiheadAttention(
+            partial(float8lab.MultiheadAttention, 
                 H, 4, attention_dropout=0.0, attention_type="cross", attn_mask_type="padding"
             ),
             {"hidden_states": x, "encoder_output": x, "attention_mask": (padding, padding)},
             cross,
         ),
         "TransformerLayer": (
-            float8lab.TransformerLayer(
+            partial(float8lab.TransformerLayer, 
                 H, num_attention_heads=4, layer_number=1, layer_type="decoder", **layer
             ),
             {"hidden_states": x, "encoder_output": x},
             {**layers, **cross, "enc_dec_attn_mask": no_mask},
         ),
         "TransformerLayer(encoder)": (
-            float8lab.TransformerLayer(H, num_attention_heads=4, layer_number=1, **layer),
+            partial(float8lab.TransformerLayer, H, num_attention_heads=4, layer_number=1, **layer),
             {"hidden_states": x},
             {**layers, "encoder_output": (x,), "enc_dec_attn_mask_type": ("x",)},
         ),
         "TransformerLayer(padding)": (
-            float8lab.TransformerLayer(
+            partial(float8lab.TransformerLayer, 
                 H, num_attention_heads=4, layer_type="decoder", self_attn_mask_type="padding",
                 enc_dec_attn_mask_type="padding", **layer,
             ),
@@ -324,14 +334,13 @@ def _forward_calls() -> dict[str, Call]:
         ),
     }  # fmt: skip
     calls = {}
-    for name, (module, arguments, wrong) in modules.items():
-        forward = type(module).forward
+    for name, (make, arguments, wrong) in modules.items():
+        forward = getattr(float8lab, name.partition("(")[0]).forward
+        owner = functools.cache(partial(_called, make, arguments))
         for said, function in (("", forward), (" in FP8", _in_fp8(forward))):
-            _are_finite(function(module, **arguments))  # has the state of delayed scaling
             calls[f"{name}.forward{said}"] = Call(
-                function, _constant(**arguments), _are_finite, wrong=wrong,
-                owner=functools.partial(lambda module, folder: module, module),
-            )  # fmt: skip
+                function, _constant(**arguments), _are_finite, wrong=wrong, owner=owner
+            )
     return calls
 
 

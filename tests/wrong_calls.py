@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -124,7 +125,7 @@ def _is_integer(value: Any) -> bool:
 
 
 _SCALARS: dict[Any, Callable[[Any], bool]] = {
-    bool: lambda value: isinstance(value, int) and value in (0, 1),
+    bool: lambda value: isinstance(value, (int, np.bool_)) and value in (0, 1),
     int: _is_integer,
     float: _is_number,
     torch.device: lambda value: isinstance(value, (str, torch.device)) or _is_integer(value),

@@ -287,7 +287,8 @@ class ExpertMLP(ExpertsBase, Shardable):
         >>> float8lab.ExpertMLP.from_experts(torch.nn.ModuleList(Expert() for _ in range(4)))
         ExpertMLP(num_experts=4, hidden_size=64, ffn_hidden_size=32, activation=swiglu)
         """
-        check_instance("experts", experts, Iterable, "modules, such as a ModuleList")
+        listed = None if isinstance(experts, Tensor) else experts
+        check_instance("experts", listed, Iterable, "modules, such as a ModuleList")
         modules = list(experts)
         for module in modules:
             check_module("experts", module)

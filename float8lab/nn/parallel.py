@@ -339,7 +339,8 @@ class ContextParallelGroup(TensorParallelGroup):
             TypeError: not a process group.
             ValueError: the ranks cannot share the heads, or ``cp_comm_type`` is another name.
         """
-        check_instance("cp_global_ranks", cp_global_ranks, Sequence, "ranks", optional=True)
+        kinds = (list, tuple, range)
+        check_instance("cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True)
         for rank in cp_global_ranks or ():
             check_size("cp_global_ranks", rank)
         context = context_of(cp_group, cp_comm_type)

@@ -380,7 +380,7 @@ def requantize_shards_(parameters: Sequence[Any], values: Sequence[Tensor]) -> N
             "for each."
         )
     for parameter, value in zip(parameters, values, strict=True):
-        local = getattr(parameter, "_local_tensor", None)
+        local: Any = getattr(parameter, "_local_tensor", None)
         check_instance("parameters", local, Float8Tensor, "DTensors of Float8Tensors")
         check_tensor("values", value)
         if value.shape != local.shape:

@@ -189,7 +189,7 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         if isinstance(backends, str) or not names or not set(names) <= set(BACKENDS):
             kind = TypeError if isinstance(backends, str) else ValueError
             raise kind(
-                f"backends must be a sequence of names from {BACKENDS}; got {shown(backends)}. "
+                f"backends must be names from {BACKENDS}; got {shown(backends)}. "
                 "Pass a tuple of at least one."
             )
         two = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
@@ -458,8 +458,8 @@ class DotProductAttention(nn.Module, ContextParallelGroup):
         check_tensors((query, key, value), channels, qkv_format)
         ranks = 1 if self.context_parallel is None else self.context_parallel.size
         sizes = sizes_of(query, key, qkv_format, ranks)
-        bias = core_attention_bias_type, core_attention_bias, alibi_slopes
-        self.check_arguments(rules, sizes, attention_mask, lengths, inference_params, bias)
+        given = core_attention_bias_type, core_attention_bias, alibi_slopes
+        self.check_arguments(rules, sizes, attention_mask, lengths, inference_params, given)
         query, key, value = tensors_of((query, key, value))
         packed = leave = None
         context = self.context_parallel

@@ -205,7 +205,7 @@ def split_padding_mask(
             )
         if not _is_padding_mask(mask, B, size):
             raise ValueError(
-                f"{name} must be [{B}, 1, 1, {size}] for the {which}; got shape "
+                f"{name} must be [B, 1, 1, {size}] for the {which} of B = {B}; got shape "
                 f"{tuple(mask.shape)}. For attention over another sequence pass a pair of masks."
             )
     return masks[0].reshape(masks[0].shape[0], Sq), masks[1].reshape(masks[1].shape[0], Sk)

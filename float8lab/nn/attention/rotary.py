@@ -173,7 +173,8 @@ def apply_rotary_pos_emb(
         if cu_seqlens is not None:  # which TransformerEngine's modules pass in every format
             check_lengths("cu_seqlens", cu_seqlens, why=f"tensor_format={tensor_format!r}")
         if start_positions is None:
-            check_positions("freqs", freqs, t.shape[sequence] * cp_size, " of cp_size ranks")
+            of = " of cp_size ranks" if cp_size > 1 else ""
+            check_positions("freqs", freqs, t.shape[sequence] * cp_size, of)
     else:
         check_lengths("cu_seqlens", cu_seqlens, why=f"tensor_format={tensor_format!r}")
         rows = cu_seqlens.shape[0] - 1  # type: ignore[union-attr]  # checked
