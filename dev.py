@@ -39,6 +39,8 @@ PACKAGE_DATA = [
         for name in ("page.html", "report/body.html", "report/page.css", "report/page.js")
     ),
 ]
+WORKERS = ["-n", "2", "--dist", "worksteal"]
+"""Each worker has half of the tests in their order, so that both seldom set up the same fixture."""
 EXTRAS = {"examples": ["examples"], "dev": ["examples", "dev"]}  # an extra and all it brings
 
 
@@ -239,7 +241,7 @@ def test(args: list[str]) -> None:
     with ThreadPoolExecutor(1) as executor:
         beside = executor.submit(check_types_and_wheel, venv)
         # Also runs the examples in docstrings, README.md and docs/ (tests/test_docs.py).
-        step("pytest", venv.python, "-m", "pytest", "-n", "2", *tier, *args)
+        step("pytest", venv.python, "-m", "pytest", *WORKERS, *tier, *args)
         beside.result()
 
 

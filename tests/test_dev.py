@@ -36,7 +36,7 @@ def steps(monkeypatch):
 def test_slow_tests_are_those_of_all(arguments, passed, steps):
     dev.test(arguments)
     assert {*steps} == {"ruff check", "ruff format", "mypy", "wheel", "pytest"}
-    assert steps["pytest"] == ("-m", "pytest", "-n", "2", *passed)
+    assert steps["pytest"] == ("-m", "pytest", *dev.WORKERS, *passed)
 
 
 @pytest.mark.parametrize("failing", ["ruff check", "mypy", "wheel", "pytest"])
